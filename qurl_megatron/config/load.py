@@ -1,0 +1,151 @@
+"""From a TOML file and ``section.key=value`` overrides to one checked ``RunConfig``."""
+
+import dataclasses
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from qurl_megatron.config import sections
+from qurl_megatron.config.sections import require
+from qurl_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run. Only the CLI and the training loop see it; parts below take their section."""
+
+    model: sections.ModelConfig
+    data: sections.DataConfig
+    parallel: sections.ParallelConfig = field(default_factory=sections.ParallelConfig)
+    optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
+    quant: sections.QuantConfig = field(default_factory=sections.QuantConfig)
+    algo: sections.AlgoConfig = field(default_factory=sections.AlgoConfig)
+    rollout: sections.RolloutConfig = field(default_factory=sections.RolloutConfig)
+    reward: sections.RewardConfig = field(default_factory=sections.RewardConfig)
+    train: sections.TrainConfig = field(default_factory=sections.TrainConfig)
+    checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
+    sync: sections.SyncConfig = field(default_factory=sections.SyncConfig)
+    warmstart: sections.WarmstartConfig = field(default_factory=sections.WarmstartConfig)
+
+    def __post_init__(self) -> None:
+        responses = self.responses_per_step
+        per_update = self.algo.minibatches * self.parallel.data * self.train.micro_batch
+        require(
+            responses % per_update == 0,
+            f"data.prompts_per_step * rollout.samples_per_prompt = {responses} responses must be a multiple of "
+            f"algo.minibatches * parallel.data * train.micro_batch = {self.algo.minibatches} * "
+            f"{self.parallel.data} * {self.train.micro_batch} = {per_update}; change one of them",
+        )
+        require(
+            self.algo.advantage != "grpo" or self.rollout.samples_per_prompt > 1,
+            "rollout.samples_per_prompt must be 2 or more for algo.advantage=grpo: a group of one has no spread",
+        )
+
+    @property
+    def responses_per_step(self) -> int:
+        return self.data.prompts_per_step * self.rollout.samples_per_prompt
+
+
+def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """Read a recipe.
+
+    Args:
+        path: TOML file, one table per section.
+        overrides: ``section.key=value`` strings; values are TOML (bare words are strings).
+
+    Raises:
+        ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or range.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path} does not exist; recipes ship in launch/recipes") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(tables, override)
+    return _build(RunConfig, tables, "")
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved configuration as a recipe that ``load`` reads back to an equal one."""
+    lines: list[str] = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        values = getattr(config, section.name)
+        lines += [f"{f.name} = {_toml_value(getattr(values, f.name))}" for f in dataclasses.fields(values)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _apply(tables: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise ConfigError(f"override {override!r} must look like section.key=value, e.g. quant.scheme=fp8")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word, such as fp8 or a path
+    table = tables.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} must be a table [{section}], got {table!r}")
+    table[name] = value
+
+
+def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
+    """An instance of the dataclass ``cls`` from TOML values; ``prefix`` names it in messages."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    kind = "key" if prefix else "section"
+    for name in values:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown {kind} {prefix}{name}; {hint}")
+    arguments = {}
+    for name, hint in hints.items():
+        if dataclasses.is_dataclass(hint):
+            table = values.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
+            arguments[name] = _build(hint, table, f"{prefix}{name}.")
+        elif name in values:
+            arguments[name] = _convert(values[name], hint, f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def _convert(value: Any, hint: Any, key: str) -> Any:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"{key} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        return value
+    if typing.get_origin(hint) is tuple:
+        (item, _) = typing.get_args(hint)
+        if not isinstance(value, list):
+            raise ConfigError(f"{key} must be a list, got {value!r}")
+        return tuple(_convert(v, item, key) for v in value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{key} must be of type {hint.__name__}, got {value!r}")
+    return value
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    return repr(value)

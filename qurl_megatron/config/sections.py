@@ -1,0 +1,329 @@
+"""One frozen dataclass per section of a recipe; a component receives its own section and no other.
+
+A section checks what it can check alone. Checks that need two sections live in ``RunConfig``,
+checks that need the model's own ``config.json`` in ``model.arch``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qurl_megatron.errors import ConfigError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ConfigError(message)`` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which policy is trained."""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer files."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Format of the trained weights; bfloat16 keeps FP32 masters, float32 is for exactness tests."""
+
+    recompute: bool = False
+    """Recompute activations layer by layer in the backward pass: less memory, about 30 % more time."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "model.path is missing; set it to a Hugging Face checkpoint folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks share one copy of the model; the rest of the ranks are data-parallel."""
+
+    tensor: int = 1
+    """Tensor-parallel size: every weight matrix is split over this many ranks."""
+
+    pipeline: int = 1
+    """Pipeline-parallel size: the layers are split into this many stages."""
+
+    data: int = 1
+    """Data-parallel size: copies of the model, each working on its share of the samples."""
+
+    sequence: bool = True
+    """Sequence parallelism: split norms and residuals over the tensor ranks (no effect at tensor=1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data"):
+            value = getattr(self, name)
+            require(value >= 1, f"parallel.{name} must be 1 or more, got {value}")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW on the FP32 master weights."""
+
+    lr: float = 1e-6
+    """Learning rate after warm-up; constant from there on."""
+
+    warmup_steps: int = 0
+    """Optimizer updates over which the learning rate rises linearly from 0."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay; norms and biases are exempt."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+
+    distributed: bool = True
+    """Shard masters and Adam moments over the data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}")
+        require(self.warmup_steps >= 0, f"optimizer.warmup_steps must be 0 or more, got {self.warmup_steps}")
+        require(self.clip_grad > 0, f"optimizer.clip_grad must be positive, got {self.clip_grad}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """How rollout weights are quantized before they are sent to the fleet."""
+
+    scheme: Literal["none", "int8", "fp8"] = "int8"
+    """Number format of the rollout weights and activations; the trained weights keep model.dtype."""
+
+    uaq_scale: float = 1.5
+    """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""
+
+    diagnostics_every: int = 1
+    """Steps between measurements of code flips and of Eqs. 13 and 14; 0 turns them off. They keep
+    one host copy of the previous weights and codes (5 bytes a parameter)."""
+
+    def __post_init__(self) -> None:
+        require(self.uaq_scale >= 1.0, f"quant.uaq_scale must be 1.0 or more, got {self.uaq_scale}")
+        require(
+            self.diagnostics_every >= 0,
+            f"quant.diagnostics_every must be 0 or more, got {self.diagnostics_every}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoConfig:
+    """The objective: which ratio is clipped where, and what is averaged over what."""
+
+    objective: Literal["naive", "proximal", "decoupled", "tis", "acr"] = "acr"
+    """Paper Eq. 3, Eq. 1 on quantized rollouts, Eq. 4, Eq. 5, Eq. 9."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    cap: float = 2.0
+    """C: largest importance weight proximal/behaviour that is not truncated (tis, acr)."""
+
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """grpo: (reward - group mean) / (group std + 1e-6); dr_grpo: without the division."""
+
+    aggregation: Literal["response_mean", "token_mean"] = "response_mean"
+    """response_mean: tokens within a response, then responses (GRPO); token_mean: all tokens (DAPO)."""
+
+    kl_coef: float = 0.0
+    """Weight of the k3 KL penalty to the frozen initial policy; 0 keeps no reference weights."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    minibatches: int = 2
+    """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
+
+    epochs: int = 1
+    """Passes over each rollout batch."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.clip_low < 1, f"algo.clip_low must lie in [0, 1), got {self.clip_low}")
+        require(self.clip_high >= 0, f"algo.clip_high must be 0 or more, got {self.clip_high}")
+        require(self.cap >= 1, f"algo.cap must be 1 or more, got {self.cap}")
+        require(self.kl_coef >= 0, f"algo.kl_coef must be 0 or more, got {self.kl_coef}")
+        require(self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}")
+        require(self.epochs >= 1, f"algo.epochs must be 1 or more, got {self.epochs}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How responses are generated, and by how many engines."""
+
+    engines: int = 1
+    """Embedded engines to start on this machine, each a process of its own."""
+
+    engine_threads: int = 0
+    """CPU threads per engine; 0 shares the machine's cores evenly."""
+
+    engine_memory_gb: float = 2.0
+    """Key/value cache per engine, in GiB."""
+
+    urls: tuple[str, ...] = ()
+    """Engines that already run (SGLang's HTTP protocol); none are started then."""
+
+    samples_per_prompt: int = 8
+    """Group size G: responses per prompt."""
+
+    max_new_tokens: int = 64
+
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+
+    timeout_s: float = 600.0
+    """Seconds after which an engine that has not answered is an error."""
+
+    def __post_init__(self) -> None:
+        require(self.engines >= 1, f"rollout.engines must be 1 or more, got {self.engines}")
+        require(
+            self.samples_per_prompt >= 1,
+            f"rollout.samples_per_prompt must be 1 or more, got {self.samples_per_prompt}",
+        )
+        require(
+            self.max_new_tokens >= 1,
+            f"rollout.max_new_tokens must be 1 or more, got {self.max_new_tokens}",
+        )
+        require(
+            self.temperature > 0,
+            f"rollout.temperature must be positive, got {self.temperature}; greedy decoding is for evaluation only",
+        )
+        require(self.timeout_s > 0, f"rollout.timeout_s must be positive, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from: a file, or a procedural task; exactly one of ``path`` and ``task``."""
+
+    path: str = ""
+    """JSONL or parquet file with the columns ``prompt`` and ``answer``."""
+
+    eval_path: str = ""
+    """The same for held-out prompts."""
+
+    task: str = ""
+    """Name of a reasoning-gym task, e.g. chain_sum; train and held-out seeds differ."""
+
+    task_args: dict = field(default_factory=dict)
+    """Arguments of that task, e.g. {min_terms = 2, max_terms = 2}."""
+
+    task_size: int = 10_000
+    """How many training prompts the task generates before they repeat (reshuffled each epoch)."""
+
+    chat: bool = False
+    """Wrap each prompt in the tokenizer's chat template as one user turn."""
+
+    prompts_per_step: int = 32
+
+    max_prompt_tokens: int = 512
+    """Longer prompts are dropped and counted."""
+
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.path) != bool(self.task),
+            "data needs exactly one of data.path (a JSONL or parquet file) and data.task (a reasoning-gym task)",
+        )
+        require(
+            self.prompts_per_step >= 1,
+            f"data.prompts_per_step must be 1 or more, got {self.prompts_per_step}",
+        )
+        require(self.task_size >= 1, f"data.task_size must be 1 or more, got {self.task_size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How a response is scored: 1.0 for the right answer, else 0.0."""
+
+    kind: Literal["math", "last_number", "exact"] = "math"
+    """math: math-verify on the boxed or last expression; last_number: the last number in the text
+    equals the answer; exact: the whole text, stripped, equals the answer."""
+
+    workers: int = 1
+    """Processes that check answers."""
+
+    timeout_s: float = 10.0
+    """Seconds after which one check counts as wrong and its worker is replaced."""
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 1, f"reward.workers must be 1 or more, got {self.workers}")
+        require(self.timeout_s > 0, f"reward.timeout_s must be positive, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length and shape of the run."""
+
+    run_dir: str = "runs/default"
+    """Everything the run writes: checkpoints, metrics, report, published versions."""
+
+    steps: int = 100
+    """Rollout batches to train on."""
+
+    micro_batch: int = 8
+    """Responses per forward/backward pass on one data-parallel rank."""
+
+    seed: int = 0
+
+    eval_every: int = 0
+    """Steps between held-out evaluations; 0 evaluates only before the first and after the last step."""
+
+    eval_prompts: int = 0
+    """Held-out prompts per evaluation, decoded greedily; 0 turns evaluation off."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"train.steps must be 0 or more, got {self.steps}")
+        require(self.micro_batch >= 1, f"train.micro_batch must be 1 or more, got {self.micro_batch}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the training state is saved; a run always resumes from the newest whole checkpoint."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves only at the end and on Ctrl-C or SIGTERM."""
+
+    keep: int = 2
+    """Newest checkpoints that are kept; older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, f"checkpoint.every must be 0 or more, got {self.every}")
+        require(self.keep >= 1, f"checkpoint.keep must be 1 or more, got {self.keep}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How a new weight version reaches the engines."""
+
+    dir: str = ""
+    """Folder that trainer and engines share, for published versions; empty takes memory-backed
+    storage where all engines are on this machine, else train.run_dir/versions."""
+
+    keep: int = 2
+    """Newest published versions that are kept."""
+
+    def __post_init__(self) -> None:
+        require(self.keep >= 1, f"sync.keep must be 1 or more, got {self.keep}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmstartConfig:
+    """A small model made on the spot, for machines that have no checkpoint at hand.
+
+    When ``steps`` is positive and model.path does not exist, ``qurl train`` first makes a random
+    Qwen2-shaped model of these sizes there and fits it, supervised, to the task's own answers.
+    """
+
+    steps: int = 0
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 384
+    batch: int = 256
+    lr: float = 2e-3
+    seed: int = 0

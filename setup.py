@@ -1,0 +1,50 @@
+"""Package metadata; the pinned environments are in requirements/."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "qurl_megatron/__init__.py").read_text()).group(1)
+
+setup(
+    name="qurl-megatron",
+    version=VERSION,
+    description="Reinforcement learning of LLMs with quantized rollouts, on Megatron-Core and SGLang",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["qurl_megatron", "qurl_megatron.*"]),
+    package_data={"qurl_megatron": ["observe/*.html", "observe/*.css"]},
+    install_requires=[
+        "httpx",
+        "jinja2",
+        "math-verify",
+        "matplotlib",
+        # 0.16 is the newest for Python 3.11; 0.17 and later want Python 3.12.
+        "megatron-core>=0.16,<0.20",
+        "numpy",
+        "psutil",  # dist_checkpointing hangs without it
+        "pyarrow",
+        "reasoning-gym",
+        "rich",
+        "safetensors",
+        "starlette",
+        "tensorboard",
+        "tokenizers",
+        "torch>=2.6",
+        "transformers>=4.51",
+        "uvicorn",
+    ],
+    extras_require={
+        # Needs a machine with CUDA: the bare wheel breaks `import megatron.core` elsewhere.
+        "gpu": ["transformer-engine[pytorch]"],
+        "sglang": ["sglang>=0.5"],
+        "modelopt": ["nvidia-modelopt", "requests"],
+        "bench": ["liger-kernel"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+    },
+    entry_points={"console_scripts": ["qurl = qurl_megatron.cli:main"]},
+)
