@@ -6,7 +6,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "qurl_megatron/__init__.py").read_text()).group(1)
+VERSION = re.search(
+    r'__version__ = "(.+)"', (HERE / "qurl_megatron/__init__.py").read_text()
+).group(1)
 
 setup(
     name="qurl-megatron",

@@ -1,6 +1,6 @@
 """Recipes: TOML sections become frozen dataclasses; a key that no dataclass knows is an error."""
 
-from qurl_megatron.config.load import RunConfig, load, to_toml
+from qurl_megatron.config.load import RunConfig, differences, load, to_toml
 from qurl_megatron.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -30,6 +30,7 @@ __all__ = [
     "SyncConfig",
     "TrainConfig",
     "WarmstartConfig",
+    "differences",
     "load",
     "to_toml",
 ]

@@ -13,6 +13,22 @@ from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
 
+SAME_RUN = (
+    "train.steps",
+    "train.run_dir",
+    "train.eval_every",
+    "checkpoint.",
+    "sync.",
+    "parallel.",
+    "rollout.engine",
+    "rollout.urls",
+    "rollout.timeout_s",
+    "reward.workers",
+    "warmstart.",
+)
+"""Keys that a run may change between two starts: how long and where it runs, not what it computes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run. Only the CLI and the training loop see it; parts below take their section."""
@@ -70,7 +86,23 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(tables, override)
-    return _build(RunConfig, tables, "")
+    config = _build(RunConfig, tables, "")
+    if config.train.run_dir:
+        return config
+    train = dataclasses.replace(config.train, run_dir=_default_run_dir(path, overrides))
+    return dataclasses.replace(config, train=train)
+
+
+def differences(before: RunConfig, now: RunConfig) -> list[str]:
+    """The settings that make ``now`` another run than ``before``, as "key: old there, new here"."""
+    found = []
+    for section in dataclasses.fields(RunConfig):
+        old, new = getattr(before, section.name), getattr(now, section.name)
+        for f in dataclasses.fields(old):
+            key, a, b = f"{section.name}.{f.name}", getattr(old, f.name), getattr(new, f.name)
+            if a != b and not key.startswith(SAME_RUN):
+                found.append(f"{key}: {a} there, {b} here")
+    return found
 
 
 def to_toml(config: RunConfig) -> str:
@@ -79,16 +111,27 @@ def to_toml(config: RunConfig) -> str:
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
         values = getattr(config, section.name)
-        lines += [f"{f.name} = {_toml_value(getattr(values, f.name))}" for f in dataclasses.fields(values)]
+        lines += [
+            f"{f.name} = {_toml_value(getattr(values, f.name))}" for f in dataclasses.fields(values)
+        ]
         lines.append("")
     return "\n".join(lines)
+
+
+def _default_run_dir(recipe: Path, overrides: typing.Sequence[str]) -> str:
+    """runs/quickstart for the recipe as it is, runs/quickstart,quant.scheme=fp8 for a variant of it."""
+    ignored = ("train.steps", "train.run_dir", "checkpoint.", "sync.")
+    variant = sorted(o.strip() for o in overrides if not o.strip().startswith(ignored))
+    return "runs/" + ",".join([recipe.stem, *variant]).replace("/", "_")
 
 
 def _apply(tables: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
-        raise ConfigError(f"override {override!r} must look like section.key=value, e.g. quant.scheme=fp8")
+        raise ConfigError(
+            f"override {override!r} must look like section.key=value, e.g. quant.scheme=fp8"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -30,7 +30,9 @@ class ModelConfig:
     """Recompute activations layer by layer in the backward pass: less memory, about 30 % more time."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "model.path is missing; set it to a Hugging Face checkpoint folder")
+        require(
+            bool(self.path), "model.path is missing; set it to a Hugging Face checkpoint folder"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}")
-        require(self.warmup_steps >= 0, f"optimizer.warmup_steps must be 0 or more, got {self.warmup_steps}")
+        require(
+            self.warmup_steps >= 0,
+            f"optimizer.warmup_steps must be 0 or more, got {self.warmup_steps}",
+        )
         require(self.clip_grad > 0, f"optimizer.clip_grad must be positive, got {self.clip_grad}")
 
 
@@ -146,7 +151,9 @@ class AlgoConfig:
         require(self.clip_high >= 0, f"algo.clip_high must be 0 or more, got {self.clip_high}")
         require(self.cap >= 1, f"algo.cap must be 1 or more, got {self.cap}")
         require(self.kl_coef >= 0, f"algo.kl_coef must be 0 or more, got {self.kl_coef}")
-        require(self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}")
+        require(
+            self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}"
+        )
         require(self.epochs >= 1, f"algo.epochs must be 1 or more, got {self.epochs}")
 
 
@@ -258,8 +265,9 @@ class RewardConfig:
 class TrainConfig:
     """Length and shape of the run."""
 
-    run_dir: str = "runs/default"
-    """Everything the run writes: checkpoints, metrics, report, published versions."""
+    run_dir: str = ""
+    """Everything the run writes: checkpoints, metrics, report. Empty: runs/ and the recipe's name,
+    followed by the overrides that make it another run."""
 
     steps: int = 100
     """Rollout batches to train on."""
@@ -277,7 +285,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, f"train.steps must be 0 or more, got {self.steps}")
-        require(self.micro_batch >= 1, f"train.micro_batch must be 1 or more, got {self.micro_batch}")
+        require(
+            self.micro_batch >= 1, f"train.micro_batch must be 1 or more, got {self.micro_batch}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,26 @@
+"""INT8 and FP8 grids for rollout weights and activations; pure tensors, a process group is an argument."""
+
+from qurl_megatron.quant.activations import quantize_tokens
+from qurl_megatron.quant.diagnostics import (
+    QUANT_METRICS,
+    code_flips,
+    quant_metrics,
+    weight_error,
+    weight_update,
+)
+from qurl_megatron.quant.formats import SCHEMES, Scheme
+from qurl_megatron.quant.weights import QuantizedWeight, dequantize, quantize
+
+__all__ = [
+    "QUANT_METRICS",
+    "SCHEMES",
+    "QuantizedWeight",
+    "Scheme",
+    "code_flips",
+    "dequantize",
+    "quant_metrics",
+    "quantize",
+    "quantize_tokens",
+    "weight_error",
+    "weight_update",
+]

@@ -107,7 +107,9 @@ class Manifest:
                 },
             )
         except FileNotFoundError:
-            raise ConfigError(f"{folder} has no {MANIFEST}: not a published version, or an unfinished one") from None
+            raise ConfigError(
+                f"{folder} has no {MANIFEST}: not a published version, or an unfinished one"
+            ) from None
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{path} is malformed: {error!r}") from None
 
@@ -130,9 +132,13 @@ def read_version(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry.bytes:
-            raise ConfigError(f"{path} is missing or not {entry.bytes} bytes long; version {manifest.version} is unusable")
+            raise ConfigError(
+                f"{path} is missing or not {entry.bytes} bytes long; version {manifest.version} is unusable"
+            )
         if _sha256(path) != entry.sha256:
-            raise ConfigError(f"{path} does not have the SHA-256 of its manifest; version {manifest.version} is corrupt")
+            raise ConfigError(
+                f"{path} does not have the SHA-256 of its manifest; version {manifest.version} is corrupt"
+            )
     readers = {name: safe_open(folder / name, framework="pt") for name in manifest.files}
     for name, entry in manifest.tensors.items():
         yield name, _join(name, entry, readers)

@@ -1,0 +1,122 @@
+"""``qurl``: one subcommand per task; heavy imports wait until the command is known."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from qurl_megatron import __version__
+from qurl_megatron.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except ConfigError as error:
+        print(f"qurl: {error}", file=sys.stderr)
+        return 2
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train a policy with quantized rollouts; resumes where the run directory left off."""
+    from qurl_megatron.config import load
+
+    config = load(arguments.recipe, arguments.overrides)
+    from qurl_megatron.training.start import start
+
+    return start(config)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print the resolved recipe, or with --env what is installed and what it changes."""
+    if arguments.env:
+        from qurl_megatron.runtime.env import describe
+
+        print(describe())
+    if arguments.recipe:
+        from qurl_megatron.config import load, to_toml
+
+        print(to_toml(load(arguments.recipe, arguments.overrides)))
+    elif not arguments.env:
+        raise ConfigError("qurl show needs a recipe, or --env")
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write RUN_DIR/report.html, one self-contained page with the pictures of a run."""
+    from qurl_megatron.observe.report import write_report
+
+    print(write_report(arguments.run_dir))
+    return 0
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve a model with the embedded engine, over SGLang's HTTP protocol."""
+    from qurl_megatron.rollout.embedded.server import serve as run
+
+    run(
+        arguments.model_dir,
+        scheme=arguments.scheme,
+        dtype=arguments.dtype,
+        host=arguments.host,
+        port=arguments.port,
+        port_file=arguments.port_file,
+        threads=arguments.threads,
+        cache_gb=arguments.cache_gb,
+        exit_with_stdin=arguments.exit_with_stdin,
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qurl",
+        description="Reinforcement learning of LLMs with quantized rollouts, on Megatron-Core.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(run) -> argparse.ArgumentParser:
+        added = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        added.set_defaults(run=run)
+        return added
+
+    def recipe(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+        command.add_argument(
+            "recipe", type=Path, nargs=nargs, help="TOML recipe; some ship in launch/recipes"
+        )
+        command.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help="e.g. quant.scheme=fp8"
+        )
+
+    recipe(command(train))
+
+    shown = command(show)
+    recipe(shown, nargs="?")
+    shown.add_argument("--env", action="store_true", help="what is installed, and what it changes")
+
+    command(report).add_argument("run_dir", type=Path, help="train.run_dir of the run")
+
+    served = command(serve)
+    served.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")
+    served.add_argument("--scheme", choices=("none", "int8", "fp8"), default="int8")
+    served.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    served.add_argument("--host", default="127.0.0.1")
+    served.add_argument("--port", type=int, default=30000, help="0 takes a free one")
+    served.add_argument(
+        "--port-file", type=Path, help="the port is written here once the engine is ready"
+    )
+    served.add_argument(
+        "--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default"
+    )
+    served.add_argument("--cache-gb", type=float, default=2.0, help="key/value cache, GiB")
+    served.add_argument(
+        "--exit-with-stdin",
+        action="store_true",
+        help="leave when standard input closes (set by qurl train)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""From an ``Arch`` to one rank's part of a GPTModel, with weights."""
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.spec import decoder_spec
+from qurl_megatron.runtime.env import use_transformer_engine
+from qurl_megatron.runtime.megatron import Ranks
+from qurl_megatron.weights import Arch, HfReader, load_parameter, stage_ops
+from qurl_megatron.weights.ops import Op
+
+
+def transformer_config(
+    arch: Arch, model: ModelConfig, parallel: ParallelConfig
+) -> TransformerConfig:
+    """Megatron's configuration of this model; fused kernels only where Transformer Engine brings them."""
+    dtype = getattr(torch, model.dtype)
+    gpu = use_transformer_engine()
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.intermediate,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_eps,
+        activation_func=functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        recompute_granularity="full" if model.recompute else None,
+        recompute_method="uniform" if model.recompute else None,
+        recompute_num_layers=1 if model.recompute else None,
+        # Weights come from a checkpoint: nothing is drawn.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        bias_activation_fusion=gpu,
+        bias_dropout_fusion=gpu,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def build_model(arch: Arch, config: TransformerConfig, ranks: Ranks) -> GPTModel:
+    """This rank's part of the model, with undefined weights, on its device."""
+    scaling = arch.rope_scaling
+    if scaling and (scaling.low_freq_factor, scaling.high_freq_factor) != (1.0, 4.0):
+        raise ConfigError(
+            "config.json: Megatron computes llama3 rope with low_freq_factor=1 and high_freq_factor=4, "
+            f"the model has {scaling.low_freq_factor} and {scaling.high_freq_factor}"
+        )
+    model = GPTModel(
+        config,
+        decoder_spec(config, qk_norm=arch.qk_norm),
+        vocab_size=padded_vocab(arch, ranks),
+        max_sequence_length=arch.max_position,
+        pre_process=ranks.first_stage,
+        post_process=ranks.last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        rope_scaling=scaling is not None,
+        rope_scaling_factor=scaling.factor if scaling else 8.0,
+    )
+    return model.to(ranks.device)
+
+
+def padded_vocab(arch: Arch, ranks: Ranks) -> int:
+    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-arch.vocab // ranks.tensor.size) * ranks.tensor.size
+
+
+def parameter_ops(arch: Arch, ranks: Ranks) -> dict[str, Op]:
+    """The op behind each parameter this rank holds, by the local name GPTModel gives it.
+
+    Megatron numbers layers from 0 on every pipeline stage; ops carry global numbers.
+    """
+    per_stage = arch.num_layers // ranks.pipeline.size
+    layers = range(ranks.pipeline.rank * per_stage, (ranks.pipeline.rank + 1) * per_stage)
+    ops = stage_ops(
+        arch,
+        layers,
+        first=ranks.first_stage,
+        last=ranks.last_stage,
+        fused_norms=use_transformer_engine(),
+    )
+    return {_local_name(op.megatron, layers.start): op for op in ops}
+
+
+def _local_name(name: str, first_layer: int) -> str:
+    prefix = "decoder.layers."
+    if not name.startswith(prefix):
+        return name
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{int(number) - first_layer}.{rest}"
+
+
+def load_weights(
+    model: GPTModel, arch: Arch, ranks: Ranks, reader: HfReader, uaq_scale: float
+) -> dict[str, torch.Tensor]:
+    """Copy a Hugging Face checkpoint into this rank's parameters.
+
+    Returns:
+        The same values in FP32 by local name, for the master weights: they keep what BF16 rounds away.
+
+    Raises:
+        ConfigError: the checkpoint lacks a tensor or has one of another shape than its config says.
+    """
+    ops = parameter_ops(arch, ranks)
+    parameters = dict(model.named_parameters())
+    assert ops.keys() == parameters.keys(), (
+        f"no op or no parameter: {ops.keys() ^ parameters.keys()}"
+    )
+    loaded = {}
+    for name, parameter in parameters.items():
+        value = load_parameter(
+            ops[name],
+            reader,
+            rank=ranks.tensor.rank,
+            size=ranks.tensor.size,
+            uaq_scale=uaq_scale,
+            padded_vocab=padded_vocab(arch, ranks),
+        )
+        if value.shape != parameter.shape:
+            names = ", ".join(tensor.name for tensor in ops[name].hf)
+            raise ConfigError(
+                f"{names} in {reader.folder} make up shape {list(value.shape)}, "
+                f"config.json says {list(parameter.shape)}"
+            )
+        with torch.no_grad():
+            parameter.copy_(value)
+        loaded[name] = value
+    return loaded

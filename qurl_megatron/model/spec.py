@@ -1,0 +1,85 @@
+"""Layer specs: Transformer Engine's where it is installed on a GPU, else Megatron's local one, completed.
+
+Megatron's own local spec lacks two things that are needed without Transformer Engine: an RMSNorm that
+knows sequence parallelism, and a causal attention that takes no mask. Both are spec entries, not patches.
+
+Shapes: s = sequence, b = batch, h = this rank's heads, g = its key/value groups, d = head size.
+"""
+
+import math
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qurl_megatron.runtime.env import use_transformer_engine
+
+
+def decoder_spec(
+    config: TransformerConfig, *, qk_norm: bool
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec that GPTModel builds its decoder from."""
+    if use_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers_here = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, rounded as Hugging Face rounds it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of marked weights over the tensor ranks: each saw part of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class CausalAttention(MegatronModule):
+    """Grouped-query causal attention through torch's fused kernel.
+
+    Sequences are padded on the right, so causality alone keeps padding out of every real token.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type,
+        attention_type,
+        softmax_scale: float | None = None,
+        **_,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **_
+    ) -> Tensor:
+        """[s, b, h, d], [s, b, g, d], [s, b, g, d] -> [s, b, h*d]."""
+        assert attention_mask is None, "right-padded causal batches need no mask"
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,149 @@
+"""Metrics that know their reduction: plain floats that merge exactly over microbatches and ranks.
+
+A mean travels as its total and its weight, never as a finished average, so that merging the parts
+of a batch gives what the whole batch would have given. Values are Python floats: cheap to pickle,
+and no tensor keeps device memory alive.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total, e.g. tokens generated."""
+
+    total: float
+
+    @property
+    def value(self) -> float:
+        return self.total
+
+    def merged(self, other: "Sum") -> "Sum":
+        return Sum(self.total + other.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A weighted average as its parts: for a mean over tokens, their sum and their number."""
+
+    total: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        """NaN where nothing was averaged."""
+        return self.total / self.weight if self.weight else math.nan
+
+    def merged(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest value; a NaN anywhere stays visible."""
+
+    value: float
+
+    def merged(self, other: "Max") -> "Max":
+        # max(1.0, nan) is 1.0 but max(nan, 1.0) is nan: without this, rank order would decide.
+        values = (self.value, other.value)
+        return Max(math.nan if any(map(math.isnan, values)) else max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """The smallest value; a NaN anywhere stays visible."""
+
+    value: float
+
+    def merged(self, other: "Min") -> "Min":
+        values = (self.value, other.value)
+        return Min(math.nan if any(map(math.isnan, values)) else min(values))
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSampleSize:
+    """Share of the samples that importance weights leave effective: (sum w)^2 / (n sum w^2).
+
+    1 where all weights are equal, 1/n where one sample has all the weight.
+    """
+
+    total: float
+    squares: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.squares * self.count) if self.squares else math.nan
+
+    def merged(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
+        return EffectiveSampleSize(
+            self.total + other.total, self.squares + other.squares, self.count + other.count
+        )
+
+
+Metric = Sum | Mean | Max | Min | EffectiveSampleSize
+
+
+def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """One metric per name out of those of every microbatch, or of every rank."""
+    merged: dict[str, Metric] = {}
+    for metrics in many:
+        for name, metric in metrics.items():
+            known = merged.get(name)
+            assert known is None or type(known) is type(metric), (
+                f"metric {name} is a {type(known).__name__} in one place "
+                f"and a {type(metric).__name__} in another"
+            )
+            merged[name] = metric if known is None else known.merged(metric)
+    return merged
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The number each metric stands for; a mean over nothing is NaN."""
+    return {name: float(metric.value) for name, metric in metrics.items()}
+
+
+class Timer:
+    """Seconds spent in each phase of one step; make a new one for every step.
+
+    Over ranks the slowest counts (``Max``), since the others wait for it.
+
+        timer = Timer(announce=progress.phase)
+        with timer.phase("rollout"):
+            ...
+        metrics |= timer.metrics()  # time/rollout and time/step
+    """
+
+    def __init__(
+        self,
+        announce: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._announce = announce
+        self._clock = clock
+        self._start = clock()
+        self._seconds: dict[str, float] = {}
+        self._current: str | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of this block to ``time/<name>``; a phase may be entered again."""
+        assert self._current is None, f"phase {name} inside {self._current} would count twice"
+        if self._announce is not None:
+            self._announce(name)
+        self._current, start = name, self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._current = None
+
+    def metrics(self) -> dict[str, Metric]:
+        """``time/<phase>`` for each phase so far, and ``time/step`` since the timer was made."""
+        seconds = {**self._seconds, "step": self._clock() - self._start}
+        return {f"time/{name}": Max(value) for name, value in seconds.items()}

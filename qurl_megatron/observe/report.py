@@ -1,0 +1,222 @@
+"""A run as one HTML page that works offline: key figures, pictures, numbers, recipe."""
+
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe import plots
+from qurl_megatron.observe.plots import History, Picture
+from qurl_megatron.observe.sinks import Record, read_metrics
+from qurl_megatron.observe.text import NARROW_SPACE, duration, number, percent, reading
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.toml"
+REPORT_FILE = "report.html"
+
+GROUPS = {
+    "reward": "Reward",
+    "eval": "Evaluation",
+    "response": "Responses",
+    "policy": "Policy",
+    "acr": "Adaptive clip range",
+    "rollout": "Behaviour and proximal policy",
+    "reference": "Reference policy",
+    "optimizer": "Optimizer",
+    "quant": "Quantization",
+    "throughput": "Throughput, tokens/s",
+    "time": "Seconds",
+    "sync": "Weight versions",
+}
+"""Headings of the table, by the first part of a metric's name; other names keep theirs."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A key figure in the headline row."""
+
+    label: str
+    value: str
+    note: str = ""
+    before: str = ""
+    """The value it started from, shown smaller with an arrow."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One picture, drawn, with what the page writes around it."""
+
+    picture: Picture
+    svg: str
+    wide_svg: str  # for two columns' width, or "" where one is enough
+    legend: list[tuple[str, str, str, bool]]  # label, colour, last value, drawn as rings
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric in the table."""
+
+    name: str
+    step: int
+    last: str
+    low: str
+    high: str
+    points: str  # of its sparkline
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write ``run_dir/report.html`` from metrics.jsonl and, where present, config.toml."""
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / METRICS_FILE)
+    history = History(records)
+    recipe_file = run_dir / CONFIG_FILE
+    recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else ""
+    here = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html").render(
+        css=(here / "report.css").read_text(encoding="utf-8"),
+        name=run_dir.resolve().name,
+        facts=_facts(records, history, _tables(recipe)),
+        figures=list(_key_figures(history, _tables(recipe))),
+        sections={
+            title: _drawings(chosen, history) for title, chosen in plots.pictures(history).items()
+        },
+        non_finite=history.non_finite,
+        groups=_groups(history),
+        last_step=history.last_step,
+        recipe=recipe,
+    )
+    path = run_dir / REPORT_FILE
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def save_overview_png(run_dir: Path | str, path: Path | str) -> Path:
+    """Save the pictures that sum up a run as one image, e.g. for a README."""
+    history = History(read_metrics(Path(run_dir) / METRICS_FILE))
+    found = [picture for section in plots.pictures(history).values() for picture in section]
+    chosen = [picture for picture in found if picture.key in plots.OVERVIEW] or found[:2]
+    if not chosen:
+        raise ConfigError(f"{run_dir} has none of the metrics that the overview draws")
+    path = Path(path)
+    plots.render_figure(chosen, history).savefig(path, dpi=130)
+    return path
+
+
+def _tables(recipe: str) -> dict:
+    try:
+        return tomllib.loads(recipe)
+    except tomllib.TOMLDecodeError:  # shown verbatim all the same; only the summary lacks it
+        return {}
+
+
+def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[str]:
+    """The line under the title: model, steps, when."""
+    facts = []
+    if model := recipe.get("model", {}).get("path"):
+        facts.append(Path(model).name)
+    planned = recipe.get("train", {}).get("steps")
+    done = history.last_step
+    plural = "step" if done == 1 and not planned else "steps"
+    facts.append(f"{done} of {planned} {plural}" if planned else f"{done} {plural}")
+    facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
+    return facts
+
+
+def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
+    if "eval/accuracy" in history:
+        steps, values = history.series("eval/accuracy")
+        shown = [percent(value).replace(" ", NARROW_SPACE) for value in values[[0, -1]]]
+        if len(steps) > 1:
+            note = f"step {steps[0]} to step {steps[-1]}"
+            yield Figure("Held-out accuracy", shown[1], note, before=shown[0])
+        else:
+            yield Figure("Held-out accuracy", shown[0], f"step {steps[0]}")
+    if "reward/mean" in history:
+        _, values = history.series("reward/mean")
+        n = min(10, max(1, len(values) // 10))  # single batches are noisy
+        if len(values) > 1:
+            note = f"first and last {n} steps" if n > 1 else "first to last step"
+            first, last = f"{values[:n].mean():.3f}", f"{values[-n:].mean():.3f}"
+            yield Figure("Reward", last, note, before=first)
+        else:
+            yield Figure("Reward", f"{values[0]:.3f}")
+    if tokens := _rollout_speed(history):
+        yield Figure("Rollout", number(tokens), "tokens per second")
+    if "time/step" in history:
+        _, seconds = history.series("time/step")
+        note = f"{duration(seconds.mean())} a step"
+        yield Figure("Training time", duration(seconds.sum()), note)
+    if "quant" in recipe or "algo" in recipe:
+        quant, algo = recipe.get("quant", {}), recipe.get("algo", {})
+        scheme = str(quant.get("scheme", "int8"))
+        scheme = "BF16" if scheme == "none" else scheme.upper()
+        objective = str(algo.get("objective", "acr")).upper()
+        note = f"UAQ s = {quant['uaq_scale']:g}" if "uaq_scale" in quant else ""
+        yield Figure("Scheme", f"{scheme} {objective}", note)
+    if "sync/version" in history:
+        note = ""
+        if "sync/staleness" in history:
+            note = f"staleness at most {history.series('sync/staleness')[1].max():g}"
+        yield Figure("Versions published", f"{history.series('sync/version')[1].max():.0f}", note)
+
+
+def _rollout_speed(history: History) -> float | None:
+    """Tokens over seconds of all rollouts: the plain mean would weigh short ones too much."""
+    name = "throughput/rollout_tokens_per_s"
+    if name not in history:
+        return None
+    steps, speeds = history.series(name)
+    seconds = np.ones(len(steps))
+    if "time/rollout" in history:
+        known = dict(zip(*history.series("time/rollout"), strict=True))
+        if all(step in known for step in steps):
+            seconds = np.array([known[step] for step in steps])
+    return float(np.average(speeds, weights=seconds)) if seconds.sum() > 0 else None
+
+
+def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
+    drawings, column = [], 0
+    for index, picture in enumerate(chosen):
+        # The last one takes the whole row where it would else leave a hole.
+        wide = picture.wide or (index == len(chosen) - 1 and column % 2 == 0)
+        column += 2 if wide else 1
+        legend = [
+            (line.label, line.color, reading(line.metric, history.last(line.metric)), line.rings)
+            for line in picture.present(history)
+        ]
+        wide_svg = plots.picture_svg(picture, history, wide=True) if wide else ""
+        drawings.append(Drawing(picture, plots.picture_svg(picture, history), wide_svg, legend))
+    return drawings
+
+
+def _groups(history: History) -> dict[str, list[Row]]:
+    """Table rows by heading, in the order of ``GROUPS``."""
+    order = {prefix: index for index, prefix in enumerate(GROUPS)}
+    names = sorted(history, key=lambda name: (order.get(name.split("/")[0], len(order)), name))
+    groups: dict[str, list[Row]] = {}
+    for name in names:
+        steps, values = history.series(name)
+        prefix = name.split("/")[0]
+        groups.setdefault(GROUPS.get(prefix, prefix), []).append(
+            Row(
+                name=name,
+                step=int(steps[-1]),
+                last=reading(name, values[-1]),
+                low=reading(name, values.min()),
+                high=reading(name, values.max()),
+                points=plots.sparkline(values),
+            )
+        )
+    return groups

@@ -1,0 +1,93 @@
+"""Numbers as people read them: short, and with their unit."""
+
+import math
+
+SHARES = frozenset(
+    {
+        "acr/active_fraction",
+        "acr/rescued_fraction",
+        "eval/accuracy",
+        "policy/clip_fraction",
+        "quant/code_flip_rate",
+        "response/truncated",
+        "rollout/ess",
+        "rollout/truncated_weight_fraction",
+    }
+)
+"""Metrics in [0, 1] that read best as a percentage."""
+
+NEAR_ONE = frozenset({"policy/ratio_mean", "rollout/rho_mean"})
+"""Metrics whose distance from 1 is the news."""
+
+NARROW_SPACE = "\u202f"
+MINUS = "\u2212"
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def percent(value: float) -> str:
+    """0.00312 -> "0.3 %"; below 0.1 % one significant digit, so that a rare event is not a zero."""
+    if not math.isfinite(value):
+        return str(value)
+    share = 100 * value
+    if share == 0 or abs(share) >= 0.095:
+        return f"{share:.1f} %"
+    return f"{power_of_ten(share) if abs(share) < 1e-4 else f'{share:.1g}'} %"
+
+
+def scientific(value: float) -> str:
+    """0.00123 -> "1.2e-3"."""
+    if not math.isfinite(value):
+        return str(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def power_of_ten(value: float) -> str:
+    """2e-5 -> "2·10⁻⁵", 1e-3 -> "10⁻³"."""
+    mantissa, exponent = f"{value:.2e}".split("e")
+    mantissa = f"{float(mantissa):g}"
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
+    return {"1": power, "-1": "-" + power}.get(mantissa, f"{mantissa}·{power}")
+
+
+def number(value: float) -> str:
+    """Three significant digits; thousands are separated, very large and small ones are powers."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e7:
+        text = power_of_ten(value)
+    elif abs(value) >= 1000:
+        text = f"{value:,.0f}".replace(",", NARROW_SPACE)
+    elif value == round(value):
+        text = f"{value:.0f}"
+    else:
+        text = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    return text.replace("-", MINUS)
+
+
+def duration(seconds: float) -> str:
+    """2.31 -> "2.31 s", 110 -> "1m50s", 7500 -> "2h05m"."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def reading(name: str, value: float) -> str:
+    """A metric's value with the unit its name implies."""
+    if name in SHARES:
+        return f"{number(100 * value)}{NARROW_SPACE}%"
+    if name in NEAR_ONE:
+        return f"{value:.4f}"
+    if name.startswith("time/"):
+        return duration(value)
+    if name == "sync/version":
+        return f"{value:.0f}" if math.isfinite(value) else str(value)
+    return number(value)

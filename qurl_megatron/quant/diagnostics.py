@@ -1,0 +1,68 @@
+"""Does the quantized policy notice the updates? Sums per shard, ratios only after adding them up.
+
+Each measurement is a float64 pair (numerator, denominator). Pairs of shards, layers and ranks add;
+``quant_metrics`` divides the totals, because averaging ratios would weigh small tensors like large ones.
+A shard that several ranks hold must be counted by one of them.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.quant.weights import QuantizedWeight, dequantize
+
+# Rows of the table of totals, in order: share of codes that changed, paper Eq. 13, paper Eq. 14.
+QUANT_METRICS = ("quant/code_flip_rate", "quant/weight_update", "quant/weight_error")
+
+_CHUNK = 4 << 20  # float64 elements in flight at once: 32 MB
+
+
+def code_flips(old_values: Tensor, new_values: Tensor) -> Tensor:
+    """(codes that differ, codes), float64 [2]; codes are compared as bytes, int8 or float8."""
+    assert old_values.shape == new_values.shape, (old_values.shape, new_values.shape)
+    changed = (old_values.view(torch.uint8) != new_values.view(torch.uint8)).sum()
+    return torch.stack([changed, torch.full_like(changed, new_values.numel())]).double()
+
+
+def weight_update(old: Tensor, new: Tensor) -> Tensor:
+    """(||new - old||^2, ||old||^2) of Eq. 13, float64 [2]."""
+    return _squares(old, lambda rows: new[rows])
+
+
+def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
+    """(||Q(w) - w||^2, ||w||^2) of Eq. 14, float64 [2]."""
+    if quantized.block is not None:
+        whole = dequantize(quantized)
+        return _squares(weight, lambda rows: whole[rows])
+    values, scale = quantized.values, quantized.scale
+    return _squares(weight, lambda rows: values[rows].float() * scale[rows])
+
+
+def quant_metrics(totals: Tensor) -> dict[str, float]:
+    """Ratios of the summed pairs, [3, 2] in the order of ``QUANT_METRICS``.
+
+    A row whose denominator is 0 was not measured (the first step has no old weights) and is left out.
+    """
+    assert totals.shape == (len(QUANT_METRICS), 2), totals.shape
+    rows = zip(QUANT_METRICS, totals.tolist(), strict=True)
+    return {name: part / whole for name, (part, whole) in rows if whole > 0}
+
+
+def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
+    """(||other - base||^2, ||base||^2) over chunks of rows."""
+    totals = torch.zeros(2, dtype=torch.float64, device=base.device)
+    for rows in _row_slices(base):
+        base_D = base[rows].detach().double().flatten()
+        difference_D = other(rows).detach().double().flatten() - base_D
+        totals[0] += difference_D.dot(difference_D)
+        totals[1] += base_D.dot(base_D)
+    return totals
+
+
+def _row_slices(tensor: Tensor) -> Iterator[slice]:
+    if tensor.numel() == 0:
+        return
+    step = max(1, _CHUNK // (tensor.numel() // len(tensor)))
+    for start in range(0, len(tensor), step):
+        yield slice(start, start + step)

@@ -1,0 +1,42 @@
+"""The number formats of the rollout model, and the arithmetic that weights and activations share.
+
+Everything is symmetric: ``value = round(x / scale)`` with ``scale = amax / largest``, computed in float32
+element by element, so that a slice of a tensor quantizes to the slice of the quantized tensor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One number format and how far one scale reaches."""
+
+    dtype: torch.dtype
+    largest: float  # the value that amax is mapped to
+    block: int | None = None  # edge of the squares that share a weight scale; None: a scale per row
+
+
+SCHEMES: dict[str, Scheme] = {
+    "int8": Scheme(torch.int8, 127.0),
+    "fp8": Scheme(torch.float8_e4m3fn, 448.0),
+    "fp8_block": Scheme(torch.float8_e4m3fn, 448.0, block=128),
+}
+
+
+def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
+    """float32 scales; 1 where all elements are 0, or so small that the scale would lose its digits."""
+    scale = amax / scheme.largest
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+def round_to_grid_(x: Tensor, scheme: Scheme) -> Tensor:
+    """Prepare float32 ``x / scale`` for its cast, in place: half to even, saturated.
+
+    The float8 cast itself rounds half to even, but turns what is beyond 448 into nan.
+    """
+    if not scheme.dtype.is_floating_point:
+        x.round_()
+    return x.clamp_(-scheme.largest, scheme.largest)

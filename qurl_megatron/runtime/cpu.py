@@ -1,0 +1,131 @@
+"""How the real Megatron-Core is made to run without CUDA; the only module that knows.
+
+Megatron-Core is written for GPUs, but little of what this package uses needs one: it asks for "the
+current device", spells ``device="cuda"`` in a few places, and tells parameters apart by the string
+``torch.cuda.FloatTensor``. ``install`` answers these questions for a machine whose device is the CPU.
+
+Where CUDA is present it does nothing. Each piece names who needs it; taking one out breaks a
+TP2 x PP2 training step or a checkpoint (``tests/distributed``).
+"""
+
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Callable, Iterator
+
+import torch
+
+CPU = torch.device("cpu")
+
+# Modules on our paths that spell device="cuda" in a tensor factory, and what they make there.
+_SPELL_CUDA = (
+    "megatron.core.pipeline_parallel.schedules",  # the running token count
+    "megatron.core.optimizer.optimizer",  # overflow flag and loss scale
+    "megatron.core.optimizer.clip_grads",  # overflow flag and norms
+    "megatron.core.utils",  # local gradient norms
+    "megatron.core.dist_checkpointing.exchange_utils",  # receive buffers between data-parallel ranks
+)
+_FACTORIES = ("tensor", "zeros", "empty", "empty_like")
+
+
+def install() -> None:
+    """Make ``megatron.core`` run on the CPU; call before any of it is used. Repeated calls are free."""
+    if torch.cuda.is_available() or getattr(install, "done", False):
+        return
+    install.done = True
+
+    # Every communication buffer: "the current device" is where tensors live.
+    torch.cuda.current_device = lambda: CPU
+    # The schedules and the checkpoint writer wait for kernels that here have already finished.
+    torch.cuda.synchronize = lambda *_, **__: None
+    # Gradient clipping and checkpoint loading move tensors "to the GPU".
+    torch.Tensor.cuda = lambda self, *_, **__: self
+
+    _use_cpu_generator()
+    for name in _SPELL_CUDA:
+        module = importlib.import_module(name)
+        module.torch = _TorchWithoutCuda()
+    _answer_cuda_type_names()
+    _keep_adam_step_on_load()
+
+
+def _use_cpu_generator() -> None:
+    """The model-parallel random state is a state of torch's one CPU generator."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.manual_seed = torch.manual_seed
+
+
+class _TorchWithoutCuda(types.ModuleType):
+    """``torch`` as one Megatron module sees it: factories put "cuda" tensors on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    @functools.wraps(factory)
+    def make(*args, **kwargs):
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _answer_cuda_type_names() -> None:
+    """The optimizers sort parameters by ``tensor.type()``, and know the names of CUDA types alone."""
+    optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
+    for cls in (optimizer.Float16OptimizerWithFloat16Params, distributed.DistributedOptimizer):
+        cls.__init__ = _with_cuda_type_names(cls.__init__)
+    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+    clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
+
+
+def _with_cuda_type_names(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    plain = torch.Tensor.type
+
+    def named(self, *args, **kwargs):
+        answer = plain(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = named
+    try:
+        yield
+    finally:
+        torch.Tensor.type = plain
+
+
+def _keep_adam_step_on_load() -> None:
+    """torch's AdamW keeps "step" per parameter; a checkpoint has it per group, and loading would miss it."""
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    plain = distributed.DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"].clone()}
+        return plain(self, model_param, tensors)
+
+    distributed.DistributedOptimizer._set_main_param_and_optimizer_states = set_states

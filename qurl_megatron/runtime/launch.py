@@ -1,0 +1,146 @@
+"""Start one process per rank on this machine, pass signals on, and end together.
+
+Under torchrun or srun the ranks exist already, and ``place_under_launcher`` reads where this one stands.
+"""
+
+import glob
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+
+from qurl_megatron.errors import ConfigError
+
+GRACE_S = 15.0
+"""Seconds the other ranks get to end by themselves after one has failed."""
+
+PRELOAD = ["qurl_megatron.training.loop"]
+"""Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
+
+
+def place_under_launcher(world_size: int) -> bool:
+    """True where torchrun or srun started this process; its variables are then set as torch wants them.
+
+    Raises:
+        ConfigError: the launcher started another number of processes than the recipe's parallel sizes need.
+    """
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
+        return True
+    # A batch script or an interactive shell is a step of one task: there the ranks are still to start.
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks == 1:
+        return False
+    _check_count("srun", tasks, world_size)
+    hosts = subprocess.run(
+        ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], str(tasks)
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env.setdefault("MASTER_ADDR", hosts[0])
+    env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
+    return True
+
+
+def _check_count(launcher: str, started: int, needed: int) -> None:
+    if started != needed:
+        raise ConfigError(
+            f"{launcher} started {started} processes, but parallel.tensor * parallel.pipeline * parallel.data "
+            f"= {needed}; make them equal"
+        )
+
+
+def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
+    """Run ``target(*args)`` on ``world_size`` ranks and return the exit code of the run.
+
+    Ranks live in process groups of their own, so that Ctrl-C reaches them once, through this process.
+    The first rank that fails ends the others; its code is returned.
+    """
+    # CUDA must not be touched before a fork, and importing Megatron may touch it: spawn there.
+    method = "spawn" if glob.glob("/dev/nvidia[0-9]*") else "forkserver"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(PRELOAD)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    port = _free_port()
+    ranks = [
+        context.Process(
+            target=_run, args=(target, args, rank, world_size, port), name=f"rank {rank}"
+        )
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    with _forwarded(ranks):
+        return _join(ranks)
+
+
+def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, port: int) -> None:
+    os.setpgrp()
+    # All ranks are on this machine; without it gloo looks the host's name up, which may fail.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    sys.exit(target(*args))
+
+
+def _join(ranks: list) -> int:
+    """Wait for all; after the first failure the rest have ``GRACE_S`` seconds, then they are killed."""
+    waiting, code, deadline = list(ranks), 0, None
+    while waiting:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = wait([rank.sentinel for rank in waiting], timeout)
+        for rank in [rank for rank in waiting if rank.sentinel in ended]:
+            rank.join()
+            waiting.remove(rank)
+            code = code or _exit_code(rank.exitcode)
+        if deadline is not None and time.monotonic() >= deadline:
+            for rank in waiting:
+                rank.kill()
+            deadline = time.monotonic() + GRACE_S
+        elif code and deadline is None:
+            deadline = time.monotonic() + GRACE_S
+    return code
+
+
+def _exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+class _forwarded:
+    """Inside, SIGINT and SIGTERM go to the ranks instead of ending this process."""
+
+    def __init__(self, ranks: list) -> None:
+        self.ranks = ranks
+
+    def __enter__(self) -> None:
+        self.before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, _frame) -> None:
+        for rank in self.ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, number)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

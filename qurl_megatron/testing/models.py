@@ -1,0 +1,67 @@
+"""Tiny random Hugging Face checkpoints of each family, and made-up samples to train on."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qurl_megatron.types import Prompt, Sample
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def tiny_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
+    """Save a random model of ``family`` in FP32; weights are large enough to make logits differ widely.
+
+    Args:
+        changes: keys of the Hugging Face config, e.g. ``tie_word_embeddings=True``.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    config_class = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    head_dim = {"head_dim": 32} if family == "qwen3" else {}
+    generator = torch.Generator().manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        config_class(**{**_SIZES, "tie_word_embeddings": family == "llama", **head_dim, **changes}),
+        dtype=torch.float32,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(noise + (1.0 if parameter.ndim == 1 else 0.0))
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_samples(count: int, *, vocab: int = 128, seed: int = 0) -> list[Sample]:
+    """Samples of uneven lengths with behaviour log-probs and rewards drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, size: int) -> tuple[int, ...]:
+        return tuple(torch.randint(low, high, (size,), generator=generator).tolist())
+
+    samples = []
+    for index in range(count):
+        prompt_length, response_length = integers(3, 9, 1)[0], integers(1, 12, 1)[0]
+        log_probs = (-5 * torch.rand(response_length, generator=generator)).tolist()
+        samples.append(
+            Sample(
+                prompt=Prompt(index, integers(0, vocab, prompt_length), "", ""),
+                response_ids=integers(0, vocab, response_length),
+                behaviour_log_probs=tuple(log_probs),
+                finish_reason="stop",
+                versions=(0,) * response_length,
+                reward=float(integers(0, 2, 1)[0]),
+            )
+        )
+    return samples

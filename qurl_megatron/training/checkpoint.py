@@ -1,0 +1,176 @@
+"""The training state on disk: Megatron's own distributed checkpoint, made atomic.
+
+    run_dir/checkpoints/step_000040/     a whole checkpoint: it was renamed into place last
+    run_dir/checkpoints/.step_000040/    one that was being written when the run died; ignored, then replaced
+
+Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What the
+loop itself must remember is a small JSON-able dictionary in ``state.json``.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.policy import Policy
+
+STATE = "state.json"
+
+
+def save(run_dir: Path, step: int, policy: Policy, state: dict[str, Any], *, keep: int) -> Path:
+    """Write the state after ``step`` updates; all ranks call it together.
+
+    The folder is written aside and renamed by rank 0 when every rank has finished, so a checkpoint is
+    whole or not there. Older ones beyond ``keep`` are deleted afterwards.
+    """
+    root = run_dir / "checkpoints"
+    final, aside = root / f"step_{step:06d}", root / f".step_{step:06d}"
+    if policy.ranks.leads:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("torch_dist"), policy.ranks.data.group
+    )
+    metadata = _metadata(policy)
+    dist_checkpointing.save(
+        _sharded_state(policy, loading=False),
+        str(aside),
+        strategy,
+        content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
+    )
+    dist.barrier()
+    if policy.ranks.leads:
+        (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        for old in _whole(root)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    checkpoints = _whole(run_dir / "checkpoints")
+    return checkpoints[-1] if checkpoints else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The loop's own part of a checkpoint."""
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+
+
+def load(checkpoint: Path, policy: Policy) -> None:
+    """Restore model, optimizer, schedule and random state; all ranks call it together.
+
+    Raises:
+        ConfigError: the checkpoint is of another model, or damaged.
+    """
+    _ensure_adam_state(policy.optimizer)
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(checkpoint)), policy.ranks.data.group
+    )
+    try:
+        loaded = dist_checkpointing.load(
+            _sharded_state(policy, loading=True), str(checkpoint), strategy
+        )
+    except (
+        dist_checkpointing.core.CheckpointingException,
+        KeyError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint} cannot be loaded into this model ({_first_line(error)}); "
+            "use another train.run_dir, or the recipe the run was started with"
+        ) from error
+    policy.gpt.load_state_dict(loaded["model"])
+    policy.optimizer.load_state_dict(loaded["optimizer"])
+    _unshare_adam_step(policy.optimizer)
+    policy.scheduler.load_state_dict(loaded["scheduler"])
+    torch.set_rng_state(loaded["rng"]["cpu"])
+    if torch.cuda.is_available() and loaded["rng"]["cuda"] is not None:
+        torch.cuda.set_rng_state(loaded["rng"]["cuda"])
+
+
+def _sharded_state(policy: Policy, *, loading: bool) -> dict[str, Any]:
+    metadata = _metadata(policy)
+    if not loading:
+        _ensure_adam_state(policy.optimizer)
+    model = policy.gpt.sharded_state_dict(metadata=metadata)
+    ranks = policy.ranks
+    rng = {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+    return {
+        "model": model,
+        "optimizer": policy.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=metadata
+        ),
+        "scheduler": policy.scheduler.state_dict(),
+        # No part of the model draws random numbers in training, so one state serves any layout.
+        "rng": ShardedObject("rng", rng, (1,), (0,), replica_id=ranks.rank),
+    }
+
+
+def _metadata(policy: Policy) -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": policy.ranks.data.group,
+    }
+
+
+def _whole(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob("step_*") if (path / STATE).is_file())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """torch's own AdamW instances, which Megatron uses where neither TE nor apex brings a fused one."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            yield part.optimizer
+
+
+def _ensure_adam_state(optimizer: Any) -> None:
+    """torch makes Adam's state at the first step; Megatron saves and loads it as if it always existed."""
+    for adam in _adams(optimizer):
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _unshare_adam_step(optimizer: Any) -> None:
+    """Megatron loads one ``step`` tensor into every state; each parameter's update would advance it for
+    all, and the bias correction would be wrong without any error."""
+    for adam in _adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = state["step"].clone()

@@ -1,0 +1,203 @@
+"""The main loop: rollout, reward, advantage, score, update, publish; it reads like the algorithm.
+
+Every rank runs it. The leading rank alone talks to engines, files and the terminal, and tells the
+others what it collected; everything between is the same program on all of them.
+
+A synchronous run is reproducible: prompts, seeds and the order of samples follow from the recipe and
+the step, and a checkpoint holds the state between two steps. Interrupted and resumed, a run writes the
+same metrics as one that was left alone, bit for bit on the same layout and machine: collectives and
+matrix products add in an order of their own on another.
+"""
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.algo import group_advantages
+from qurl_megatron.config import RunConfig, differences, load, to_toml
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.policy import Policy
+from qurl_megatron.observe.metrics import Metric, Timer, merge, values
+from qurl_megatron.rollout.collect import Interrupted
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.sync.publisher import Publisher, versions_root
+from qurl_megatron.training import checkpoint
+from qurl_megatron.training.lead import Lead, Rollout
+from qurl_megatron.training.rank import StopRequest
+from qurl_megatron.training.step import improve
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What the loop remembers between two steps, beside the policy. The leading rank's is saved."""
+
+    step: int = 0  # updates done; also the weight version the engines hold
+    cursor: dict[str, Any] | None = None  # where the prompts go on
+    accuracy_before: float | None = None
+    accuracy: float | None = None
+
+
+def train(config: RunConfig, stop: StopRequest) -> bool:
+    """Start a run, or resume the one in ``train.run_dir``.
+
+    Returns:
+        True when all steps are done, False after a clean stop with a checkpoint.
+    """
+    run_dir = Path(config.train.run_dir)
+    with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
+        if ranks.leads:
+            _claim(run_dir, config)
+        policy = Policy.build(
+            config.model,
+            config.parallel,
+            config.optimizer,
+            ranks,
+            uaq_scale=config.quant.uaq_scale,
+            keep_reference=config.algo.kl_coef > 0,
+        )
+        state = _resume(run_dir, policy)
+        with (
+            Lead(config, run_dir, stop, state.step, state.cursor)
+            if ranks.leads
+            else nullcontext() as lead
+        ):
+            publisher = Publisher(
+                policy,
+                lead and lead.fleet,
+                config.quant,
+                _versions(config, policy),
+                keep=config.sync.keep,
+            )
+            with publisher:
+                publisher.publish(state.step)
+                state = _run(config, policy, publisher, lead, state)
+            if lead:
+                lead.finish(state.step, state.accuracy_before, state.accuracy)
+    return state.step >= config.train.steps
+
+
+def _run(
+    config: RunConfig, policy: Policy, publisher: Publisher, lead: Lead | None, state: TrainState
+) -> TrainState:
+    """Steps until the last one or a stop; what is returned is also on disk."""
+    run_dir = Path(config.train.run_dir)
+    saved = state.step if state.step else None
+    if lead and state.step == 0 and config.train.eval_prompts:
+        accuracy = lead.evaluate(step=0)
+        state = replace(state, accuracy_before=accuracy, accuracy=accuracy)
+    while state.step < config.train.steps:
+        step = state.step + 1
+        timer = Timer(lead and lead.progress.phase)
+        rollout = _share(_rollout(lead, step, timer))
+        if rollout is None:
+            break
+        advantages = _advantages(rollout, config)
+        metrics = improve(policy, rollout.samples, advantages, config, step=step, timer=timer)
+        with timer.phase("publish"):
+            drift = publisher.publish(step)
+        measured = _over_ranks({**metrics, **drift, **timer.metrics()})
+        state = replace(state, step=step)
+        if lead:
+            lead.write(
+                step,
+                {**values(merge([measured, rollout.metrics])), **_throughput(measured, rollout)},
+            )
+            state = replace(state, cursor=lead.prompts.state_dict())
+            if config.train.eval_prompts and _due(
+                step, config.train.eval_every, config.train.steps
+            ):
+                state = replace(state, accuracy=lead.evaluate(step))
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            checkpoint.save(run_dir, step, policy, asdict(state), keep=config.checkpoint.keep)
+            saved = step
+    if saved != state.step:
+        checkpoint.save(run_dir, state.step, policy, asdict(state), keep=config.checkpoint.keep)
+    return state
+
+
+def _rollout(lead: Lead | None, step: int, timer: Timer) -> Rollout | None:
+    """The leading rank's rollout; None on the others, and where a stop was requested."""
+    if lead is None or lead.stop:
+        return None
+    try:
+        return lead.rollout(step, timer)
+    except Interrupted:
+        return None
+
+
+def _share(rollout: Rollout | None) -> Rollout | None:
+    """What the leading rank has, on every rank."""
+    box = [rollout]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _advantages(rollout: Rollout, config: RunConfig) -> list[float]:
+    """One advantage per sample, prompt-major as the samples are."""
+    rewards = torch.tensor([sample.reward for sample in rollout.samples], dtype=torch.float32)
+    groups = rewards.view(-1, config.rollout.samples_per_prompt)
+    return group_advantages(groups, config.algo.advantage).flatten().tolist()
+
+
+def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics of all ranks merged, on every rank."""
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, metrics)
+    return merge(everywhere)
+
+
+def _throughput(metrics: dict[str, Metric], rollout: Rollout) -> dict[str, float]:
+    generated = sum(len(s.response_ids) for s in rollout.samples)
+    trained = generated + sum(len(s.prompt.input_ids) for s in rollout.samples)
+    return {
+        "throughput/rollout_tokens_per_s": generated / metrics["time/rollout"].value,
+        "throughput/train_tokens_per_s": trained / metrics["time/train"].value,
+    }
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _claim(run_dir: Path, config: RunConfig) -> None:
+    """Write the recipe into the run directory, unless another run lives there.
+
+    Raises:
+        ConfigError: the directory holds a checkpoint of a run that computes something else.
+    """
+    recipe = run_dir / "config.toml"
+    if checkpoint.latest(run_dir) and recipe.is_file():
+        changed = differences(load(recipe), config)
+        if changed:
+            raise ConfigError(
+                f"{run_dir} holds another run ({'; '.join(changed)}); set train.run_dir to a new folder"
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(to_toml(config), encoding="utf-8")
+
+
+def _resume(run_dir: Path, policy: Policy) -> TrainState:
+    """The newest checkpoint's state, loaded into the policy; a fresh state where there is none."""
+    path = checkpoint.latest(run_dir)
+    if path is None:
+        return TrainState()
+    checkpoint.load(path, policy)
+    state = TrainState(**checkpoint.read_state(path))
+    if policy.ranks.leads:
+        print(f"resuming {run_dir} after step {state.step}", flush=True)
+    return state
+
+
+def _versions(config: RunConfig, policy: Policy) -> Path:
+    here = sum(p.numel() for p in policy.gpt.parameters())
+    whole = here * policy.ranks.tensor.size * policy.ranks.pipeline.size
+    return versions_root(
+        config.sync,
+        Path(config.train.run_dir),
+        engines_here=not config.rollout.urls,
+        bytes_needed=4 * whole * (config.sync.keep + 1),
+    )

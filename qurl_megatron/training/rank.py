@@ -1,0 +1,73 @@
+"""One rank of a run, from the first signal handler to the exit code."""
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from typing import NoReturn
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.errors import ConfigError
+
+
+class StopRequest:
+    """True after Ctrl-C or SIGTERM: the loop saves and leaves at the next safe point; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def _receive(self, number: int, _frame) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
+
+
+def run_rank(config: RunConfig) -> int:
+    """Train as the rank the environment names.
+
+    Returns:
+        0 when all steps are done, 128 + n after a clean stop on signal n. A failure does not return: the
+        process leaves with 2 and one sentence for a mistake in the input, with 1 for anything else.
+    """
+    stop = StopRequest()
+    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
+    warnings.filterwarnings("ignore")
+    from qurl_megatron.rollout.client import EngineError
+    from qurl_megatron.training.loop import train
+
+    try:
+        finished = train(config, stop)
+    except (ConfigError, EngineError) as error:
+        if _first_to_fail():
+            print(f"qurl: {error}", file=sys.stderr)
+        _leave(2 if isinstance(error, ConfigError) else 1)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    return 0 if finished else 128 + stop.signal
+
+
+def _first_to_fail() -> bool:
+    """Ranks often meet the same mistake: the first to ask the rendezvous store is the one to tell."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    try:
+        return dist.distributed_c10d._get_default_store().add("qurl/failed", 1) == 1
+    except dist.DistError:
+        return False  # rank 0 keeps the store; it is gone, so it has told
+
+
+def _leave(code: int) -> NoReturn:
+    """Leave without goodbyes: the other ranks may be in a collective that this one will never join."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,44 @@
+"""``qurl train`` before there are ranks: check what can be checked, make the warm-start model, start."""
+
+import os
+from pathlib import Path
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.launch import launch, place_under_launcher
+from qurl_megatron.weights.arch import read_arch, read_config
+
+
+def start(config: RunConfig) -> int:
+    """Train, in this process under torchrun or srun, else on ranks started here.
+
+    Returns:
+        0 when all steps are done; 128 + n after a clean stop on signal n; 2 for a mistake in the input.
+    """
+    from qurl_megatron.training.rank import run_rank
+
+    placed = place_under_launcher(config.parallel.world_size)
+    path = Path(config.model.path)
+    if not placed and not path.exists() and config.warmstart.steps:
+        _make_model(config, path)
+    if not path.exists():
+        raise ConfigError(
+            f"model.path={path} does not exist; give a Hugging Face checkpoint folder, or set warmstart.steps "
+            "to have a small model made there (by qurl train itself, not under torchrun or srun)"
+        )
+    read_arch(read_config(path)).check_parallel(config.parallel.tensor, config.parallel.pipeline)
+    if placed:
+        return run_rank(config)
+    # Threads that spin at barriers starve the ranks they wait for where there are more ranks than cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return launch(run_rank, (config,), config.parallel.world_size)
+
+
+def _make_model(config: RunConfig, path: Path) -> None:
+    from qurl_megatron.training.warmstart import warmstart
+
+    print(f"model.path={path} does not exist: making a small model there", flush=True)
+    accuracy = warmstart(
+        path, config.data, config.warmstart, log=lambda line: print(line, flush=True)
+    )
+    print(f"warm start done: held-out accuracy {accuracy:.1%}", flush=True)

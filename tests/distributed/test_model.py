@@ -1,0 +1,146 @@
+"""The Megatron model is the Hugging Face model, however it is split."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
+from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.weights import HfReader, read_arch, read_config
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def hf_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+
+
+def megatron_logits(device, folder, parallel, uaq_scale, ids) -> torch.Tensor | None:
+    """Whole logits [B, S, V] on the last pipeline stage, None on the others."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from qurl_megatron.model.build import build_model, load_weights, transformer_config
+
+    with megatron_runtime(parallel) as ranks:
+        arch = read_arch(read_config(folder))
+        config = transformer_config(
+            arch, ModelConfig(path=str(folder), dtype="float32"), parallel
+        )
+        model = build_model(arch, config, ranks)
+        load_weights(model, arch, ranks, HfReader(folder), uaq_scale)
+        ids = ids.to(device)
+        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+
+        def step(_, model):
+            return model(ids, positions, None), lambda logits, non_loss_data: logits
+
+        with torch.no_grad():
+            (logits,) = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=None,
+                model=model,
+                num_microbatches=1,
+                seq_length=ids.shape[1],
+                micro_batch_size=ids.shape[0],
+                forward_only=True,
+                collect_non_loss_data=True,
+            ) or (None,)
+        if logits is None:
+            return None
+        shards = [torch.empty_like(logits) for _ in range(ranks.tensor.size)]
+        dist.all_gather(shards, logits.contiguous(), group=ranks.tensor.group)
+        return torch.cat(shards, -1)[..., : arch.vocab].cpu()
+
+
+def check_logits(device, folder, parallel, uaq_scale, ids, expected) -> None:
+    logits = megatron_logits(device, folder, parallel, uaq_scale, ids)
+    if logits is not None:
+        assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tensor, pipeline", LAYOUTS)
+def test_logits_equal_hugging_face(backend, family, tensor, pipeline, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    run_on_ranks(
+        check_logits,
+        parallel.world_size,
+        backend,
+        tmp_path,
+        folder,
+        parallel,
+        1.0,
+        ids,
+        hf_logits(folder, ids),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folding_uaq_leaves_the_function_as_it_was(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    parallel = ParallelConfig(tensor=2)
+    run_on_ranks(
+        check_logits, 2, "gloo", tmp_path, folder, parallel, 1.5, ids, hf_logits(folder, ids)
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2), (2, 2)])
+def test_a_vocabulary_that_does_not_divide_is_padded(tied, tensor, pipeline, tmp_path):
+    folder = tiny_checkpoint(
+        tmp_path / "model", "llama", vocab_size=131, tie_word_embeddings=tied
+    )
+    ids = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(0))
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    run_on_ranks(
+        check_logits,
+        parallel.world_size,
+        "gloo",
+        tmp_path,
+        folder,
+        parallel,
+        1.0,
+        ids,
+        hf_logits(folder, ids),
+    )
+
+
+def test_llama3_rope_scaling_equals_hugging_face(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    }
+    folder = tiny_checkpoint(
+        tmp_path / "model",
+        "llama",
+        rope_parameters=scaling,
+        max_position_embeddings=16384,
+        head_dim=64,
+    )
+    ids = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+    run_on_ranks(
+        check_logits,
+        1,
+        "gloo",
+        tmp_path,
+        folder,
+        ParallelConfig(),
+        1.0,
+        ids,
+        hf_logits(folder, ids),
+    )

@@ -1,0 +1,105 @@
+import math
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+
+from qurl_megatron.observe import (
+    EffectiveSampleSize,
+    Max,
+    Mean,
+    Min,
+    Sum,
+    Timer,
+    merge,
+    values,
+)
+
+
+def _measure(weights: list[float]) -> dict:
+    """What one microbatch reports about its tokens."""
+    return {
+        "mean": Mean(sum(weights), len(weights)),
+        "sum": Sum(sum(weights)),
+        "max": Max(max(weights)),
+        "min": Min(min(weights)),
+        "ess": EffectiveSampleSize(sum(weights), sum(w * w for w in weights), len(weights)),
+    }
+
+
+def test_merging_uneven_microbatches_equals_measuring_the_whole_batch():
+    noise = random.Random(0)
+    batch = [noise.lognormvariate(0, 1) for _ in range(60)]
+    parts = [batch[:1], batch[1:20], batch[20:57], batch[57:]]
+    merged = values(merge(_measure(part) for part in parts))
+    assert merged == pytest.approx(values(_measure(batch)), rel=1e-12)
+
+
+def test_merging_ranks_of_merged_microbatches_equals_merging_all_at_once():
+    parts = [_measure([float(n), n + 0.5]) for n in range(1, 5)]
+    by_rank = merge([merge(parts[:1]), merge(parts[1:])])
+    assert values(by_rank) == pytest.approx(values(merge(parts)))
+
+
+def test_a_mean_weighs_its_parts_by_their_size():
+    assert merge([{"x": Mean(1.0, 1.0)}, {"x": Mean(0.0, 3.0)}])["x"].value == 0.25
+
+
+def test_a_mean_over_nothing_is_nan_and_disappears_in_a_merge():
+    assert math.isnan(Mean(0.0, 0.0).value)
+    assert merge([{"x": Mean(0.0, 0.0)}, {"x": Mean(3.0, 2.0)}])["x"].value == 1.5
+
+
+def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one():
+    assert EffectiveSampleSize(8.0, 16.0, 4.0).value == 1.0
+    assert EffectiveSampleSize(5.0, 25.0, 4.0).value == 0.25
+
+
+@pytest.mark.parametrize("kind", [Max, Min])
+def test_nan_shows_in_an_extreme_whichever_rank_it_came_from(kind):
+    for order in ([1.0, math.nan], [math.nan, 1.0]):
+        assert math.isnan(merge({"x": kind(value)} for value in order)["x"].value)
+
+
+def test_metrics_that_only_some_ranks_have_are_kept():
+    assert values(merge([{"a": Sum(1.0)}, {"b": Sum(2.0)}])) == {"a": 1.0, "b": 2.0}
+
+
+def test_merging_two_kinds_under_one_name_names_it():
+    with pytest.raises(AssertionError, match="reward/mean is a Mean .* and a Sum"):
+        merge([{"reward/mean": Mean(1.0, 1.0)}, {"reward/mean": Sum(1.0)}])
+
+
+def test_metrics_survive_the_trip_between_processes():
+    metrics = _measure([1.0, 2.0])
+    assert pickle.loads(pickle.dumps(metrics)) == metrics
+
+
+def test_timer_adds_up_the_visits_to_a_phase_and_keeps_the_slowest_rank():
+    seconds = iter([0.0, 1.0, 3.0, 4.0, 4.5, 10.0])
+    announced = []
+    timer = Timer(announced.append, clock=lambda: next(seconds))
+    for _ in range(2):
+        with timer.phase("rollout"):
+            pass
+    fast = {"time/rollout": Max(1.0), "time/step": Max(9.0)}
+    assert values(merge([timer.metrics(), fast])) == {"time/rollout": 2.5, "time/step": 10.0}
+    assert announced == ["rollout", "rollout"]
+
+
+def test_timer_refuses_a_phase_inside_a_phase():
+    timer = Timer()
+    nested = pytest.raises(AssertionError, match="publish inside train")
+    with timer.phase("train"), nested, timer.phase("publish"):
+        pass
+
+
+def test_importing_observe_loads_no_heavy_package():
+    code = (
+        "import sys, qurl_megatron.observe as observe\n"
+        "heavy = {'torch', 'matplotlib', 'numpy', 'tensorboard', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

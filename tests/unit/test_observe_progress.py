@@ -1,0 +1,113 @@
+import io
+
+import pytest
+
+from qurl_megatron.observe import Progress
+from qurl_megatron.observe.text import duration, number, percent, reading, scientific
+
+METRICS = {
+    "reward/mean": 0.41234,
+    "policy/clip_fraction": 0.0031,
+    "rollout/kl_k1": 0.00123,
+    "quant/code_flip_rate": 0.0412,
+    "throughput/rollout_tokens_per_s": 811.7,
+    "time/step": 2.31,
+    "optimizer/lr": 1e-6,
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_one_plain_line_per_step():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(60, 10, stream=stream, clock=clock) as progress:
+        for step in (11, 12):
+            progress.phase("rollout")
+            clock.now += 110 / 48
+            progress.step(step, METRICS)
+    assert stream.getvalue().splitlines()[-1] == (
+        "step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.31 s  eta 1m50s"
+    )
+    assert len(stream.getvalue().splitlines()) == 2
+
+
+def test_the_line_leaves_out_what_was_not_measured_and_the_last_one_has_no_eta():
+    stream = io.StringIO()
+    with Progress(2, stream=stream) as progress:
+        progress.step(0, {"eval/accuracy": 0.125})
+        progress.step(1, {})
+        progress.step(2, {"reward/mean": 1.0})
+    first, _, last = stream.getvalue().splitlines()
+    assert first == "step 0/2  eval 12.5 %"
+    assert last == "step 2/2  reward 1.000"
+
+
+def test_eta_follows_the_recent_pace_and_ignores_the_evaluation_before_training():
+    clock = Clock()
+    with Progress(100, stream=io.StringIO(), clock=clock) as progress:
+        clock.now = 500.0
+        progress.step(0, {"eval/accuracy": 0.1})
+        assert progress.eta_seconds is None
+        for step in range(1, 51):
+            clock.now += 9.0 if step < 20 else 2.0
+            progress.step(step, {})
+        assert progress.eta_seconds == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_other_ranks_print_nothing(stream):
+    with Progress(3, stream=stream, enabled=False) as progress:
+        progress.phase("train")
+        progress.step(1, METRICS)
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_shows_phase_step_and_readings(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    with Progress(60, 11, stream=stream) as progress:
+        progress.step(12, METRICS)
+        progress.phase("publish")
+        progress._live.refresh()
+        shown = stream.getvalue()
+    for text in ("step 12/60", "publish", "reward 0.412", "812 tok/s", "eta"):
+        assert text in shown
+
+
+def test_a_failing_run_gives_the_terminal_back(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with pytest.raises(RuntimeError), Progress(3, stream=stream):
+        raise RuntimeError
+    assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")  # cursor
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.034, "0.03 s"), (2.314, "2.31 s"), (59.94, "59.9 s"), (59.96, "1m00s"), (110, "1m50s")]
+    + [(3599.6, "1h00m"), (7500, "2h05m"), (180_000, "2d02h")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_numbers():
+    assert [percent(x) for x in (0, 0.0031, 0.00031, 1)] == ["0.0 %", "0.3 %", "0.03 %", "100.0 %"]
+    assert [scientific(x) for x in (0.00123, 1234.0)] == ["1.2e-3", "1.2e3"]
+    assert [number(x) for x in (0, 42, 0.1234, -12.34, 1234.5)] == [
+        "0", "42", "0.123", "−12.3", "1\u202f234",
+    ]  # fmt: skip
+    assert [number(x) for x in (2e-5, 1e-6, 3e9)] == ["2·10⁻⁵", "10⁻⁶", "3·10⁹"]
+    assert reading("rollout/ess", 0.985) == "98.5\u202f%"
+    assert reading("rollout/rho_mean", 1.0003) == "1.0003"

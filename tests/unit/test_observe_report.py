@@ -1,0 +1,200 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from observe_fake_run import write_fake_run
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.plots import COLORS, SECTIONS, smooth, thin
+from qurl_megatron.observe.report import save_overview_png, write_report
+from qurl_megatron.observe.sinks import read_metrics
+
+KEYS = {picture.key for section in SECTIONS.values() for picture in section}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    run_dir = write_fake_run(tmp_path_factory.mktemp("runs") / "int8-acr", 12, planned=20)
+    return write_report(run_dir).read_text()
+
+
+def _pictures(page: str) -> set[str]:
+    return set(re.findall(r'<figure id="(\w+)"', page))
+
+
+def _without(run_dir, *prefixes):
+    """Rewrite a run's metrics as if some had never been measured."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["metrics"] = {k: v for k, v in line["metrics"].items() if not k.startswith(prefixes)}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_report_shows_every_picture_of_a_full_run(page):
+    assert _pictures(page) == KEYS
+    for section in SECTIONS.values():
+        for picture in section:
+            assert picture.title in page and picture.caption in page
+
+
+def test_pictures_whose_metrics_are_absent_are_left_out(tmp_path):
+    run_dir = write_fake_run(tmp_path, 3)
+    _without(run_dir, "acr/", "reference/", "quant/", "time/", "policy/entropy")
+    page = write_report(run_dir).read_text()
+    assert _pictures(page) == KEYS - {
+        "acr", "reference_kl", "flips", "weight_change", "phases", "entropy",
+    }  # fmt: skip
+    assert "Training time" not in page
+
+
+def test_a_run_with_no_known_metric_still_has_a_table(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1, "metrics": {"mine/own": 4.5}}\n'
+    )
+    page = write_report(tmp_path).read_text()
+    assert not _pictures(page) and "mine/own" in page and "4.50" in page
+
+
+def test_the_report_loads_nothing_from_elsewhere(page):
+    class Loads(HTMLParser):
+        found = []
+
+        def handle_starttag(self, tag, attrs):
+            for name, value in attrs:
+                if name in ("src", "href", "xlink:href", "srcset", "data") and value[0] != "#":
+                    self.found.append((tag, name, value))
+
+    parser = Loads()
+    parser.feed(page)
+    assert parser.found == []
+    assert not re.search(r"https?://|@import|<script|<link", page)
+    assert not re.findall(r"url\((?!#)", page)
+    assert len(page) < 1_000_000
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(page):
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    references = set(re.findall(r'(?:url\(#|href="#|aria-labelledby=")([\w.-]+)', page))
+    assert references and references <= set(ids)
+
+
+def test_drawings_keep_text_as_text_and_leave_colours_to_the_theme(page):
+    drawings = re.findall(r'<svg viewBox="[^"]*" role="img".*?</svg>', page, flags=re.S)
+    assert len(drawings) >= len(KEYS)
+    for drawing in drawings:
+        assert re.search(r"<text[^>]*>\d", drawing) and "<title" in drawing
+        assert "DejaVu" not in drawing and "<style" not in drawing
+        assert not re.findall(r"#[0-9a-f]{6}\b", drawing)
+
+
+def test_every_colour_has_a_light_and_a_dark_variant(page):
+    for name, value in COLORS.items():
+        variants = re.findall(rf"--{name}: (#\w+);", page)
+        assert len(variants) == 2 and variants[0] == value
+
+
+def test_tick_labels_are_not_cut_off_with_the_coordinates(tmp_path):
+    run_dir = write_fake_run(tmp_path, 30)
+    page = write_report(run_dir).read_text()
+    drawing = re.search(r'<figure id="kl".*?</figure>', page, flags=re.S)[0]
+    assert ">0.002</text>" in drawing
+    assert not re.search(r'"[^">]*\.\d{3}', drawing.split("<svg")[1].split("</title>")[1])
+
+
+def test_headline_compares_the_end_with_the_beginning(page):
+    text = re.sub(r"<[^>]+>|\s", "", page)
+    assert "Held-outaccuracy11.0%→" in text
+    assert "12of20steps" in text
+    assert "INT8ACR" in text and "UAQs=1.5" in text
+    assert "Versionspublished12" in text
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_run_of_one_step_is_drawn(tmp_path, evaluated):
+    run_dir = write_fake_run(tmp_path, 1)
+    if not evaluated:
+        _without(run_dir, "eval/")
+    assert _pictures(write_report(run_dir).read_text()) == KEYS
+
+
+def test_a_run_that_was_only_evaluated_is_drawn(tmp_path):
+    run_dir = write_fake_run(tmp_path, 0, planned=5)
+    assert _pictures(write_report(run_dir).read_text()) == {"reward"}
+
+
+def test_a_long_run_stays_small(tmp_path):
+    path = write_report(write_fake_run(tmp_path, 1200, eval_every=100))
+    assert path.stat().st_size < 500_000
+
+
+def test_null_and_non_finite_values_are_left_out_and_reported(tmp_path):
+    run_dir = write_fake_run(tmp_path, 4)
+    extra = {"policy/loss": "NaN", "rollout/rho_max": "Infinity", "rollout/kl_k1": None}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "time": 2e9, "metrics": extra}) + "\n")
+    page = write_report(run_dir).read_text()
+    assert "<code>rollout/rho_max</code> at 1 step" in page
+    assert _pictures(page) == KEYS
+
+
+def test_values_of_zero_are_drawn_on_linear_scales_and_left_out_on_logarithmic_ones(tmp_path):
+    run_dir = write_fake_run(tmp_path, 2)
+    zero = {"policy/clip_fraction": 0.0, "quant/weight_update": 0.0, "rollout/rho_max": 0.0}
+    lines = [json.dumps({"step": n, "time": 1, "metrics": zero}) + "\n" for n in (1, 2)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    assert _pictures(write_report(run_dir).read_text()) == {"clip"}
+
+
+def test_names_and_recipes_cannot_inject_markup(tmp_path):
+    run_dir = write_fake_run(tmp_path, 1)
+    (run_dir / "config.toml").write_text('[model]\npath = "<script>alert(1)</script>"\n')
+    page = write_report(run_dir).read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+
+
+def test_the_recipe_is_shown_verbatim_even_where_it_is_not_toml(tmp_path):
+    run_dir = write_fake_run(tmp_path, 1)
+    (run_dir / "config.toml").write_text("not [ toml")
+    assert "<pre>not [ toml</pre>" in write_report(run_dir).read_text()
+
+
+def test_the_same_run_gives_the_same_page(tmp_path):
+    run_dir = write_fake_run(tmp_path, 2)
+    assert write_report(run_dir).read_bytes() == write_report(run_dir).read_bytes()
+
+
+def test_a_folder_without_metrics_is_the_users_error(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape("metrics.jsonl does not exist")):
+        write_report(tmp_path)
+
+
+def test_overview_is_one_png(tmp_path):
+    run_dir = write_fake_run(tmp_path, 3)
+    path = save_overview_png(run_dir, tmp_path / "overview.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_overview_of_a_run_without_pictures_is_the_users_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "metrics": {"x": 1}}\n')
+    with pytest.raises(ConfigError, match="none of the metrics"):
+        save_overview_png(tmp_path, tmp_path / "overview.png")
+
+
+def test_smoothing_keeps_a_constant_and_a_slope_in_the_middle():
+    np.testing.assert_allclose(smooth(np.full(50, 3.0)), 3.0)
+    slope = np.arange(200.0)
+    np.testing.assert_allclose(smooth(slope)[50:150], slope[50:150])
+    np.testing.assert_allclose(smooth(np.full(50, 3.0), log=True), 3.0)
+
+
+def test_thinning_keeps_both_ends():
+    steps, values = thin(np.arange(1000), np.arange(1000.0))
+    assert len(steps) <= 160 and (steps[0], values[-1]) == (0, 999.0)
+
+
+def test_the_fake_run_reads_back_like_a_real_one(tmp_path):
+    run_dir = write_fake_run(tmp_path, 2)
+    assert [record.step for record in read_metrics(run_dir / "metrics.jsonl")] == [0, 1, 2]

@@ -1,0 +1,139 @@
+import json
+import math
+import sys
+
+import pytest
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe import JsonlSink, TensorBoardSink, WandbSink, read_metrics
+
+
+def _write(path, steps, **sink_args):
+    sink = JsonlSink(path, **sink_args)
+    for step in steps:
+        sink.write(step, {"reward/mean": step / 10})
+    sink.close()
+
+
+def _steps(path):
+    return [record.step for record in read_metrics(path)]
+
+
+def test_records_come_back_as_written(tmp_path):
+    _write(tmp_path / "run" / "metrics.jsonl", [0, 1])
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record.metrics for record in records] == [{"reward/mean": 0.0}, {"reward/mean": 0.1}]
+    assert records[1].time >= records[0].time > 1.7e9
+
+
+def test_a_line_can_be_read_while_the_run_goes_on(tmp_path):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.write(1, {"x": 1.0})
+    assert _steps(tmp_path / "m.jsonl") == [1]
+    sink.close()
+
+
+def test_resuming_replaces_the_steps_that_the_checkpoint_does_not_know(tmp_path):
+    path = tmp_path / "m.jsonl"
+    _write(path, range(6))
+    _write(path, [4, 5, 6], resume_step=4)
+    assert _steps(path) == [0, 1, 2, 3, 4, 5, 6]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_resuming_at_step_0_starts_an_empty_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+    _write(path, range(3))
+    _write(path, [0], resume_step=0)
+    assert _steps(path) == [0]
+
+
+def test_opening_without_a_step_keeps_every_line(tmp_path):
+    _write(tmp_path / "m.jsonl", [1, 2])
+    _write(tmp_path / "m.jsonl", [3])
+    assert _steps(tmp_path / "m.jsonl") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("resume_step", [None, 3])
+def test_a_torn_last_line_is_dropped_and_does_not_spoil_the_next(tmp_path, resume_step):
+    path = tmp_path / "m.jsonl"
+    _write(path, [1, 2])
+    whole = path.read_text()
+    path.write_text(whole + whole.splitlines()[0][:-5])
+    assert _steps(path) == [1, 2]
+    _write(path, [3], resume_step=resume_step)
+    assert _steps(path) == [1, 2, 3]
+
+
+def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
+    path = tmp_path / "m.jsonl"
+    _write(path, [1, 2])
+    path.write_text(path.read_text().rstrip("\n"))
+    _write(path, [3])
+    assert _steps(path) == [1, 2, 3]
+
+
+def test_non_finite_values_are_valid_json_and_come_back(tmp_path):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    sink.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    assert line["metrics"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    metrics = read_metrics(tmp_path / "m.jsonl")[0].metrics
+    assert math.isnan(metrics["a"]) and metrics["b"] == math.inf and metrics["c"] == -math.inf
+
+
+def test_null_reads_as_nan(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1, "time": 1, "metrics": {"a": null}}\n')
+    assert math.isnan(read_metrics(tmp_path / "m.jsonl")[0].metrics["a"])
+
+
+def test_a_missing_file_and_an_empty_one_are_said_to_be_so(tmp_path):
+    with pytest.raises(ConfigError, match="m.jsonl does not exist"):
+        read_metrics(tmp_path / "m.jsonl")
+    (tmp_path / "m.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="m.jsonl holds no metrics"):
+        read_metrics(tmp_path / "m.jsonl")
+
+
+@pytest.mark.parametrize(
+    "bad", ["{", "[]", '{"step": 1}', '{"step": 1, "time": 2, "metrics": {"a": "b"}}', ""]
+)
+def test_a_malformed_line_is_named_by_its_number(tmp_path, bad):
+    path = tmp_path / "m.jsonl"
+    _write(path, [1, 2])
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{bad}\n{second}\n")
+    with pytest.raises(ConfigError, match="m.jsonl, line 2, is not a metrics record"):
+        read_metrics(path)
+
+
+def test_a_malformed_line_stops_a_resume_before_anything_is_lost(tmp_path):
+    path = tmp_path / "m.jsonl"
+    _write(path, [1])
+    text = path.read_text() + "oops\n"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="line 2"):
+        JsonlSink(path, resume_step=1)
+    assert path.read_text() == text
+
+
+def test_tensorboard_gets_every_scalar(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.write(1, {"reward/mean": 0.25})
+    sink.write(2, {"reward/mean": 0.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
+    assert [(event.step, event.value) for event in events] == [(1, 0.25), (2, 0.5)]
+
+
+def test_wandb_missing_is_a_sentence_with_the_mend(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        WandbSink("project", "run", {}, tmp_path)
