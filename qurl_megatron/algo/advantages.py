@@ -11,7 +11,7 @@ from torch import Tensor
 
 AdvantageKind = Literal["grpo", "dr_grpo"]
 
-# Keeps the division defined; the value that verl and TRL use with their sample deviation is of this order.
+# Keeps the division defined; small against any spread of rewards that means something.
 STD_EPSILON = 1e-6
 
 
@@ -22,7 +22,7 @@ def group_advantages(rewards: Tensor, kind: AdvantageKind = "grpo") -> Tensor:
     better and gets exactly 0, not the rounding noise of its mean divided by the epsilon.
     """
     assert rewards.ndim == 2, f"rewards must be [prompts, group], got {tuple(rewards.shape)}"
-    if rewards.shape[1] < 2:
+    if rewards.shape[1] < 2 or len(rewards) == 0:
         return torch.zeros_like(rewards)
     equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
     return ADVANTAGES[kind](rewards).masked_fill(equal, 0.0)
@@ -32,7 +32,8 @@ def standardised(rewards: Tensor) -> Tensor:
     """(reward - mean) / (std + 1e-6) with the sample deviation (n - 1).
 
     The GRPO paper only says "std"; n - 1 is what verl computes, on which the paper's recipes
-    (DeepScaleR, DAPO) run. The population deviation would give advantages larger by sqrt(G / (G-1)).
+    (DeepScaleR, DAPO) run. The population deviation would give advantages larger by
+    sqrt(G / (G - 1)).
     """
     return centred(rewards) / (rewards.std(dim=1, keepdim=True, correction=1) + STD_EPSILON)
 

@@ -1,8 +1,8 @@
 """What the per-token objective is averaged over: a weight for the tokens of each response.
 
 The weights of a minibatch are computed once, from the lengths of all its responses on every
-data-parallel rank. Then ``loss = -sum(weight * J)`` over whatever tokens a microbatch holds, and the
-plain sum over microbatches and ranks is the loss of the whole minibatch, however it was split.
+data-parallel rank. Then ``loss = -sum(weight * J)`` over whatever tokens a microbatch holds, and
+the plain sum over microbatches and ranks is the loss of the whole minibatch, however it was split.
 (Megatron's data-parallel reduction must therefore sum gradients, not average them.)
 """
 
@@ -15,7 +15,9 @@ from torch import Tensor
 AggregationKind = Literal["response_mean", "token_mean"]
 
 
-def token_weights(lengths: Sequence[int] | Tensor, kind: AggregationKind = "response_mean") -> Tensor:
+def token_weights(
+    lengths: Sequence[int] | Tensor, kind: AggregationKind = "response_mean"
+) -> Tensor:
     """Weight of one token of each response, [R] float32 on the CPU.
 
     Args:

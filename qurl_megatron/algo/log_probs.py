@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a vocabulary that is split over ranks, in little more than the logits' own memory.
+"""Log-probs and entropies of a vocabulary that is split over ranks, in the logits' own memory.
 
 The logits are the largest tensor of the step, so they are neither gathered nor copied whole to
 float32. Both directions walk over chunks of tokens through a small float32 scratch; the backward
@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 # should be large enough to hide the launches.
 SCRATCH_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
-# Far below what float32 can add to a sum of at least 1 (exp(-60) = 9e-27), so clamping there changes no
-# result. It keeps 0 * inf = nan out of the entropy of columns masked with -inf, and exp() out of the
-# subnormal range, where it is 40 times slower on a CPU.
+# Far below what float32 can add to a sum of at least 1 (exp(-60) = 9e-27), so clamping there
+# changes no result. It keeps 0 * inf = nan out of the entropy of columns masked with -inf, and
+# exp() out of the subnormal range, where it is 40 times slower on a CPU.
 _FLOOR = -60.0
 # Stands for the maximum of a shard that has no finite logit, so that -inf - max stays -inf.
 _LOWEST = -1e30
@@ -46,9 +46,9 @@ def token_log_probs(
         temperature: the sampling temperature the rollout engine used.
         vocab_size: real size of a vocabulary that was padded to a multiple of the group; columns
             beyond it take no part and get zero gradient. None: nothing is padded.
-        reuse_logits: write the gradient over the logits, where they are neither a leaf nor a view of one.
-            Turn it off when the logits are read after the backward pass, or are
-            the saved output of the operation before (a bare ``tanh``): autograd refuses that.
+        reuse_logits: write the gradient over the logits, where they are neither a leaf nor a view
+            of one. Turn it off when the logits are read after the backward pass, or are the saved
+            output of the operation before (a bare ``tanh``): autograd refuses that.
 
     Returns:
         [T] float32 log-probs and [T] float32 entropies in nats, equal on every rank and
@@ -70,9 +70,13 @@ class _Shard:
 
     @staticmethod
     def of(width: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> "_Shard":
-        world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        world, rank = (
+            (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        )
         size = width * world if vocab_size is None else vocab_size
-        assert 0 < size <= width * world, f"vocab_size {size} does not fit in {world} x {width} columns"
+        assert 0 < size <= width * world, (
+            f"vocab_size {size} does not fit in {world} x {width} columns"
+        )
         first = rank * width
         columns = min(max(size - first, 0), width)
         return _Shard(first, columns, size, group if world > 1 else None)
@@ -116,8 +120,8 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_prob_T, grad_entropy_T):
         if ctx.consumed:
             raise RuntimeError(
-                "token_log_probs: second backward pass, but the first one wrote the gradient over the "
-                "logits; call it with reuse_logits=False to go through the graph twice"
+                "token_log_probs: second backward pass, but the first one wrote the gradient over "
+                "the logits; call it with reuse_logits=False to go through the graph twice"
             )
         nothing = (None,) * 4
         if not ctx.needs_input_grad[0] or (grad_log_prob_T is None and grad_entropy_T is None):
@@ -137,7 +141,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _is_expendable(logits: Tensor) -> bool:
-    """Whether the logits may be overwritten: nobody's parameter, and no two elements in one place."""
+    """Whether the logits may be overwritten: no one's parameter, no two elements in one place."""
     base = logits if logits._base is None else logits._base
     overlaps = any(
         step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)

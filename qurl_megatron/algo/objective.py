@@ -70,7 +70,9 @@ class ObjectiveTerms:
     weight: Tensor  # what the clipped surrogate is multiplied by
     clipped: Tensor  # bool: the clip stops this token's gradient
     truncated: Tensor  # bool: rho > cap
-    acr_active: Tensor  # bool: the upper bound is wider than 1 + clip_high and the advantage positive
+    acr_active: (
+        Tensor  # bool: the upper bound is wider than 1 + clip_high and the advantage positive
+    )
     acr_rescued: Tensor  # bool: of these, tokens that the bound of TIS would have clipped
 
 
@@ -145,7 +147,7 @@ def fixed_bound(rho: Tensor, clip_high: float, cap: float) -> Tensor:
 
 
 def adaptive_bound(rho: Tensor, clip_high: float, cap: float) -> Tensor:
-    """(1 + clip_high) / r with r = min(1, C / rho): wider by as much as the weight was truncated."""
+    """(1 + clip_high) / r, r = min(1, C / rho): wider by as much as the weight was truncated."""
     return (1 + clip_high) * (rho / cap).clamp(min=1.0)
 
 

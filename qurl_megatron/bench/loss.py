@@ -56,7 +56,8 @@ def dense_entropy_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 CANDIDATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    f.__name__: f for f in (ours, dense, dense_entropy, ours_entropy_gradient, dense_entropy_gradient)
+    f.__name__: f
+    for f in (ours, dense, dense_entropy, ours_entropy_gradient, dense_entropy_gradient)
 }
 
 # (ours, the dense candidate with the same outputs and gradients)
@@ -125,7 +126,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     """Extra memory of the first forward and backward, seconds of the fastest."""
     torch.set_num_threads(args.threads)
     run = CANDIDATES[args.candidate]
-    _forward_backward(run, *make_batch(8, 1000, args.dtype, args.device), args.device)  # lazy imports
+    _forward_backward(
+        run, *make_batch(8, 1000, args.dtype, args.device), args.device
+    )  # lazy imports
     logits, targets = make_batch(args.tokens, args.vocab, args.dtype, args.device)
     before = _memory_now(args.device)
     seconds = [_forward_backward(run, logits, targets, args.device)]

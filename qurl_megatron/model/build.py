@@ -2,6 +2,7 @@
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
@@ -147,5 +148,17 @@ def load_weights(
             )
         with torch.no_grad():
             parameter.copy_(value)
+        _mark_split(parameter, ops[name])
         loaded[name] = value
     return loaded
+
+
+def _mark_split(parameter: torch.nn.Parameter, op: Op) -> None:
+    """Tell Megatron that the tensor ranks hold different parts of a parameter.
+
+    It marks weights only while it initialises them, which is switched off here; an unmarked one counts
+    as a copy, and the gradient norm would leave out all shards but the first.
+    """
+    split_dim = op.hf[0].split_dim
+    if split_dim is not None and not getattr(parameter, "tensor_model_parallel", False):
+        set_tensor_model_parallel_attributes(parameter, True, split_dim, stride=len(op.hf))

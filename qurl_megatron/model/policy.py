@@ -264,11 +264,12 @@ class Policy:
             master.copy_(value.flatten()[self._owned_range(parameter)])
 
     def _owned_range(self, parameter: nn.Parameter) -> slice:
+        """The part of a flattened parameter that this data rank's optimizer updates; may be empty."""
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             if parameter in optimizer.model_param_gbuf_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 return slice(owned.start, owned.end)
-        raise AssertionError("parameter belongs to no optimizer")
+        return slice(0, 0)
 
 
 def _optimizer(
@@ -288,7 +289,13 @@ def _optimizer(
         clip_grad=config.clip_grad,
     )
     overrides = get_standard_config_overrides(megatron)
-    optimizer = get_megatron_optimizer(megatron, [model], config_overrides=overrides)
+    optimizer = get_megatron_optimizer(
+        megatron,
+        [model],
+        config_overrides=overrides,
+        # Beside NCCL it wants gloo groups for host tensors; on a CPU the groups are gloo already.
+        use_gloo_process_groups=torch.cuda.is_available(),
+    )
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -30,7 +30,6 @@ COLORS = {  # Okabe and Ito's palette, which colour-blind readers tell apart, da
     "green": "#00896a",
     "purple": "#a2527f",
     "yellow": "#c08300",
-    "sky": "#56a9dc",
     "ink": "#1d2126",
     "muted": "#646b76",
     "rule": "#e3e5e9",
@@ -209,8 +208,8 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
                 Line("reward/mean", "rollout reward", "blue"),
                 Line("eval/accuracy", "held-out accuracy", "orange", rings=True),
             ),
-            "Mean reward of each rollout batch, sampled by the quantized policy. Rings: accuracy on "
-            "held-out prompts, decoded greedily; the one at step 0 is the model before training.",
+            "Mean reward of each rollout batch, sampled by the quantized policy. Rings: accuracy "
+            "on held-out prompts, decoded greedily; the first one is the model before training.",
             "Fig. 2 (a)",
             wide=True,
         ),

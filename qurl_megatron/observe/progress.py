@@ -3,6 +3,7 @@
 step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.31 s  eta 1m50s
 """
 
+import os
 import sys
 import time
 from collections import deque
@@ -62,7 +63,8 @@ class Progress:
     def __enter__(self) -> "Progress":
         self._started = self._phase_started = self._step_started = self._clock()
         # Asked of the stream, not of rich: FORCE_COLOR makes rich take a log file for a terminal.
-        if self._enabled and self._stream.isatty():
+        terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        if self._enabled and terminal:
             self._live = _start_live(self._render, self._stream)
         return self
 
@@ -97,7 +99,7 @@ class Progress:
     def line(self, metrics: Mapping[str, float]) -> str:
         """The log line of the step just reported."""
         parts = [f"step {self.done}/{self.total_steps}", *_readings(metrics)]
-        if self.eta_seconds and self.done < self.total_steps:
+        if self.eta_seconds:
             parts.append(f"eta {_whole_seconds(self.eta_seconds)}")
         return "  ".join(parts)
 
@@ -113,7 +115,7 @@ class Progress:
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
-        eta = "" if self.eta_seconds is None else f"   eta {_whole_seconds(self.eta_seconds)}"
+        eta = f"   eta {_whole_seconds(self.eta_seconds)}" if self.eta_seconds else ""
         bar.add_row(
             Text(f"step {self.done}/{self.total_steps}", style="bold"),
             ProgressBar(total=max(self.total_steps, 1), completed=self.done),

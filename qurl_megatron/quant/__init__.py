@@ -1,4 +1,4 @@
-"""INT8 and FP8 grids for rollout weights and activations; pure tensors, a process group is an argument."""
+"""INT8 and FP8 grids for rollout weights and activations; a process group is an argument."""
 
 from qurl_megatron.quant.activations import quantize_tokens
 from qurl_megatron.quant.diagnostics import (

@@ -1,7 +1,8 @@
 """Does the quantized policy notice the updates? Sums per shard, ratios only after adding them up.
 
 Each measurement is a float64 pair (numerator, denominator). Pairs of shards, layers and ranks add;
-``quant_metrics`` divides the totals, because averaging ratios would weigh small tensors like large ones.
+``quant_metrics`` divides the totals, because an average of ratios would weigh small tensors like
+large ones.
 A shard that several ranks hold must be counted by one of them.
 """
 
@@ -42,7 +43,7 @@ def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
 def quant_metrics(totals: Tensor) -> dict[str, float]:
     """Ratios of the summed pairs, [3, 2] in the order of ``QUANT_METRICS``.
 
-    A row whose denominator is 0 was not measured (the first step has no old weights) and is left out.
+    A row whose denominator is 0 was not measured (the first step has no old weights): left out.
     """
     assert totals.shape == (len(QUANT_METRICS), 2), totals.shape
     rows = zip(QUANT_METRICS, totals.tolist(), strict=True)

@@ -1,7 +1,7 @@
 """The number formats of the rollout model, and the arithmetic that weights and activations share.
 
-Everything is symmetric: ``value = round(x / scale)`` with ``scale = amax / largest``, computed in float32
-element by element, so that a slice of a tensor quantizes to the slice of the quantized tensor.
+Everything is symmetric: ``value = round(x / scale)`` with ``scale = amax / largest``, computed in
+float32 element by element, so a slice of a tensor quantizes to the slice of the quantized tensor.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
-    """float32 scales; 1 where all elements are 0, or so small that the scale would lose its digits."""
+    """float32 scales; 1 where all elements are 0, or so small that the scale is subnormal."""
     scale = amax / scheme.largest
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 

@@ -53,7 +53,9 @@ def quantize(
     """
     rules = _scheme(scheme)
     if weight.ndim != 2:
-        raise ConfigError(f"cannot quantize a weight of shape {tuple(weight.shape)}: it must be [out, in]")
+        raise ConfigError(
+            f"cannot quantize a weight of shape {tuple(weight.shape)}: it must be [out, in]"
+        )
     weight = weight.detach()
     amax = _row_amax(weight) if rules.block is None else _block_amax(weight, rules.block)
     # A MAX over ranks may drop a nan, then one rank would stop and the others go on.
@@ -63,11 +65,13 @@ def quantize(
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=input_group)
         elif weight.shape[1] % rules.block:
             raise ConfigError(
-                f"{scheme} cannot split the input dimension into shards of {weight.shape[1]} columns: "
-                f"not a multiple of {rules.block}; use fp8, or fewer tensor-parallel ranks"
+                f"{scheme} cannot split the input dimension into shards of {weight.shape[1]} "
+                f"columns: not a multiple of {rules.block}; use fp8, or fewer tensor-parallel ranks"
             )
     if not bool(amax.isfinite().all()):
-        raise ConfigError(f"cannot quantize a weight of shape {tuple(weight.shape)} that has inf or nan")
+        raise ConfigError(
+            f"cannot quantize a weight of shape {tuple(weight.shape)} that has inf or nan"
+        )
 
     scale = scale_of(amax, rules)
     values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
@@ -113,7 +117,7 @@ def _block_amax(weight_OI: Tensor, block: int) -> Tensor:
 
 
 def _float_chunks(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows with a float32 copy of each, in one buffer; whole squares where there are any."""
+    """Slices of rows, each copied to one float32 buffer; whole squares where there are any."""
     O, I = weight_OI.shape  # noqa: E741
     if weight_OI.numel() == 0:
         return

@@ -1,0 +1,1 @@
+"""Rollouts: engines and their client, published versions, and the collection of samples."""

@@ -1,13 +1,9 @@
 """The training state on disk: Megatron's own distributed checkpoint, made atomic.
 
-    run_dir/checkpoints/step_000040/     a whole checkpoint: it was renamed into place last
-    run_dir/checkpoints/.step_000040/    one that was being written when the run died; ignored, then replaced
-
 Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What the
-loop itself must remember is a small JSON-able dictionary in ``state.json``.
+loop itself must remember is the small ``TrainState`` beside them.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,18 +24,18 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
+from qurl_megatron.training.state import TrainState, checkpoints
 
-STATE = "state.json"
 
-
-def save(run_dir: Path, step: int, policy: Policy, state: dict[str, Any], *, keep: int) -> Path:
-    """Write the state after ``step`` updates; all ranks call it together.
+def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path:
+    """Write the state between two steps; all ranks call it together.
 
     The folder is written aside and renamed by rank 0 when every rank has finished, so a checkpoint is
     whole or not there. Older ones beyond ``keep`` are deleted afterwards.
     """
     root = run_dir / "checkpoints"
-    final, aside = root / f"step_{step:06d}", root / f".step_{step:06d}"
+    name = f"step_{state.step:06d}"
+    final, aside = root / name, root / f".{name}"
     if policy.ranks.leads:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -56,25 +52,14 @@ def save(run_dir: Path, step: int, policy: Policy, state: dict[str, Any], *, kee
     )
     dist.barrier()
     if policy.ranks.leads:
-        (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        state.write(aside)
         if final.exists():
             shutil.rmtree(final)
         aside.rename(final)
-        for old in _whole(root)[:-keep]:
+        for old in checkpoints(run_dir)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return final
-
-
-def latest(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
-    checkpoints = _whole(run_dir / "checkpoints")
-    return checkpoints[-1] if checkpoints else None
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The loop's own part of a checkpoint."""
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
 
 
 def load(checkpoint: Path, policy: Policy) -> None:
@@ -139,10 +124,6 @@ def _metadata(policy: Policy) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": policy.ranks.data.group,
     }
-
-
-def _whole(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("step_*") if (path / STATE).is_file())
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from qurl_megatron.rewards.pool import RewardPool
 from qurl_megatron.rollout.collect import collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.training.rank import StopRequest
+from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Sample
 
 
@@ -69,7 +70,7 @@ class Lead:
             resume = self.start_step + 1 if self.start_step else 0
             self.sinks = [
                 JsonlSink(self.run_dir / "metrics.jsonl", resume_step=resume),
-                TensorBoardSink(self.run_dir / "tensorboard"),
+    TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume),
             ]
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -112,17 +113,12 @@ class Lead:
             sink.write(step, {"eval/accuracy": accuracy})
         return accuracy
 
-    def finish(self, step: int, accuracy_before: float | None, accuracy: float | None) -> None:
+    def finish(self, state: TrainState) -> None:
         """Write the report and say how the run ended."""
         from qurl_megatron.observe.report import write_report  # matplotlib takes a second to import
 
         self.progress.__exit__()
-        print(f"{'done' if step >= self.config.train.steps else 'stopped'} after step {step}")
-        if accuracy is not None:
-            print(
-                f"held-out accuracy {accuracy_before:.1%} before, {accuracy:.1%} after "
-                f"({100 * (accuracy - accuracy_before):+.1f} points)"
-            )
+        print(state.summary())
         print(f"report: {write_report(self.run_dir)}", flush=True)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -10,9 +10,8 @@ matrix products add in an order of their own on another.
 """
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +27,8 @@ from qurl_megatron.sync.publisher import Publisher, versions_root
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.rank import StopRequest
+from qurl_megatron.training.state import TrainState, latest
 from qurl_megatron.training.step import improve
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """What the loop remembers between two steps, beside the policy. The leading rank's is saved."""
-
-    step: int = 0  # updates done; also the weight version the engines hold
-    cursor: dict[str, Any] | None = None  # where the prompts go on
-    accuracy_before: float | None = None
-    accuracy: float | None = None
 
 
 def train(config: RunConfig, stop: StopRequest) -> bool:
@@ -76,7 +66,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
                 publisher.publish(state.step)
                 state = _run(config, policy, publisher, lead, state)
             if lead:
-                lead.finish(state.step, state.accuracy_before, state.accuracy)
+                lead.finish(state)
     return state.step >= config.train.steps
 
 
@@ -112,10 +102,10 @@ def _run(
             ):
                 state = replace(state, accuracy=lead.evaluate(step))
         if config.checkpoint.every and step % config.checkpoint.every == 0:
-            checkpoint.save(run_dir, step, policy, asdict(state), keep=config.checkpoint.keep)
+            checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
             saved = step
     if saved != state.step:
-        checkpoint.save(run_dir, state.step, policy, asdict(state), keep=config.checkpoint.keep)
+        checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
     return state
 
 
@@ -170,7 +160,7 @@ def _claim(run_dir: Path, config: RunConfig) -> None:
         ConfigError: the directory holds a checkpoint of a run that computes something else.
     """
     recipe = run_dir / "config.toml"
-    if checkpoint.latest(run_dir) and recipe.is_file():
+    if latest(run_dir) and recipe.is_file():
         changed = differences(load(recipe), config)
         if changed:
             raise ConfigError(
@@ -182,11 +172,11 @@ def _claim(run_dir: Path, config: RunConfig) -> None:
 
 def _resume(run_dir: Path, policy: Policy) -> TrainState:
     """The newest checkpoint's state, loaded into the policy; a fresh state where there is none."""
-    path = checkpoint.latest(run_dir)
+    path = latest(run_dir)
     if path is None:
         return TrainState()
     checkpoint.load(path, policy)
-    state = TrainState(**checkpoint.read_state(path))
+    state = TrainState.read(path)
     if policy.ranks.leads:
         print(f"resuming {run_dir} after step {state.step}", flush=True)
     return state

@@ -6,6 +6,7 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.launch import launch, place_under_launcher
+from qurl_megatron.training.state import TrainState, latest
 from qurl_megatron.weights.arch import read_arch, read_config
 
 
@@ -17,6 +18,8 @@ def start(config: RunConfig) -> int:
     """
     from qurl_megatron.training.rank import run_rank
 
+    if _already_done(config):
+        return 0
     placed = place_under_launcher(config.parallel.world_size)
     path = Path(config.model.path)
     if not placed and not path.exists() and config.warmstart.steps:
@@ -32,6 +35,18 @@ def start(config: RunConfig) -> int:
     # Threads that spin at barriers starve the ranks they wait for where there are more ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return launch(run_rank, (config,), config.parallel.world_size)
+
+
+def _already_done(config: RunConfig) -> bool:
+    """True where the run directory holds all the steps the recipe asks for."""
+    run_dir = Path(config.train.run_dir)
+    checkpoint = latest(run_dir)
+    state = TrainState.read(checkpoint) if checkpoint else None
+    if state is None or state.step < config.train.steps:
+        return False
+    print(f"{run_dir} has all {config.train.steps} steps: {state.summary()}")
+    print(f"report: {run_dir / 'report.html'}")
+    return True
 
 
 def _make_model(config: RunConfig, path: Path) -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.algo import log_probs
-from qurl_megatron.algo import token_log_probs
+from qurl_megatron.algo import log_probs, token_log_probs
 from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
 
 

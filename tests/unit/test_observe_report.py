@@ -11,6 +11,9 @@ from qurl_megatron.observe.plots import COLORS, SECTIONS, smooth, thin
 from qurl_megatron.observe.report import save_overview_png, write_report
 from qurl_megatron.observe.sinks import read_metrics
 
+# A warning from matplotlib is a flaw in the picture.
+pytestmark = pytest.mark.filterwarnings("error")
+
 KEYS = {picture.key for section in SECTIONS.values() for picture in section}
 
 

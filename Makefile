@@ -1,0 +1,21 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.PHONY: quickstart test lint
+
+quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
+	$(BIN)/qurl train launch/recipes/quickstart.toml
+
+test: .venv/installed  ## run every test
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+# torch comes first and by itself: the build that suits the machine brings what it needs.
+.venv/installed: requirements/cpu.txt setup.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@

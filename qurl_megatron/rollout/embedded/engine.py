@@ -1,0 +1,440 @@
+"""Continuous batching: sequences join and leave the batch between decode steps.
+
+``Engine`` is the synchronous core: ``step()`` either prefills waiting sequences or decodes one token
+for every running one. ``EngineThread`` owns an engine, runs commands between its steps and sleeps when
+there is nothing to do. Everything that touches the engine is such a command, so no state is locked.
+
+The schedule is a function of the order of arrival alone: first come, first served, and a waiting
+sequence that fits joins before the next decode step. One HTTP request is one command; submitted to an
+idle engine it gives the same bits every time. Requests that arrive while others run are batched
+differently from run to run, and floating-point sums (attention, norms, the head; not the INT8
+products) may then differ in the last bits, which a sampled token can amplify.
+
+Shapes: B running sequences, P prompts of one prefill.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded.cache import Cache
+from qurl_megatron.rollout.embedded.model import Decoder
+from qurl_megatron.rollout.embedded.sampling import GREEDY, SamplingState, sample
+
+MAX_ROWS = 512
+PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One response in the making. Results are filled in when it ends."""
+
+    rid: str
+    prompt: list[int]
+    max_new_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_ids: frozenset[int] = frozenset()
+    job: "Job | None" = None
+
+    output_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token beyond it)
+    finish_reason: dict | None = None
+
+    @property
+    def total(self) -> int:
+        return len(self.prompt) + self.max_new_tokens
+
+
+class Job:
+    """The sequences of one HTTP request; ``future`` resolves when the last has ended."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.future: Future = Future()
+        self._pending = len(sequences)
+        for sequence in sequences:
+            sequence.job = self
+
+    def one_ended(self) -> None:
+        self._pending -= 1
+        if self._pending == 0 and not self.future.done():
+            self.future.set_result(self.sequences)
+
+
+class Engine:
+    """A decoder, its cache, the queue and the batch. Not thread-safe."""
+
+    def __init__(self, decoder: Decoder, cache_gb: float = 2.0, max_rows: int = MAX_ROWS) -> None:
+        self.decoder = decoder
+        self.cache = Cache(decoder.arch, decoder.dtype, decoder.device, cache_gb, max_rows)
+        if self.cache.capacity == 0:
+            raise ConfigError(f"a cache of {cache_gb} GiB holds not even one block of tokens")
+        self.version = "default"
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.generated = 0
+        self._batch = _Batch(max_rows, decoder.device)
+
+    @property
+    def max_total_tokens(self) -> int:
+        return min(self.cache.capacity, self.decoder.arch.max_positions)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        self.waiting.extend(sequences)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Prefill what fits, or else decode one token for every running sequence."""
+        joining = self._admit()
+        if joining:
+            self._prefill(joining)
+        elif self.running:
+            self._decode()
+
+    def abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
+        """End matching sequences now, with the tokens they have. Returns how many."""
+        chosen = [s for s in self.waiting if matches(s)]
+        self.waiting = deque(s for s in self.waiting if not matches(s))
+        for row in reversed(range(len(self.running))):
+            if matches(self.running[row]):
+                chosen.append(self._remove(row))
+        for sequence in chosen:
+            self._end(sequence, {"type": "abort", "message": message})
+        return len(chosen)
+
+    def retract(self) -> None:
+        """Send the running sequences back to the head of the queue; their prefix is computed anew."""
+        retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
+        self.waiting.extendleft(retracted)
+
+    def update(self, tensors: dict[str, Tensor], version: str, *, recompute: bool = False) -> None:
+        """Switch to other weights between two steps; running sequences go on with them.
+
+        Args:
+            tensors: a whole set of weights; a bad one raises ConfigError and changes nothing.
+            version: name of the new weights, stamped on every token they generate.
+            recompute: recompute the keys and values of running sequences with the new weights.
+        """
+        self.decoder.load(tensors)
+        for row, sequence in enumerate(self.running):
+            _stamp(sequence, self.version, self._batch.produced(row))
+        for sequence in self.waiting:
+            _stamp(sequence, self.version, len(sequence.output_ids))
+        self.version = version
+        if recompute:
+            self.retract()
+
+    def _admit(self) -> list[Sequence]:
+        """Waiting sequences, in order, that fit into rows of the cache and one prefill."""
+        if not self.running and self.waiting:
+            # An empty cache can be cut for free: once, for the longest of all that wait.
+            self.cache.cut(max(s.total for s in self.waiting), live_rows=0)
+        joining: list[Sequence] = []
+        longest, prompts, previous = 0, 0, None
+        while self.waiting:
+            sequence = self.waiting[0]
+            rows = len(self.running) + len(joining) + 1
+            length = max(self.cache.length, sequence.total)
+            prefix = len(sequence.prompt) + len(sequence.output_ids)
+            longest, shares = max(longest, prefix), _shares_prefill(previous, sequence)
+            prompts += not shares
+            if rows > self.cache.rows_at(length) or (joining and longest * prompts > PREFILL_TOKENS):
+                break
+            if length > self.cache.length:
+                self.cache.cut(length, live_rows=len(self.running))
+            joining.append(self.waiting.popleft())
+            previous = sequence
+        return joining
+
+    def _prefill(self, joining: list[Sequence]) -> None:
+        first_row, cache, device = len(self.running), self.cache, self.decoder.device
+        self.running += joining
+        self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
+        # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
+        owner, prefixes, prompt_rows = [], [], []
+        for offset, sequence in enumerate(joining):
+            if offset == 0 or not _shares_prefill(joining[offset - 1], sequence):
+                prefixes.append(sequence.prompt + sequence.output_ids)
+                prompt_rows.append(first_row + offset)
+            owner.append(len(prefixes) - 1)
+        length = max(map(len, prefixes))
+        ids_PL = torch.tensor([p + [0] * (length - len(p)) for p in prefixes], device=device)
+        rows_P = torch.tensor(prompt_rows, device=device)
+        position_T = torch.arange(length, device=device).repeat(len(prefixes))
+        hidden_TH = self.decoder.forward(
+            ids_PL.view(-1), position_T, cache.attend_prefill(rows_P, length)
+        )
+        last_P = torch.tensor([len(p) - 1 for p in prefixes], device=device)
+        last_P += torch.arange(len(prefixes), device=device) * length
+        cache.tokens[rows_P, :length] = ids_PL
+        for row, sequence in enumerate(joining, start=first_row):
+            if sequence.output_ids:  # retracted: it had log-probs already
+                span = slice(len(sequence.prompt), len(sequence.prompt) + len(sequence.output_ids))
+                cache.log_probs[row, span] = torch.tensor(sequence.log_probs, device=device)
+        owner_B = torch.tensor(owner, device=device)
+        target_B = torch.arange(first_row, first_row + len(joining), device=device)
+        copied_B = rows_P[owner_B] != target_B
+        if copied_B.any():
+            cache.spread(rows_P[owner_B][copied_B], target_B[copied_B], length)
+        logits_BV = self.decoder.logits(hidden_TH[last_P])[owner_B]
+        self._extend(logits_BV, first_row)
+
+    def _decode(self) -> None:
+        batch, cache, count = self._batch, self.cache, len(self.running)
+        position_B = batch.length[:count] - 1
+        ids_B = cache.tokens[batch.row[:count], position_B]
+        longest = int(position_B.max()) + 1
+        hidden_BH = self.decoder.forward(
+            ids_B, position_B, cache.attend_decode(position_B, longest)
+        )
+        self._extend(self.decoder.logits(hidden_BH), 0)
+
+    def _extend(self, logits_BV: Tensor, first_row: int) -> None:
+        """Sample one token for the rows from ``first_row`` on, and end the sequences it completes."""
+        batch, rows = self._batch, slice(first_row, len(self.running))
+        token_B, log_prob_B = sample(logits_BV, batch.sampling(rows))
+        self.cache.tokens[batch.row[rows], batch.length[rows]] = token_B
+        self.cache.log_probs[batch.row[rows], batch.length[rows]] = log_prob_B
+        batch.length[rows] += 1
+        self.generated += len(token_B)
+        stopped_B = (token_B[:, None] == batch.stop_ids[rows]).any(dim=1)
+        ended_B = stopped_B | (batch.length[rows] >= batch.limit[rows])
+        if not ended_B.any():
+            return
+        ended = [(first_row + int(i), bool(stopped_B[i]), int(token_B[i])) for i in ended_B.nonzero()]
+        for row, stopped, token in reversed(ended):
+            sequence = self._remove(row)
+            reason = {"type": "length", "length": len(sequence.output_ids)}
+            self._end(sequence, {"type": "stop", "matched": token} if stopped else reason)
+
+    @torch.inference_mode()
+    def _remove(self, row: int) -> Sequence:
+        """Take a sequence out of the batch, with what it generated; the last row moves into its place."""
+        sequence = self.running[row]
+        written = slice(len(sequence.prompt), int(self._batch.length[row]))
+        sequence.output_ids = self.cache.tokens[row, written].tolist()
+        sequence.log_probs = self.cache.log_probs[row, written].tolist()
+        last = len(self.running) - 1
+        if row != last:
+            self.cache.move(last, row, int(self._batch.length[last]))
+            self._batch.move(last, row)
+            self.running[row] = self.running[last]
+        self.running.pop()
+        return sequence
+
+    def _end(self, sequence: Sequence, reason: dict) -> None:
+        _stamp(sequence, self.version, len(sequence.output_ids))
+        sequence.finish_reason = reason
+        if sequence.job is not None:
+            sequence.job.one_ended()
+
+
+def _shares_prefill(previous: Sequence | None, sequence: Sequence) -> bool:
+    return (
+        previous is not None
+        and not previous.output_ids
+        and not sequence.output_ids
+        and previous.prompt == sequence.prompt
+    )
+
+
+def _stamp(sequence: Sequence, version: str, end: int) -> None:
+    """Note that tokens up to ``end`` that carry no version yet were generated by ``version``."""
+    if end > (sequence.versions[-1][1] if sequence.versions else 0):
+        sequence.versions.append((version, end))
+
+
+class _Batch:
+    """What each running row needs at every step, as tensors: no Python per sequence and token."""
+
+    @torch.inference_mode()
+    def __init__(self, rows: int, device: torch.device) -> None:
+        def column(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, dtype=dtype, device=device)
+
+        self.row = torch.arange(rows, device=device)
+        self.length = column(torch.int64)  # prompt and generated tokens
+        self.start = column(torch.int64)  # prompt tokens
+        self.limit = column(torch.int64)
+        self.seed = column(torch.int64)
+        self.temperature = column(torch.float32)
+        self.greedy = column(torch.bool)
+        self.top_p = column(torch.float32)
+        self.top_k = column(torch.int64)
+        self.stop_ids = torch.full((rows, 1), -1, device=device)
+
+    def join(self, first_row: int, joining: list[Sequence], length: int, vocab: int) -> None:
+        rows = slice(first_row, first_row + len(joining))
+        columns = {
+            "length": [len(s.prompt) + len(s.output_ids) for s in joining],
+            "start": [len(s.prompt) for s in joining],
+            "limit": [s.total for s in joining],
+            "seed": [s.seed for s in joining],
+            "temperature": [s.temperature if s.temperature >= GREEDY else 1.0 for s in joining],
+            "greedy": [s.temperature < GREEDY for s in joining],
+            "top_p": [s.top_p for s in joining],
+            "top_k": [s.top_k if s.top_k > 0 else vocab for s in joining],
+        }
+        assert max(columns["limit"]) <= length, "a sequence is longer than its row"
+        for name, values in columns.items():
+            column = getattr(self, name)
+            column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device)
+        width = max(len(s.stop_ids) for s in joining)
+        if width > self.stop_ids.shape[1]:
+            wider = self.stop_ids.new_full((len(self.row), width), -1)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        width = self.stop_ids.shape[1]
+        padded = [[*sorted(s.stop_ids), *[-1] * (width - len(s.stop_ids))] for s in joining]
+        self.stop_ids[rows] = torch.tensor(padded, device=self.stop_ids.device)
+        self._vocab = vocab
+
+    def move(self, source: int, target: int) -> None:
+        for name, column in vars(self).items():
+            if isinstance(column, Tensor) and name != "row":
+                column[target] = column[source]
+
+    def produced(self, row: int) -> int:
+        return int(self.length[row] - self.start[row])
+
+    def sampling(self, rows: slice) -> SamplingState:
+        greedy = self.greedy[rows]
+        return SamplingState(
+            temperature_B=self.temperature[rows],
+            greedy_B=greedy,
+            seed_B=self.seed[rows],
+            position_B=self.length[rows] - self.start[rows],
+            top_p_B=self.top_p[rows],
+            top_k_B=self.top_k[rows],
+            any_sampled=not bool(greedy.all()),
+            any_filtered=bool(((self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)).any()),
+        )
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    version: str
+    running: int
+    waiting: int
+    generated: int
+    paused: bool
+
+
+class EngineThread:
+    """Runs an engine in a thread of its own; ``call`` executes a function there, between two steps."""
+
+    def __init__(self, engine: Engine, threads: int = 0) -> None:
+        self.engine = engine
+        self.failure: BaseException | None = None
+        self._paused = False
+        self._threads = threads
+        self._commands: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Engine], object]) -> Future:
+        future: Future = Future()
+        self._commands.put((function, future))
+        if self.failure is not None:
+            self._fail_commands()
+        return future
+
+    def submit(self, sequences: list[Sequence]) -> Future:
+        """Queue the sequences of one request together; resolves to them when all have ended."""
+        job = Job(sequences)
+        self.call(lambda engine: engine.add(sequences)).add_done_callback(
+            lambda added: added.exception() and job.future.set_exception(added.exception())
+        )
+        return job.future
+
+    def pause(self, mode: str) -> Future:
+        """Stop stepping: running sequences end (abort), are requeued (retract) or wait (in_place)."""
+
+        def run(engine: Engine) -> None:
+            self._paused = True
+            if mode == "abort":
+                engine.abort(lambda _: True, "Aborted by pause_generation.")
+            elif mode == "retract":
+                engine.retract()
+
+        return self.call(run)
+
+    def resume(self) -> Future:
+        def run(engine: Engine) -> None:
+            self._paused = False
+
+        return self.call(run)
+
+    def info(self) -> Future:
+        return self.call(
+            lambda engine: EngineInfo(
+                version=engine.version,
+                running=len(engine.running),
+                waiting=len(engine.waiting),
+                generated=engine.generated,
+                paused=self._paused,
+            )
+        )
+
+    def close(self) -> None:
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            while self._obey():
+                if self.engine.busy and not self._paused:
+                    self.engine.step()
+        except BaseException as error:
+            # A failed step leaves the batch half written: no answer from it could be trusted.
+            log.exception("the engine failed")
+            self.failure = error
+            for sequence in [*self.engine.running, *self.engine.waiting]:
+                if sequence.job is not None and not sequence.job.future.done():
+                    sequence.job.future.set_exception(error)
+            self._fail_commands()
+
+    def _obey(self) -> bool:
+        """Run all queued commands; with nothing to generate, sleep until one comes. False: the end."""
+        while True:
+            idle = self._paused or not self.engine.busy
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            function, future = command
+            try:
+                future.set_result(function(self.engine))
+            except Exception as error:  # the caller's to handle; the engine is as it was
+                future.set_exception(error)
+
+    def _fail_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                command[1].set_exception(RuntimeError(f"the engine failed: {self.failure!r}"))

@@ -1,0 +1,208 @@
+"""One decoder for Qwen2, Qwen3 and Llama, and the named buffers its weights live in.
+
+q, k, v and gate, up are one matrix each: one activation quantization and one product instead of three
+and two. ``slots`` maps every Hugging Face name to the rows of the buffer that it fills, so an update
+is a series of copies into memory that never moves.
+
+Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O and I a matrix's sides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded import kernels
+from qurl_megatron.rollout.embedded.arch import Arch
+
+SCHEMES = ("none", "int8", "fp8")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FLOATS = (torch.bfloat16, torch.float32)
+
+# attend(layer, q [T, heads, D], kv [T, 2 * kv_heads, D]) -> [T, heads * D]; keys first, then values.
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one named tensor goes, and what it must look like."""
+
+    target: Tensor  # a view; its shape is what ``copy_`` broadcasts to
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One (possibly fused) weight matrix and the way to multiply by it."""
+
+    scheme: str
+    weight_OI: Tensor
+    scale_O: Tensor | None
+
+    def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
+        if self.scheme == "int8":
+            return kernels.int8_linear(x_TI, self.weight_OI, self.scale_O, addend)
+        if self.scheme == "fp8":
+            return kernels.fp8_linear(x_TI, self.weight_OI, self.scale_O, addend)
+        return kernels.float_linear(x_TI, self.weight_OI, addend)
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Tensor
+    qkv: Matrix
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [heads + kv_heads, D]
+    out: Matrix
+    post_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+
+
+class Decoder:
+    """Weights and forward pass; it knows neither requests nor a cache (see ``attend``)."""
+
+    @torch.inference_mode()
+    def __init__(self, arch: Arch, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
+        if scheme not in SCHEMES:
+            raise ConfigError(f"scheme must be one of {list(SCHEMES)}, got {scheme!r}")
+        self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
+        self.slots: dict[str, Slot] = {}
+        self.embedding = self._float("model.embed_tokens.weight", arch.vocab, arch.hidden)
+        self.layers = [self._layer(f"model.layers.{index}.") for index in range(arch.layers)]
+        self.norm = self._float("model.norm.weight", arch.hidden)
+        self.head = (
+            self.embedding if arch.tied else self._float("lm_head.weight", arch.vocab, arch.hidden)
+        )
+        self._inverse_frequencies = arch.inverse_frequencies().to(device)
+
+    @torch.inference_mode()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy a whole set of weights in; all of it is checked before the first copy.
+
+        Raises:
+            ConfigError: a tensor is missing, extra, misshapen or of the wrong dtype; nothing changed.
+        """
+        self.check(tensors)
+        for name, slot in self.slots.items():
+            slot.target.copy_(tensors[name])
+
+    def check(self, tensors: dict[str, Tensor]) -> None:
+        for word, names in (
+            ("missing", self.slots.keys() - tensors.keys()),
+            ("unexpected", tensors.keys() - self.slots.keys()),
+        ):
+            if names:
+                shown = ", ".join(sorted(names)[:5])
+                raise ConfigError(f"{len(names)} tensors are {word} (scheme {self.scheme}): {shown}")
+        for name, slot in self.slots.items():
+            tensor = tensors[name]
+            if tuple(tensor.shape) != slot.shape or tensor.dtype not in slot.dtypes:
+                raise ConfigError(
+                    f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, the engine's is "
+                    f"{' or '.join(map(str, slot.dtypes))} {list(slot.shape)}"
+                )
+            if name.endswith("_scale") and not bool((tensor.isfinite() & (tensor > 0)).all()):
+                raise ConfigError(f"tensor {name} holds scales that are not positive and finite")
+
+    @torch.inference_mode()
+    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, H] before the final norm."""
+        arch = self.arch
+        cos_T1D, sin_T1D = self._rotary(positions_T)
+        x_TH = self.embedding[ids_T]
+        rotated = arch.heads + arch.kv_heads
+        for index, layer in enumerate(self.layers):
+            y_TH = kernels.rms_norm(x_TH, layer.input_norm, arch.norm_eps)
+            qkv = layer.qkv(y_TH, layer.qkv_bias).view(len(ids_T), -1, arch.head_dim)
+            qk = qkv[:, :rotated]
+            if layer.qk_norm is not None:
+                qk = kernels.rms_norm(qk, layer.qk_norm, arch.norm_eps)
+            # Into qkv itself: keys and values then lie side by side, one copy away from the cache.
+            qkv[:, :rotated] = (qk * cos_T1D).addcmul_(qk.roll(arch.head_dim // 2, -1), sin_T1D)
+            mixed = attend(index, qkv[:, : arch.heads], qkv[:, arch.heads :])
+            x_TH = layer.out(mixed, x_TH)
+            y_TH = kernels.rms_norm(x_TH, layer.post_norm, arch.norm_eps)
+            gate, up = layer.gate_up(y_TH).chunk(2, dim=-1)
+            x_TH = layer.down(silu(gate).mul_(up), x_TH)
+        return x_TH
+
+    @torch.inference_mode()
+    def logits(self, x_TH: Tensor) -> Tensor:
+        return kernels.float_linear(
+            kernels.rms_norm(x_TH, self.norm, self.arch.norm_eps), self.head
+        )
+
+    def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, and sin signed such that ``x * cos + roll(x, D/2) * sin`` is the rotation."""
+        angle = positions_T[:, None, None].float() * self._inverse_frequencies
+        cos, sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def _layer(self, prefix: str) -> Layer:
+        arch = self.arch
+        heads, kv_heads, dim = arch.heads, arch.kv_heads, arch.head_dim
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv_rows = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        return Layer(
+            input_norm=self._float(prefix + "input_layernorm.weight", arch.hidden),
+            qkv=self._matrix(attention, qkv_rows, arch.hidden),
+            qkv_bias=self._bias(attention, qkv_rows) if arch.qkv_bias else None,
+            qk_norm=self._qk_norm(attention) if arch.qk_norm else None,
+            out=self._matrix(attention, {"o_proj": arch.hidden}, heads * dim),
+            post_norm=self._float(prefix + "post_attention_layernorm.weight", arch.hidden),
+            gate_up=self._matrix(
+                mlp, {"gate_proj": arch.intermediate, "up_proj": arch.intermediate}, arch.hidden
+            ),
+            down=self._matrix(mlp, {"down_proj": arch.hidden}, arch.intermediate),
+        )
+
+    def _matrix(self, prefix: str, rows: dict[str, int], inputs: int) -> Matrix:
+        """Allocate one matrix for several named ones, stacked along the output."""
+        total = sum(rows.values())
+        stored = {"none": self.dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[self.scheme]
+        sent = FLOATS if self.scheme == "none" else (stored,)
+        if self.scheme == "fp8" and not kernels.has_fp8_hardware(self.device):
+            stored = torch.float32  # same values, ready to multiply
+        weight = torch.empty(total, inputs, dtype=stored, device=self.device)
+        scale = None if self.scheme == "none" else torch.empty(total, device=self.device)
+        start = 0
+        for name, count in rows.items():
+            part = slice(start, start + count)
+            self.slots[f"{prefix}{name}.weight"] = Slot(weight[part], (count, inputs), sent)
+            if scale is not None:
+                self.slots[f"{prefix}{name}.weight_scale"] = Slot(
+                    scale[part, None], (count, 1), (torch.float32,)
+                )
+            start += count
+        return Matrix(self.scheme, weight, scale)
+
+    def _bias(self, prefix: str, rows: dict[str, int]) -> Tensor:
+        bias = torch.empty(sum(rows.values()), dtype=self.dtype, device=self.device)
+        for (name, count), part in zip(rows.items(), bias.split(list(rows.values())), strict=True):
+            self.slots[f"{prefix}{name}.bias"] = Slot(part, (count,), FLOATS)
+        return bias
+
+    def _qk_norm(self, prefix: str) -> Tensor:
+        arch = self.arch
+        norm = torch.empty(
+            arch.heads + arch.kv_heads, arch.head_dim, dtype=self.dtype, device=self.device
+        )
+        shape = (arch.head_dim,)
+        self.slots[prefix + "q_norm.weight"] = Slot(norm[: arch.heads], shape, FLOATS)
+        self.slots[prefix + "k_norm.weight"] = Slot(norm[arch.heads :], shape, FLOATS)
+        return norm
+
+    def _float(self, name: str, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.slots[name] = Slot(tensor, shape, FLOATS)
+        return tensor
+
+
+def is_quantized_linear(name: str) -> bool:
+    """True for the weights that a scheme quantizes: the seven projections of a block."""
+    return name.startswith("model.layers.") and name.endswith("_proj.weight")

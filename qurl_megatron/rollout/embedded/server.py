@@ -1,0 +1,329 @@
+"""The embedded engine behind SGLang's HTTP endpoints, so that one client drives either.
+
+Handlers parse, hand a command to the engine's thread and wait; none of them touches the engine itself.
+A weight update is read and checked in a worker thread while the engine goes on generating, then copied
+between two decode steps. Nothing from the network is unpickled.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Literal
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded.arch import Arch
+from qurl_megatron.rollout.embedded.engine import Engine, EngineThread
+from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
+from qurl_megatron.rollout.embedded.protocol import Limits, parse_generate
+from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+def serve(
+    model_dir: str | Path,
+    *,
+    scheme: Literal["none", "int8", "fp8"] = "none",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    port_file: str | Path | None = None,
+    threads: int = 0,
+    cache_gb: float = 2.0,
+    exit_with_stdin: bool = False,
+    api_key: str | None = None,
+) -> None:
+    """Serve one model until SIGTERM, SIGINT or, if asked, the end of standard input.
+
+    Args:
+        model_dir: Hugging Face folder; quantized on load unless it is quantized already.
+        scheme: format of the block's linear layers.
+        dtype: format of everything else, and of the activations between layers.
+        port: 0 takes a free one.
+        port_file: gets the port, atomically, once requests are answered.
+        threads: CPU threads; 0 leaves torch's default.
+        cache_gb: key/value cache in GiB.
+        exit_with_stdin: leave when stdin reaches its end, so that a dead parent leaves no orphan.
+        api_key: required as ``Authorization: Bearer`` on everything but /health.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    engine = load_engine(Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb)
+    worker = EngineThread(engine, threads)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        config = uvicorn.Config(
+            build_app(worker, str(model_dir), api_key=api_key),
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=5,
+        )
+        server = _Server(config, worker, port_file)
+        if exit_with_stdin:
+            threading.Thread(target=server.leave_with_stdin, daemon=True).start()
+        server.run(sockets=[listener])
+    if worker.failure is not None:
+        raise RuntimeError("the engine failed") from worker.failure
+    worker.close()
+
+
+def load_engine(
+    model_dir: Path, *, scheme: str, dtype: str, cache_gb: float, device: str = "auto"
+) -> Engine:
+    """Engine with the weights of a Hugging Face folder."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    decoder = Decoder(Arch.read(model_dir), scheme, DTYPES[dtype], torch.device(device))
+    tensors, _ = read_weights(model_dir, decoder)
+    decoder.load(tensors)
+    return Engine(decoder, cache_gb)
+
+
+def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = None) -> Starlette:
+    handlers = _Handlers(worker, model_path)
+    get, post = ["GET"], ["POST"]
+    app = Starlette(
+        routes=[
+            Route("/health", handlers.health, methods=get),
+            Route("/health_generate", handlers.health_generate, methods=get),
+            Route("/get_server_info", handlers.server_info, methods=get),
+            Route("/get_model_info", handlers.model_info, methods=get),
+            Route("/generate", handlers.generate, methods=post),
+            Route("/flush_cache", handlers.flush_cache, methods=get + post),
+            Route("/pause_generation", handlers.pause, methods=post),
+            Route("/continue_generation", handlers.resume, methods=post),
+            Route("/update_weights_from_disk", handlers.update_from_disk, methods=post),
+            Route("/update_weights_from_tensor", handlers.update_from_tensor, methods=post),
+            Route("/abort_request", handlers.abort, methods=post),
+        ],
+        exception_handlers={ConfigError: _bad_request},
+    )
+    if api_key is not None:
+        app.add_middleware(_RequireKey, api_key=api_key)
+    return app
+
+
+class _Handlers:
+    def __init__(self, worker: EngineThread, model_path: str) -> None:
+        self.worker, self.model_path = worker, model_path
+        decoder = worker.engine.decoder
+        self.decoder, self.scheme = decoder, decoder.scheme
+        self.dtype = str(decoder.dtype).removeprefix("torch.")
+        self.limits = Limits(decoder.arch.vocab, worker.engine.max_total_tokens, decoder.arch.eos)
+        self._updating = asyncio.Lock()
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.worker.failure is None else 503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """Generate one token, as proof that the engine's thread is alive; waits while paused."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        await asyncio.wrap_future(self.worker.submit(parse_generate(body, self.limits).sequences))
+        return Response()
+
+    async def server_info(self, request: Request) -> Response:
+        info = await asyncio.wrap_future(self.worker.info())
+        return JSONResponse(
+            {
+                "engine": "qurl-embedded",
+                "model_path": self.model_path,
+                "weight_version": info.version,
+                "scheme": self.scheme,
+                "dtype": self.dtype,
+                "device": str(self.decoder.device),
+                "threads": torch.get_num_threads(),
+                "max_total_num_tokens": self.worker.engine.cache.capacity,
+                "num_running_reqs": info.running,
+                "num_waiting_reqs": info.waiting,
+                "num_generated_tokens": info.generated,
+                "is_paused": info.paused,
+            }
+        )
+
+    async def model_info(self, request: Request) -> Response:
+        info = await asyncio.wrap_future(self.worker.info())
+        return JSONResponse(
+            {
+                "model_path": self.model_path,
+                "tokenizer_path": None,
+                "is_generation": True,
+                "weight_version": info.version,
+            }
+        )
+
+    async def generate(self, request: Request) -> Response:
+        generation = parse_generate(await _json(request), self.limits)
+        finished = asyncio.wrap_future(self.worker.submit(generation.sequences))
+        gone = asyncio.ensure_future(_disconnected(request))
+        await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not finished.done():
+            mine = set(map(id, generation.sequences))
+            self.worker.call(lambda engine: engine.abort(lambda s: id(s) in mine, "Client left."))
+        await finished
+        return JSONResponse(generation.answer())
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Nothing is cached across requests; SGLang's answer while some run is a refusal."""
+        info = await asyncio.wrap_future(self.worker.info())
+        if info.running or info.waiting:
+            message = f"Not flushed: {info.running} running and {info.waiting} waiting requests.\n"
+            return Response(message, status_code=400)
+        return Response("Cache flushed.\n")
+
+    async def pause(self, request: Request) -> Response:
+        mode = (await _json(request, empty={})).get("mode") or "abort"
+        if mode not in PAUSE_MODES:
+            raise ConfigError(f"mode must be one of {list(PAUSE_MODES)}, got {mode!r}")
+        await asyncio.wrap_future(self.worker.pause(mode))
+        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, request: Request) -> Response:
+        await asyncio.wrap_future(self.worker.resume())
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def abort(self, request: Request) -> Response:
+        body = await _json(request)
+        rid = body.get("rid") or ""
+        if not body.get("abort_all") and not rid:
+            raise ConfigError("abort_request needs a rid, or abort_all: true")
+
+        def matches(sequence) -> bool:  # by prefix, as SGLang does: one rid covers its n samples
+            return bool(body.get("abort_all")) or sequence.rid.startswith(rid)
+
+        await asyncio.wrap_future(
+            self.worker.call(lambda engine: engine.abort(matches, "Aborted by abort_request."))
+        )
+        return Response()
+
+    async def update_from_disk(self, request: Request) -> Response:
+        body = await _json(request)
+        path = body.get("model_path")
+
+        def read():
+            if not isinstance(path, str) or not Path(path).is_dir():
+                raise ConfigError(f"model_path {path!r} is no folder on this machine")
+            tensors, version = read_weights(Path(path), self.decoder)
+            return tensors, path if version is None else str(version)
+
+        return await self._update(read, body, model_path=path)
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        body = await _json(request)
+
+        def read():
+            if body.get("load_format") != "safetensors":
+                raise ConfigError(
+                    'load_format must be "safetensors" (base64 safetensors bytes): this engine never '
+                    "unpickles what comes over the network"
+                )
+            parts = body.get("serialized_named_tensors")
+            if not isinstance(parts, list):
+                raise ConfigError("serialized_named_tensors must be a list of base64 texts")
+            return decode_tensors(parts, self.decoder), "default"
+
+        return await self._update(read, body)
+
+    async def _update(self, read, body: dict, model_path: str | None = None) -> Response:
+        async with self._updating:
+            try:
+                tensors, version = await run_in_threadpool(read)
+                if body.get("weight_version") is not None:
+                    version = str(body["weight_version"])
+                recompute = bool(body.get("flush_cache"))
+                await asyncio.wrap_future(
+                    self.worker.call(lambda e: e.update(tensors, version, recompute=recompute))
+                )
+            except (ConfigError, OSError) as error:
+                return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+            self.model_path = model_path or self.model_path
+            return JSONResponse({"success": True, "message": f"Weights are now version {version}."})
+
+
+async def _json(request: Request, empty: dict | None = None) -> dict:
+    raw = await request.body()
+    if not raw and empty is not None:
+        return empty
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise ConfigError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ConfigError("the body must be a JSON object")
+    return body
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _bad_request(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
+
+class _RequireKey:
+    """Plain ASGI: Starlette's BaseHTTPMiddleware would hide disconnects from the handlers."""
+
+    def __init__(self, app, api_key: str) -> None:
+        self.app, self.expected = app, f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["path"] == "/health" or hmac.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        else:
+            refusal = JSONResponse({"error": {"message": "Unauthorized"}}, status_code=401)
+            await refusal(scope, receive, send)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn that tells its port when ready, and ends requests instead of waiting for them."""
+
+    def __init__(self, config, worker: EngineThread, port_file: str | Path | None) -> None:
+        super().__init__(config)
+        self._worker, self._port_file = worker, port_file
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets=sockets)
+        if self._port_file is not None:
+            aside = Path(f"{self._port_file}.tmp")
+            aside.write_text(f"{sockets[0].getsockname()[1]}\n", encoding="utf-8")
+            os.replace(aside, self._port_file)
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._worker.failure is not None
+
+    async def shutdown(self, sockets=None) -> None:
+        self._worker.call(lambda engine: engine.abort(lambda _: True, "The engine is leaving."))
+        await super().shutdown(sockets=sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        # Uvicorn's own would raise the signal again after a clean shutdown: exit status -15, not 0.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.handle_exit)
+        yield
+
+    def leave_with_stdin(self) -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        self.should_exit = True

@@ -1,0 +1,106 @@
+"""Saved and loaded, a policy goes on as if nothing had happened, also in another parallel layout."""
+
+import pytest
+import torch
+
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.training.state import TrainState, latest
+from tests.distributed.test_policy import build, recipe, relative, whole
+
+ADVANTAGES = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def improve_at(policy, config, step):
+    from qurl_megatron.training.step import improve
+
+    improve(policy, random_samples(16), ADVANTAGES, config, step=step, timer=Timer())
+
+
+def save_then_go_on(device, config, run_dir, out):
+    from qurl_megatron.training import checkpoint
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        improve_at(policy, config, 1)
+        state = TrainState(step=1, cursor={"epoch": 0}, accuracy_before=0.25, accuracy=0.5)
+        checkpoint.save(run_dir, policy, state, keep=2)
+        improve_at(policy, config, 2)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
+def load_and_go_on(device, config, run_dir, out):
+    from qurl_megatron.training import checkpoint
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        checkpoint.load(latest(run_dir), policy)
+        assert TrainState.read(latest(run_dir)) == TrainState(1, {"epoch": 0}, 0.25, 0.5)
+        improve_at(policy, config, 2)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "before, after, exact",
+    [
+        (dict(tensor=2), dict(tensor=2), True),
+        (dict(tensor=2, data=2), dict(tensor=2, data=2), True),
+        (dict(tensor=2, pipeline=2), dict(tensor=1), False),
+        (dict(data=2), dict(tensor=2), False),
+    ],
+)
+def test_a_loaded_policy_takes_the_same_next_step(dtype, before, after, exact, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    saving, loading = (recipe(folder, layout, dtype=dtype) for layout in (before, after))
+    run = tmp_path / "run"
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    run_on_ranks(
+        save_then_go_on, saving.parallel.world_size, "gloo", tmp_path, saving, run, a
+    )
+    run_on_ranks(
+        load_and_go_on, loading.parallel.world_size, "gloo", tmp_path, loading, run, b
+    )
+    expected, actual = torch.load(a), torch.load(b)
+    for name in expected:
+        if exact:
+            assert torch.equal(actual[name], expected[name]), name
+        else:
+            assert relative(actual[name], expected[name]) < (1e-5 if dtype == "float32" else 1e-3), name
+
+
+def load_into_another_model(device, folder, run_dir):
+    from qurl_megatron.training import checkpoint
+
+    config = recipe(folder, {})
+    with megatron_runtime(ParallelConfig()) as ranks:
+        policy = build(config, ranks)
+        with pytest.raises(ConfigError, match="cannot be loaded into this model"):
+            checkpoint.load(latest(run_dir), policy)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    small = tiny_checkpoint(tmp_path / "small", "qwen2")
+    large = tiny_checkpoint(tmp_path / "large", "qwen2", intermediate_size=128)
+    run = tmp_path / "run"
+    run_on_ranks(
+        save_then_go_on, 1, "gloo", tmp_path, recipe(small, {}), run, tmp_path / "a.pt"
+    )
+    run_on_ranks(load_into_another_model, 1, "gloo", tmp_path, large, run)
+
+
+def test_an_unfinished_checkpoint_does_not_exist(tmp_path):
+    whole, torn = tmp_path / "checkpoints/step_000001", tmp_path / "checkpoints/step_000002"
+    for folder in (whole, torn, tmp_path / "checkpoints/.step_000003"):
+        folder.mkdir(parents=True)
+    TrainState(step=1).write(whole)
+    assert latest(tmp_path) == whole
+    assert latest(tmp_path / "empty") is None

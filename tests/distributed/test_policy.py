@@ -1,0 +1,174 @@
+"""The whole model's loss and gradients do not depend on how it is split, and masters keep what BF16 drops."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.config import (
+    AlgoConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+
+LAYOUTS = {
+    "TP2": dict(tensor=2),
+    "TP2 without sequence parallelism": dict(tensor=2, sequence=False),
+    "PP2": dict(pipeline=2),
+    "TP2 x PP2": dict(tensor=2, pipeline=2),
+    "DP2": dict(data=2),
+    "TP2 x DP2": dict(tensor=2, data=2),
+}
+
+
+def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, **algo) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path=str(folder), dtype=dtype),
+        data=DataConfig(task="chain_sum", prompts_per_step=4),
+        rollout=RolloutConfig(samples_per_prompt=4, temperature=0.7),
+        parallel=ParallelConfig(**parallel),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, distributed=distributed),
+        algo=AlgoConfig(minibatches=2, **algo),
+        train=TrainConfig(micro_batch=2),
+    )
+
+
+def build(config: RunConfig, ranks, **kwargs):
+    from qurl_megatron.model.policy import Policy
+
+    return Policy.build(config.model, config.parallel, config.optimizer, ranks, **kwargs)
+
+
+def whole(policy, read=None) -> dict[str, torch.Tensor]:
+    """Every Hugging Face tensor, joined from all ranks, on every rank."""
+    parts = [(s.name, s.split_dim, s.offset, s.value.cpu().clone()) for s in policy.hf_shards(read)]
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, parts)
+    slices: dict[str, dict[int, tuple]] = {}
+    for rank_parts in gathered:
+        for name, split_dim, offset, value in rank_parts:
+            slices.setdefault(name, {})[offset] = (split_dim, value)
+    return {
+        name: by_offset[0][1]
+        if by_offset[0][0] is None
+        else torch.cat([by_offset[o][1] for o in sorted(by_offset)], dim=by_offset[0][0])
+        for name, by_offset in slices.items()
+    }
+
+
+def gradient(policy):
+    """Reads a parameter's reduced gradient; with a distributed optimizer each data rank has a range of it."""
+
+    def read(parameter):
+        full = parameter.main_grad.float()
+        if policy.ranks.data.size == 1 or not policy.model.ddp_config.use_distributed_optimizer:
+            return full
+        mine = torch.zeros_like(full).flatten()
+        owned = policy._owned_range(parameter)
+        mine[owned] = full.flatten()[owned]
+        dist.all_reduce(mine, group=policy.ranks.data.group)
+        return mine.view_as(full)
+
+    return read
+
+
+def train_twice(device, config: RunConfig, samples, advantages, out: Path) -> None:
+    """Gradients of the first minibatch, then the weights after two whole steps."""
+    from qurl_megatron.observe.metrics import Timer, merge, values
+    from qurl_megatron.training.objective import PolicyLoss, Scorer
+    from qurl_megatron.training.step import attach_scores, improve, lay_out
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, keep_reference=True)
+        score = Scorer(policy, config.rollout.temperature)
+        laid = lay_out(policy, samples, advantages, config, step=1)
+        laid = attach_scores(policy, laid, score, with_reference=True)
+        policy.accumulate(laid[0], PolicyLoss(score, config.algo))
+        gradients = whole(policy, gradient(policy))
+        seen = []
+        for step in (1, 2):
+            metrics = improve(policy, samples, advantages, config, step=step, timer=Timer())
+            gathered: list = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, metrics)
+            seen.append(values(merge(gathered)))
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save({"gradients": gradients, "weights": weights, "metrics": seen}, out)
+
+
+def run(tmp_path, backend, config, name) -> dict:
+    samples = random_samples(16)
+    advantages = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
+    out = tmp_path / f"{name}.pt"
+    run_on_ranks(
+        train_twice, config.parallel.world_size, backend, tmp_path, config, samples, advantages, out
+    )
+    return torch.load(out, weights_only=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_and_updates_equal_one_process(backend, layout, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    algo = dict(objective="acr", kl_coef=0.1, entropy_coef=0.01)
+    alone = run(tmp_path, backend, recipe(folder, {}, **algo), "alone")
+    split = run(tmp_path, backend, recipe(folder, LAYOUTS[layout], **algo), "split")
+    assert alone["gradients"].keys() == split["gradients"].keys()
+    for name, expected in alone["gradients"].items():
+        assert relative(split["gradients"][name], expected) < 1e-5, name
+    for name, expected in alone["weights"].items():
+        # Adam divides by the gradient's own size, which turns rounding of tiny gradients into steps.
+        assert relative(split["weights"][name], expected) < 1e-4, name
+    for before, after in zip(alone["metrics"], split["metrics"], strict=True):
+        for name in before:
+            assert after[name] == pytest.approx(before[name], rel=2e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_other_families_split_as_well(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    alone = run(tmp_path, "gloo", recipe(folder, {}), "alone")
+    split = run(tmp_path, "gloo", recipe(folder, dict(tensor=2, pipeline=2)), "split")
+    for name, expected in alone["gradients"].items():
+        assert relative(split["gradients"][name], expected) < 1e-5, name
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def check_masters(device, config: RunConfig, expected: dict) -> None:
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        weights = whole(policy)
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+        parameter = next(policy.gpt.parameters())
+        assert parameter.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "layout, distributed", [({}, True), (dict(tensor=2, data=2), True), (dict(pipeline=2), False)]
+)
+def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
+    family, layout, distributed, tmp_path
+):
+    from safetensors.torch import load_file
+
+    from qurl_megatron.weights import fold_uaq, read_config
+
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
+    config = recipe(folder, layout, dtype="bfloat16", distributed=distributed)
+    run_on_ranks(check_masters, config.parallel.world_size, "gloo", tmp_path, config, expected)

@@ -1,0 +1,61 @@
+"""Quantized shards are the shards of the quantized whole, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant import quantize
+from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shards_equal_the_whole_bit_for_bit(backend, world_size, tmp_path):
+    run_on_ranks(check_every_scheme, world_size, backend, tmp_path)
+
+
+def check_every_scheme(device):
+    torch.manual_seed(0)
+    # Channels of very different size, one of them zero, one zero on the first rank alone.
+    whole = torch.randn(512, 512) * torch.logspace(-6, 3, 512)[:, None]
+    whole[5] = 0
+    whole[6, :256] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for scheme in ("int8", "fp8", "fp8_block"):
+            check_scheme(device, whole.to(device, dtype), scheme)
+    check_nan(device)
+    check_misaligned_blocks(device)
+
+
+def check_scheme(device, whole, scheme):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = quantize(whole, scheme)
+
+    by_output = quantize(whole.chunk(world, dim=0)[rank], scheme)
+    assert same(by_output.values, expected.values.chunk(world, dim=0)[rank])
+    assert same(by_output.scale, expected.scale.chunk(world, dim=0)[rank])
+
+    by_input = quantize(whole.chunk(world, dim=1)[rank], scheme, input_group=dist.group.WORLD)
+    assert same(by_input.values, expected.values.chunk(world, dim=1)[rank])
+    # A channel's scale is shared by all ranks, a block's belongs to one.
+    scale = expected.scale if expected.block is None else expected.scale.chunk(world, dim=1)[rank]
+    assert same(by_input.scale, scale)
+
+
+def check_nan(device):
+    """A nan on one rank stops every rank, so that none waits for the others for ever."""
+    shard = torch.ones(4, 128, device=device)
+    if dist.get_rank() == 1:
+        shard[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match="inf or nan"):
+        quantize(shard, "int8", input_group=dist.group.WORLD)
+
+
+def check_misaligned_blocks(device):
+    with pytest.raises(ConfigError, match="shards of 192 columns"):
+        quantize(torch.ones(4, 192, device=device), "fp8_block", input_group=dist.group.WORLD)
+
+
+def same(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
