@@ -91,7 +91,9 @@ def main(argv: list[str] | None = None) -> int:
             }
             for pair, (a, b) in PAIRS.items()
         },
-        "largest_gradient_difference": gradient_differences(args.device, args.dtype),
+        "largest_gradient_difference": {
+            dtype: gradient_differences(args.device, dtype) for dtype in ("float32", "bfloat16")
+        },
     }
     text = json.dumps(report, indent=2) + "\n"
     if args.out:
@@ -193,13 +195,16 @@ def machine(device: str, threads: int) -> dict[str, object]:
         "device": torch.cuda.get_device_name() if device == "cuda" else name,
         "cores": os.cpu_count(),
         "threads": threads,
+        # Several threads wait for each other after every operation: on a machine that others use,
+        # times mean something with --threads 1 only.
+        "load_average": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
 def gradient_differences(device: str, dtype: str) -> dict[str, float]:
-    """Largest difference of a small case's gradients, in the logits' own format."""
+    """Largest difference of a small case's gradients."""
     differences = {}
     for pair, names in PAIRS.items():
         grads = []

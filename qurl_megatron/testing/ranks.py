@@ -1,4 +1,4 @@
-"""One test body on several ranks: gloo processes on a CPU, nccl processes on this machine's GPUs."""
+"""One test body on several ranks: gloo processes on a CPU, nccl processes on the GPUs."""
 
 import contextlib
 import faulthandler

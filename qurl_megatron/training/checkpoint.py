@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
@@ -76,15 +78,10 @@ def load(checkpoint: Path, policy: Policy) -> None:
         loaded = dist_checkpointing.load(
             _sharded_state(policy, loading=True), str(checkpoint), strategy
         )
-    except (
-        dist_checkpointing.core.CheckpointingException,
-        KeyError,
-        RuntimeError,
-        ValueError,
-    ) as error:
+    except (CheckpointException, CheckpointingException) as error:
         raise ConfigError(
-            f"checkpoint {checkpoint} cannot be loaded into this model ({_first_line(error)}); "
-            "use another train.run_dir, or the recipe the run was started with"
+            f"checkpoint {checkpoint} cannot be loaded into this model ({_reason(error)}); use another "
+            "train.run_dir, or the recipe the run was started with"
         ) from error
     policy.gpt.load_state_dict(loaded["model"])
     policy.optimizer.load_state_dict(loaded["optimizer"])
@@ -126,7 +123,10 @@ def _metadata(policy: Policy) -> dict[str, Any]:
     }
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    """One line for a person; torch wraps what went wrong on each rank."""
+    for failure, _ in getattr(error, "failures", {}).values():
+        error = failure
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

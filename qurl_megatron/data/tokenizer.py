@@ -1,0 +1,75 @@
+"""Text to token ids and back: the tokenizer in the model's own folder."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.errors import ConfigError
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer; transformers is imported when the first text comes."""
+
+    def __init__(self, path: str | Path) -> None:
+        """
+        Raises:
+            ConfigError: the folder holds no tokenizer.
+        """
+        self.path = Path(path)
+        if not any((self.path / name).is_file() for name in FILES):
+            raise ConfigError(
+                f"model.path={self.path} holds no tokenizer (none of {', '.join(FILES)}); "
+                "copy the files from the original checkpoint"
+            )
+
+    @cached_property
+    def _wrapped(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"the tokenizer in {self.path} cannot be loaded: {error}") from None
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response: generation_config.json has the last word, as in the engines."""
+        for name in ("generation_config.json", "config.json"):
+            file = self.path / name
+            found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+            if (ids := found.get("eos_token_id")) is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+        if self._wrapped.eos_token_id is None:
+            raise ConfigError(
+                f"no eos_token_id in {self.path}: set it in generation_config.json, or responses never end"
+            )
+        return (self._wrapped.eos_token_id,)
+
+    def encode(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
+        """Ids of a prompt, with the special tokens that belong to its start.
+
+        Args:
+            chat: make the text one user turn in the model's chat template, open for the answer.
+        """
+        if not chat:
+            return tuple(self._wrapped(text)["input_ids"])
+        if not self._wrapped.chat_template:
+            raise ConfigError(
+                f"data.chat=true, but the tokenizer in {self.path} has no chat template; "
+                "set data.chat=false or take an instruction-tuned checkpoint"
+            )
+        turn = self._wrapped.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        # The template writes the special tokens itself.
+        return tuple(self._wrapped(turn, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens."""
+        return self._wrapped.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )

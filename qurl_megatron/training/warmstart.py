@@ -1,0 +1,221 @@
+"""A small model made on the spot: random weights, a tokenizer for one task, a short supervised fit.
+
+It stands in for a pretrained checkpoint on machines that have none. The fit ends early on purpose:
+a policy that is right now and then is what reinforcement learning needs to begin with.
+
+Shapes: B = questions, S = padded length, V = vocabulary.
+"""
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.config import DataConfig, WarmstartConfig
+from qurl_megatron.data.folders import new_folder
+from qurl_megatron.data.questions import Question, held_out_questions, training_questions
+from qurl_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCAB_MULTIPLE = 16
+HELD_OUT = 512
+IGNORED = -100  # targets that cross_entropy passes over
+
+
+def warmstart(
+    model_dir: Path, data: DataConfig, config: WarmstartConfig, log: Callable[[str], None]
+) -> float:
+    """Make the model and write it to ``model_dir``, whole or not at all.
+
+    The checkpoint is in BF16, as pretrained ones are; the accuracy is that of the rounded weights.
+
+    Returns:
+        Share of held-out questions answered exactly, decoded greedily.
+
+    Raises:
+        ConfigError: ``model_dir`` is taken, or ``data`` names no usable task or file.
+    """
+    with new_folder(model_dir) as aside, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        questions = training_questions(data)
+        held_out = held_out_questions(data, HELD_OUT)
+        tokenizer = build_tokenizer(questions)
+        model = build_model(tokenizer, config)
+        pairs = [encode(tokenizer, question) for question in questions]
+        parameters = sum(p.numel() for p in model.parameters())
+        log(
+            f"warm start: {parameters / 1e6:.1f} M parameters, vocabulary {model.config.vocab_size}, "
+            f"{len(questions)} questions, {config.steps} steps of {config.batch}"
+        )
+        fit(model, pairs, config, log)
+        model.to(torch.bfloat16)
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        limit = max(len(answer) for _, answer in pairs)
+        return accuracy(model.float(), tokenizer, held_out, limit)
+
+
+def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
+    """Words and single digits as tokens; a blank belongs to what follows it, so text comes back as it was.
+
+    What all questions begin with is one token: it says nothing, and every step would pay for its words.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = [question.text for question in questions]
+    shared = os.path.commonprefix(texts).rpartition(" ")[0]
+    pattern = r" ?[0-9]| ?[^\s0-9]+|\s+"
+    if shared:
+        pattern = rf"^{_escape(shared)}|{pattern}"
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    words = {
+        word
+        for text in {*texts, *(question.answer for question in questions)}
+        for word, _ in split.pre_tokenize_str(text)
+    }
+    names = [PAD, EOS, UNKNOWN, *sorted(words | set("0123456789-"))]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN)
+    )
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "Qwen2ForCausalLM":
+    """A Qwen2 of the configured sizes with random weights."""
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    vocab = math.ceil(len(tokenizer) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocab,
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=1024,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            dtype="float32",
+        )
+    )
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerFast", question: Question
+) -> tuple[list[int], list[int]]:
+    """Ids of the prompt, and of the answer with its end."""
+    answer = tokenizer(question.answer)["input_ids"] + [tokenizer.eos_token_id]
+    return tokenizer(question.text)["input_ids"], answer
+
+
+def fit(
+    model: "Qwen2ForCausalLM",
+    pairs: Sequence[tuple[list[int], list[int]]],
+    config: WarmstartConfig,
+    log: Callable[[str], None],
+) -> None:
+    """Supervised steps on prompt -> answer; the learning rate rises over a tenth, then falls to 0."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    warmup = max(1, config.steps // 10)
+    shape = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(
+            (step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / config.steps))
+        ),
+    )
+    draw = random.Random(config.seed)
+    begun = time.monotonic()
+    every = max(1, config.steps // 5)
+    model.train()
+    for step in range(1, config.steps + 1):
+        ids_BS, targets_BS = _pad(draw.choices(pairs, k=config.batch))
+        logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED
+        )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        shape.step()
+        if step % every == 0 or step == config.steps:
+            log(
+                f"warm start: step {step}/{config.steps}, loss {loss.item():.3f}, "
+                f"{time.monotonic() - begun:.0f} s"
+            )
+    model.eval()
+
+
+@torch.no_grad()
+def accuracy(
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    questions: Sequence[Question],
+    limit: int,
+) -> float:
+    """Share of questions whose greedy answer, of at most ``limit`` tokens, is exactly right."""
+    right = 0
+    for start in range(0, len(questions), 256):
+        part = questions[start : start + 256]
+        prompts = [tokenizer(question.text)["input_ids"] for question in part]
+        rows = torch.arange(len(part))
+        ends_B = torch.tensor([len(prompt) for prompt in prompts])
+        # Padding on the right needs no attention mask: nothing before it can see it.
+        ids_BS = _rows(prompts, int(ends_B.max()) + limit, tokenizer.pad_token_id)
+        for _ in range(limit):
+            next_B = model(input_ids=ids_BS, use_cache=False).logits[rows, ends_B - 1].argmax(-1)
+            ids_BS[rows, ends_B] = next_B
+            ends_B += 1
+        for question, prompt, ids in zip(part, prompts, ids_BS.tolist(), strict=True):
+            answer = ids[len(prompt) : len(prompt) + limit]
+            if tokenizer.eos_token_id in answer:
+                answer = answer[: answer.index(tokenizer.eos_token_id)]
+                right += tokenizer.decode(answer, skip_special_tokens=True) == question.answer
+    return right / len(questions)
+
+
+def _pad(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Inputs and next-token targets, [B, S]; only answers are targets."""
+    length = max(len(prompt) + len(answer) for prompt, answer in pairs) - 1
+    ids = _rows([(prompt + answer)[:-1] for prompt, answer in pairs], length, 0)
+    targets = _rows(
+        [[IGNORED] * (len(prompt) - 1) + answer for prompt, answer in pairs], length, IGNORED
+    )
+    return ids, targets
+
+
+def _rows(rows: Iterable[list[int]], length: int, filler: int) -> Tensor:
+    return torch.tensor([row + [filler] * (length - len(row)) for row in rows])
+
+
+def _escape(text: str) -> str:
+    """``text`` as a pattern that matches it, in the tokenizers' regular expressions."""
+    return "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)

@@ -1,0 +1,93 @@
+"""A version published from any layout holds exactly the quantized whole model."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qurl_megatron.config import QuantConfig
+from qurl_megatron.observe.metrics import Timer, merge, values
+from qurl_megatron.quant import quantize
+from qurl_megatron.rollout.version import Manifest, read_version
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.weights import fold_uaq, is_quantized, read_config
+from tests.distributed.test_policy import build, recipe
+
+
+class KeepsVersions:
+    """Stands for the fleet: copies every version it is given."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def publish(self, folder, version):
+        shutil.copytree(folder, self.folder / str(version))
+
+
+def publish(device, config, scheme, out, updates):
+    import torch.distributed as dist
+
+    from qurl_megatron.sync.publisher import Publisher
+    from qurl_megatron.training.step import improve
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        fleet = KeepsVersions(out) if ranks.leads else None
+        quant = QuantConfig(scheme=scheme, uaq_scale=1.5)
+        with Publisher(policy, fleet, quant, out / "root", keep=1) as publisher:
+            assert publisher.publish(0) == {}
+            for version in range(1, updates + 1):
+                improve(
+                    policy, random_samples(16), [1.0, -1.0] * 8, config, step=version, timer=Timer()
+                )
+                gathered: list = [None] * ranks.world_size
+                dist.all_gather_object(gathered, publisher.publish(version))
+                if ranks.leads:
+                    torch.save(values(merge(gathered)), out / f"metrics-{version}.pt")
+        assert not ranks.leads or not (out / "root").exists()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_join_into_the_quantized_whole_bit_for_bit(scheme, family, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131)
+    config = recipe(folder, dict(tensor=2, pipeline=2), dtype="bfloat16")
+    run_on_ranks(publish, 4, "gloo", tmp_path, config, scheme, tmp_path / "out", 0)
+
+    published = tmp_path / "out/0"
+    actual = dict(read_version(published, Manifest.read(published)))
+    expected = {}
+    whole = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
+    for name, weight in whole.items():
+        if is_quantized(name) and scheme != "none":
+            codes = quantize(weight, scheme)
+            expected[name], expected[f"{name}_scale"] = codes.values, codes.scale
+        else:
+            expected[name] = weight.bfloat16()
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name].float(), value.float()), name
+
+
+@pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(data=2)])
+def test_drift_metrics_do_not_depend_on_the_layout(layout, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    seen = {}
+    for name, parallel in {"alone": {}, "split": layout}.items():
+        config = recipe(folder, parallel, dtype="bfloat16")
+        out = tmp_path / name
+        run_on_ranks(publish, config.parallel.world_size, "gloo", tmp_path, config, "int8", out, 2)
+        seen[name] = [torch.load(out / f"metrics-{v}.pt") for v in (1, 2)]
+    for alone, split in zip(seen["alone"], seen["split"], strict=True):
+        assert 0 < alone["quant/code_flip_rate"] < 1
+        assert alone.keys() == {
+            "quant/code_flip_rate",
+            "quant/weight_update",
+            "quant/weight_error",
+        }
+        for name, value in alone.items():
+            assert split[name] == pytest.approx(value, rel=2e-2), name
