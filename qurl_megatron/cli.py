@@ -54,12 +54,15 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serve a model with the embedded engine, over SGLang's HTTP protocol."""
     from qurl_megatron.rollout.embedded.server import serve as run
 
+    port = arguments.port
+    if port is None:
+        port = 0 if arguments.port_file else 30000
     run(
         arguments.model_dir,
         scheme=arguments.scheme,
         dtype=arguments.dtype,
         host=arguments.host,
-        port=arguments.port,
+        port=port,
         port_file=arguments.port_file,
         threads=arguments.threads,
         cache_gb=arguments.cache_gb,
@@ -102,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     served.add_argument("--scheme", choices=("none", "int8", "fp8"), default="int8")
     served.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     served.add_argument("--host", default="127.0.0.1")
-    served.add_argument("--port", type=int, default=30000, help="0 takes a free one")
+    served.add_argument("--port", type=int, help="default 30000, or a free one with --port-file")
     served.add_argument(
         "--port-file", type=Path, help="the port is written here once the engine is ready"
     )

@@ -329,11 +329,31 @@ class WarmstartConfig:
     """
 
     steps: int = 0
+    """Largest number of supervised steps; the learning rate is shaped over them."""
+
+    target: float = 0.3
+    """Stop as soon as this share of training questions is answered right: the rest is for
+    reinforcement learning."""
+
     hidden: int = 128
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 384
-    batch: int = 256
+    batch: int = 64
     lr: float = 2e-3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"warmstart.steps must be 0 or more, got {self.steps}")
+        require(
+            0 < self.target <= 1, f"warmstart.target must lie in (0, 1], got {self.target}"
+        )
+        for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "batch"):
+            value = getattr(self, name)
+            require(value >= 1, f"warmstart.{name} must be 1 or more, got {value}")
+        require(
+            self.hidden % (2 * self.heads) == 0 and self.heads % self.kv_heads == 0,
+            f"warmstart.hidden={self.hidden} must be a multiple of 2 * warmstart.heads={self.heads}, "
+            f"and that of warmstart.kv_heads={self.kv_heads}",
+        )

@@ -53,6 +53,7 @@ def pad_samples(
     mask = torch.zeros(shape, dtype=torch.bool)
     behaviour, advantage, weight = (torch.zeros(shape) for _ in range(3))
     for row, sample in enumerate(samples):
+        assert sample.prompt.input_ids, "a response needs a token before it"
         tokens = torch.tensor(sample.prompt.input_ids + sample.response_ids)
         assert len(tokens) <= length, f"sample of {len(tokens)} tokens does not fit into {length}"
         ids[row, : len(tokens)] = tokens
@@ -64,3 +65,8 @@ def pad_samples(
         weight[row, response] = token_weights[row]
     positions = torch.arange(length).expand(shape).contiguous()
     return TokenBatch(ids, positions, targets, mask, behaviour, advantage, weight)
+
+
+def unpad(values_BS: Tensor, mask_BS: Tensor) -> list[list]:
+    """What ``pad_samples`` spread out, as one list per response; works on any [B, S] of the batch."""
+    return [values_S[mask_S].tolist() for values_S, mask_S in zip(values_BS, mask_BS, strict=True)]

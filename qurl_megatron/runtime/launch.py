@@ -65,6 +65,8 @@ def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
     Ranks live in process groups of their own, so that Ctrl-C reaches them once, through this process.
     The first rank that fails ends the others; its code is returned.
     """
+    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     # CUDA must not be touched before a fork, and importing Megatron may touch it: spawn there.
     method = "spawn" if glob.glob("/dev/nvidia[0-9]*") else "forkserver"
     context = multiprocessing.get_context(method)

@@ -97,7 +97,7 @@ class Lead:
                 config.rollout,
                 seed=config.train.seed,
                 step=step,
-                stop=self.stop,
+                stop=lambda: bool(self.stop),
             )
         with timer.phase("reward"):
             samples = self._graded(samples)

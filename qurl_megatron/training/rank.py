@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from typing import NoReturn
 
 from qurl_megatron.config import RunConfig
@@ -37,8 +36,6 @@ def run_rank(config: RunConfig) -> int:
         process leaves with 2 and one sentence for a mistake in the input, with 1 for anything else.
     """
     stop = StopRequest()
-    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
-    warnings.filterwarnings("ignore")
     from qurl_megatron.rollout.client import EngineError
     from qurl_megatron.training.loop import train
 
@@ -49,7 +46,8 @@ def run_rank(config: RunConfig) -> int:
             print(f"qurl: {error}", file=sys.stderr)
         _leave(2 if isinstance(error, ConfigError) else 1)
     except BaseException:
-        traceback.print_exc()
+        if _first_to_fail():  # what the others see is only that a peer is gone
+            traceback.print_exc()
         _leave(1)
     return 0 if finished else 128 + stop.signal
 

@@ -9,6 +9,7 @@ Shapes: B = questions, S = padded length, V = vocabulary.
 import math
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCAB_MULTIPLE = 16
 HELD_OUT = 512
+CHECK_EVERY = 25  # steps
 IGNORED = -100  # targets that cross_entropy passes over
 
 
@@ -56,11 +58,12 @@ def warmstart(
             f"warm start: {parameters / 1e6:.1f} M parameters, vocabulary {model.config.vocab_size}, "
             f"{len(questions)} questions, {config.steps} steps of {config.batch}"
         )
-        fit(model, pairs, config, log)
+        limit = max(len(answer) for _, answer in pairs)
+        # Training questions decide when to stop: the held-out ones must stay unseen.
+        fit(model, pairs, config, log, lambda: accuracy(model, tokenizer, questions[:256], limit))
         model.to(torch.bfloat16)
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        limit = max(len(answer) for _, answer in pairs)
         return accuracy(model.float(), tokenizer, held_out, limit)
 
 
@@ -73,7 +76,7 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     texts = [question.text for question in questions]
-    shared = os.path.commonprefix(texts).rpartition(" ")[0]
+    shared = re.split(r"[0-9]", os.path.commonprefix(texts))[0].rpartition(" ")[0]
     pattern = r" ?[0-9]| ?[^\s0-9]+|\s+"
     if shared:
         pattern = rf"^{_escape(shared)}|{pattern}"
@@ -139,8 +142,12 @@ def fit(
     pairs: Sequence[tuple[list[int], list[int]]],
     config: WarmstartConfig,
     log: Callable[[str], None],
+    measure: Callable[[], float],
 ) -> None:
-    """Supervised steps on prompt -> answer; the learning rate rises over a tenth, then falls to 0."""
+    """Supervised steps on prompt -> answer until ``measure`` reaches the target, or the steps are over.
+
+    The learning rate rises over a tenth of the steps, then falls to 0.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -153,8 +160,6 @@ def fit(
     )
     draw = random.Random(config.seed)
     begun = time.monotonic()
-    every = max(1, config.steps // 5)
-    model.train()
     for step in range(1, config.steps + 1):
         ids_BS, targets_BS = _pad(draw.choices(pairs, k=config.batch))
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
@@ -166,12 +171,14 @@ def fit(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         shape.step()
-        if step % every == 0 or step == config.steps:
+        if step % CHECK_EVERY == 0 or step == config.steps:
+            reached = measure()
             log(
                 f"warm start: step {step}/{config.steps}, loss {loss.item():.3f}, "
-                f"{time.monotonic() - begun:.0f} s"
+                f"accuracy {reached:.1%}, {time.monotonic() - begun:.0f} s"
             )
-    model.eval()
+            if reached >= config.target:
+                return
 
 
 @torch.no_grad()

@@ -63,18 +63,16 @@ def test_a_loaded_policy_takes_the_same_next_step(dtype, before, after, exact, t
     saving, loading = (recipe(folder, layout, dtype=dtype) for layout in (before, after))
     run = tmp_path / "run"
     a, b = tmp_path / "a.pt", tmp_path / "b.pt"
-    run_on_ranks(
-        save_then_go_on, saving.parallel.world_size, "gloo", tmp_path, saving, run, a
-    )
-    run_on_ranks(
-        load_and_go_on, loading.parallel.world_size, "gloo", tmp_path, loading, run, b
-    )
+    run_on_ranks(save_then_go_on, saving.parallel.world_size, "gloo", tmp_path, saving, run, a)
+    run_on_ranks(load_and_go_on, loading.parallel.world_size, "gloo", tmp_path, loading, run, b)
     expected, actual = torch.load(a), torch.load(b)
     for name in expected:
         if exact:
             assert torch.equal(actual[name], expected[name]), name
         else:
-            assert relative(actual[name], expected[name]) < (1e-5 if dtype == "float32" else 1e-3), name
+            assert relative(actual[name], expected[name]) < (
+                1e-5 if dtype == "float32" else 1e-3
+            ), name
 
 
 def load_into_another_model(device, folder, run_dir):
@@ -91,9 +89,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     small = tiny_checkpoint(tmp_path / "small", "qwen2")
     large = tiny_checkpoint(tmp_path / "large", "qwen2", intermediate_size=128)
     run = tmp_path / "run"
-    run_on_ranks(
-        save_then_go_on, 1, "gloo", tmp_path, recipe(small, {}), run, tmp_path / "a.pt"
-    )
+    run_on_ranks(save_then_go_on, 1, "gloo", tmp_path, recipe(small, {}), run, tmp_path / "a.pt")
     run_on_ranks(load_into_another_model, 1, "gloo", tmp_path, large, run)
 
 

@@ -30,9 +30,7 @@ def megatron_logits(device, folder, parallel, uaq_scale, ids) -> torch.Tensor | 
 
     with megatron_runtime(parallel) as ranks:
         arch = read_arch(read_config(folder))
-        config = transformer_config(
-            arch, ModelConfig(path=str(folder), dtype="float32"), parallel
-        )
+        config = transformer_config(arch, ModelConfig(path=str(folder), dtype="float32"), parallel)
         model = build_model(arch, config, ranks)
         load_weights(model, arch, ranks, HfReader(folder), uaq_scale)
         ids = ids.to(device)
@@ -98,9 +96,7 @@ def test_folding_uaq_leaves_the_function_as_it_was(family, tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2), (2, 2)])
 def test_a_vocabulary_that_does_not_divide_is_padded(tied, tensor, pipeline, tmp_path):
-    folder = tiny_checkpoint(
-        tmp_path / "model", "llama", vocab_size=131, tie_word_embeddings=tied
-    )
+    folder = tiny_checkpoint(tmp_path / "model", "llama", vocab_size=131, tie_word_embeddings=tied)
     ids = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(0))
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
     run_on_ranks(

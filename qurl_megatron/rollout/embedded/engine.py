@@ -176,6 +176,7 @@ class Engine:
                 prompt_rows.append(first_row + offset)
             owner.append(len(prefixes) - 1)
         length = max(map(len, prefixes))
+        cache.reach(first_row, len(joining), length)
         ids_PL = torch.tensor([p + [0] * (length - len(p)) for p in prefixes], device=device)
         rows_P = torch.tensor(prompt_rows, device=device)
         position_T = torch.arange(length, device=device).repeat(len(prefixes))

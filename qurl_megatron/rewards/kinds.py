@@ -1,0 +1,61 @@
+"""Is the response right? Pure functions from a text and the reference answer to 1.0 or 0.0.
+
+``math`` may run long and must be called in the main thread of a process (math-verify stops itself by
+SIGALRM); ``rewards.pool`` sees to that. The others take microseconds.
+"""
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+
+Score = Callable[[str, str], float]
+
+# [0-9], because \d takes digits of every script. A sign after a word is a minus between two numbers.
+NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+
+# math-verify reads the last expression; what stands before this many characters is not an answer.
+MATH_TAIL = 20_000
+
+
+def score_exact(text: str, answer: str) -> float:
+    """The whole text equals the answer, blanks around them aside."""
+    return float(text.strip() == answer.strip())
+
+
+def score_last_number(text: str, answer: str) -> float:
+    """The last number in the text equals the number in the answer, as numbers: 12 = 12.0 = +12."""
+    expected, found = last_number(answer), last_number(text)
+    return float(expected is not None and found == expected)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number a text mentions, exactly; None where there is none.
+
+    >>> last_number("first 7, then $1,234.50.")
+    Decimal('1234.50')
+    """
+    found = NUMBER.findall(text.replace("$", "").replace("\u2212", "-"))
+    if not found:
+        return None
+    digits = found[-1].rstrip(",")
+    if THOUSANDS.fullmatch(digits):
+        return Decimal(digits.replace(",", ""))
+    return Decimal(digits.rpartition(",")[2])  # "1,2,3" is a list
+
+
+def score_math(text: str, answer: str) -> float:
+    """The boxed, else the last expression equals the answer, as math-verify judges."""
+    from math_verify import parse, verify  # sympy takes seconds to import
+
+    # A bare answer is an expression; math-verify wants LaTeX marked as such.
+    expected = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+    expected = expected or parse(answer)
+    return float(verify(expected, parse(text[-MATH_TAIL:])))
+
+
+KINDS: dict[str, Score] = {
+    "math": score_math,
+    "last_number": score_last_number,
+    "exact": score_exact,
+}

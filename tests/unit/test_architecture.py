@@ -1,0 +1,79 @@
+"""The arrows between the parts point downwards; read off the imports."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import qurl_megatron
+
+ROOT = Path(qurl_megatron.__file__).parent
+LEVEL = {
+    "types": 0,
+    "errors": 0,
+    "config": 0,
+    "observe": 0,
+    "algo": 1,
+    "quant": 1,
+    "weights": 1,
+    "rewards": 1,
+    "data": 1,
+    "runtime": 2,
+    "model": 2,
+    "rollout": 2,
+    "sync": 3,
+    "training": 4,
+    "bench": 4,
+    "cli": 5,
+    "testing": 5,
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(file: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found.append(node.module)
+    return found
+
+
+def part(module: str) -> str:
+    """The part of the package a dotted name belongs to."""
+    return (module.split(".") + [""])[1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_point_downwards(file):
+    own = file.relative_to(ROOT).parts[0].removesuffix(".py")
+    if own == "__init__":
+        return
+    for module in imports(file):
+        if module.startswith("qurl_megatron."):
+            assert LEVEL[part(module)] <= LEVEL[own], f"{own} must not import {module}"
+
+
+def test_algorithms_and_quantizers_are_pure():
+    allowed = {"algo", "quant", "types", "errors"}
+    for file in [*ROOT.glob("algo/*.py"), *ROOT.glob("quant/*.py")]:
+        for module in imports(file):
+            top = module.split(".")[0]
+            assert top not in ("megatron", "sglang", "transformers"), f"{file}: {module}"
+            assert top != "qurl_megatron" or part(module) in allowed, f"{file}: {module}"
+
+
+def test_rollout_knows_no_megatron_and_the_model_no_engine():
+    for file in ROOT.glob("rollout/**/*.py"):
+        assert not any(m.startswith("megatron") for m in imports(file)), file
+    for file in ROOT.glob("model/*.py"):
+        assert not any(m.startswith(("sglang", "qurl_megatron.rollout")) for m in imports(file))
+
+
+def test_only_the_command_line_and_the_training_see_a_whole_recipe():
+    for file in FILES:
+        if file.relative_to(ROOT).parts[0] in ("cli.py", "training", "config"):
+            continue
+        assert "RunConfig" not in file.read_text(encoding="utf-8"), file

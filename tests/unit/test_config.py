@@ -1,0 +1,80 @@
+"""A recipe is data: checked where it is defined, and every mistake names its key."""
+
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config import differences, load, to_toml
+from qurl_megatron.errors import ConfigError
+
+RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[rollout]\nsamples_per_prompt = 8\n'
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    path = tmp_path / "r.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_overrides_win_and_bare_words_are_strings(recipe):
+    config = load(recipe, ["quant.scheme=fp8", "optimizer.lr=1", "rollout.urls=['http://a']"])
+    assert config.quant.scheme == "fp8"
+    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
+    assert config.rollout.urls == ("http://a",)
+
+
+def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
+    config = load(recipe, ["data.task_args={min_terms=2, note='a \"quoted\" word'}"])
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert load(again) == config
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("quant.shceme=int8", "unknown key quant.shceme; did you mean quant.scheme?"),
+        ("qant.scheme=int8", "unknown section qant; did you mean quant?"),
+        ("quant.scheme=int3", "quant.scheme must be one of none, int8, fp8, got 'int3'"),
+        ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
+        ("train.steps=many", "train.steps must be of type int, got 'many'"),
+        ("train.steps", "override 'train.steps' must look like section.key=value"),
+        ("rollout.urls=x", "rollout.urls must be a list, got 'x'"),
+        ("rollout.temperature=0", "rollout.temperature must be positive"),
+        ("data.path=x.jsonl", "exactly one of data.path"),
+        ("data.prompts_per_step=33", "264 responses must be a multiple of"),
+        ("rollout.samples_per_prompt=1", "must be 2 or more for algo.advantage=grpo"),
+    ],
+)
+def test_mistakes_name_key_value_and_mend(recipe, override, message):
+    with pytest.raises(ConfigError) as error:
+        load(recipe, [override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_recipe(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"model.path is missing"):
+        load(tmp_path / "empty.toml")
+
+
+def test_the_run_directory_follows_from_recipe_and_overrides(recipe):
+    assert load(recipe).train.run_dir == "runs/r"
+    variant = load(recipe, ["quant.scheme=fp8", "train.steps=7", "model.path=a/b"])
+    assert variant.train.run_dir == "runs/r,model.path=a_b,quant.scheme=fp8"
+    assert load(recipe, ["train.run_dir=x"]).train.run_dir == "x"
+
+
+def test_length_and_place_of_a_run_may_change_but_not_what_it_computes(recipe):
+    before = load(recipe)
+    longer = load(recipe, ["train.steps=500", "parallel.tensor=2", "rollout.engines=2"])
+    assert differences(before, longer) == []
+    other = load(recipe, ["quant.scheme=fp8"])
+    assert differences(before, other) == ["quant.scheme: int8 there, fp8 here"]

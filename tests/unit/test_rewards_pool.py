@@ -1,0 +1,148 @@
+"""The pool survives what models write."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config import RewardConfig
+from qurl_megatron.rewards import RewardPool
+
+TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 6 s to give up
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool(RewardConfig(kind="math", workers=2, timeout_s=2.0)) as pool:
+        yield pool
+
+
+def pids(pool: RewardPool) -> list[int]:
+    return [worker.process.pid for worker in pool._workers]
+
+
+def settle(pool: RewardPool) -> None:
+    """Wait until replaced workers have started, too."""
+    while not all(worker.ready for worker in pool._workers):
+        pool.score([("1", "1")])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_scores_come_back_in_order_however_many_workers_there_are(pool):
+    pairs = [(f"\\boxed{{{i}}}", str(i if i % 3 else i + 1)) for i in range(30)]
+    assert pool.score(pairs) == [float(i % 3 != 0) for i in range(30)]
+    assert pool.score([]) == []
+
+
+def test_a_power_tower_is_wrong_after_the_timeout_and_its_worker_is_replaced(pool):
+    before, count = set(pids(pool)), pool.timeouts
+    begun = time.monotonic()
+    scores = pool.score([("\\boxed{4}", "4"), TOWER, ("\\boxed{5}", "5"), TOWER])
+    assert time.monotonic() - begun < 5
+    assert scores == [1.0, 0.0, 1.0, 0.0]
+    assert pool.timeouts == count + 1  # the same pair twice is checked once
+    gone = before - set(pids(pool))
+    assert len(gone) == 1 and not any(map(alive, gone))
+    assert pool.score([("\\boxed{6}", "6")] * 3) == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{123456789!^{12345}}",
+        "\\boxed{" + "\\frac{" * 500 + "1" + "}{2}" * 500 + "}",
+        "\\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
+        "\ud800\x00\uffff \\boxed{",
+        "\\boxed{\u0663\u200d\U0001f525}",
+        "9" * 100_000,
+        "{" * 100_000,
+        "\\boxed{10^{10^{10}}}",
+        "$" * 99_999,
+        "\n\r\x1b[2J ready",
+    ],
+    ids=range(10),
+)
+def test_no_text_raises_or_stalls(pool, text):
+    begun = time.monotonic()
+    assert pool.score([(text, "17"), ("\\boxed{17}", "17")]) == [0.0, 1.0]
+    assert time.monotonic() - begun < 10  # one timeout and a new worker at worst
+
+
+def test_a_worker_that_is_killed_is_replaced(pool):
+    settle(pool)
+    crashes = pool.crashes
+    for pid in pids(pool):
+        os.kill(pid, signal.SIGKILL)
+    pairs = [(f"\\boxed{{{i}}}", str(i)) for i in range(6)]
+    assert sum(pool.score(pairs)) >= 4  # a check under way counts as wrong
+    assert pool.crashes > crashes
+    assert pool.score(pairs) == [1.0] * 6
+
+
+def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
+    settle(pool)
+    before = pids(pool)
+    for pid in before:
+        os.kill(pid, signal.SIGINT)
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    time.sleep(0.1)
+    assert pool.score([("\\boxed{8}", "8"), ("\\boxed{9}", "9")]) == [1.0, 1.0]
+    assert pids(pool) == before
+
+
+def test_an_interrupted_call_leaves_no_stale_scores(pool, monkeypatch):
+    wait = pool._wait
+
+    def interrupted():
+        monkeypatch.setattr(pool, "_wait", wait)
+        raise KeyboardInterrupt
+
+    settle(pool)
+    monkeypatch.setattr(pool, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.score([("\\boxed{1}", "1"), ("\\boxed{2}", "2")])
+    assert pool.score([("\\boxed{1}", "7"), ("\\boxed{2}", "7")]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["last_number", "exact"])
+def test_cheap_kinds_start_no_process(kind):
+    with RewardPool(RewardConfig(kind=kind, workers=2)) as pool:
+        assert pool.score([("12", "12"), ("13", "12")]) == [1.0, 0.0]
+        assert pids(pool) == []
+
+
+def test_leaving_the_pool_ends_its_workers():
+    with RewardPool(RewardConfig(kind="math")) as pool:
+        before = pids(pool)
+        assert all(map(alive, before))
+    assert not any(map(alive, before))
+
+
+def test_workers_end_with_a_trainer_that_is_killed():
+    script = (
+        "import sys, time\n"
+        "from qurl_megatron.config import RewardConfig\n"
+        "from qurl_megatron.rewards import RewardPool\n"
+        "pool = RewardPool(RewardConfig(kind='math')).__enter__()\n"
+        "pool.score([('1', '1')])\n"
+        "print(pool._workers[0].process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    pid = int(trainer.stdout.readline())
+    trainer.kill()
+    trainer.communicate()
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)

@@ -1,0 +1,144 @@
+"""Ops invert, commute with sharding, and UAQ leaves the INT8 codes of step 0 where they were."""
+
+import pytest
+import torch
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant import quantize
+from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
+from qurl_megatron.weights import (
+    HfReader,
+    fold_uaq,
+    load_parameter,
+    read_arch,
+    read_config,
+    stage_ops,
+    unfold_uaq,
+)
+from qurl_megatron.weights.ops import FusedQKV, GateUp, HfTensor
+
+
+def test_qkv_rows_are_interleaved_per_group():
+    op = FusedQKV("qkv", "q", "k", "v", head_dim=1, queries_per_group=2)
+    q, k, v = (torch.tensor(x).float()[:, None] for x in ([0, 1, 2, 3], [10, 11], [20, 21]))
+    fused = op.to_megatron({"q": q, "k": k, "v": v})
+    assert fused[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+@pytest.mark.parametrize("width", [(), (6,)], ids=["bias", "weight"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fused_ops_invert_and_commute_with_sharding(width, ranks):
+    qkv = FusedQKV("qkv", "q", "k", "v", head_dim=4, queries_per_group=3)
+    rows = {"q": 2 * 3 * 4, "k": 2 * 4, "v": 2 * 4}
+    for op, sizes in ((qkv, rows), (GateUp("fc1", "gate", "up"), {"gate": 8, "up": 8})):
+        hf = {name: torch.randn(size, *width) for name, size in sizes.items()}
+        for rank in range(ranks):
+            shard = {name: x.chunk(ranks)[rank] for name, x in hf.items()}
+            back = op.to_hf(op.to_megatron(shard))
+            assert all(torch.equal(back[name], shard[name]) for name in hf)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stored_tensor_has_exactly_one_op(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path, family)
+    arch = read_arch(read_config(folder))
+    ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
+    names = [tensor.name for op in ops for tensor in op.hf]
+    assert sorted(names) == sorted(HfReader(folder).names())
+
+
+def test_a_vocabulary_slice_beyond_the_stored_rows_is_zero(tmp_path):
+    reader = HfReader(tiny_checkpoint(tmp_path, "llama", vocab_size=5))
+    embedding = HfTensor("model.embed_tokens.weight", 0)
+    whole = reader.read(embedding)
+    padded = torch.cat([reader.read(embedding, rank, 4, rows=8) for rank in range(4)])
+    assert torch.equal(padded[:5], whole) and not padded[5:].any()
+
+
+def test_folding_scales_norms_up_and_their_readers_down():
+    config = {"model_type": "qwen2"}
+    ones = torch.ones(2, 2)
+    state = {
+        "model.layers.0.input_layernorm.weight": torch.ones(2),
+        "model.layers.0.self_attn.q_proj.weight": ones,
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(2),
+        "model.layers.0.self_attn.o_proj.weight": ones,
+        "model.layers.0.self_attn.q_norm.weight": torch.ones(2),
+        "model.layers.0.mlp.down_proj.weight": ones,
+        "model.layers.0.mlp.up_proj.weight": ones,
+        "model.norm.weight": torch.ones(2),
+    }
+    folded = fold_uaq(state, config, 2.0)
+    assert {name: value.flatten()[0].item() for name, value in folded.items()} == {
+        "model.layers.0.input_layernorm.weight": 2.0,
+        "model.layers.0.self_attn.q_proj.weight": 0.5,
+        "model.layers.0.self_attn.q_proj.bias": 1.0,
+        "model.layers.0.self_attn.o_proj.weight": 1.0,
+        "model.layers.0.self_attn.q_norm.weight": 1.0,
+        "model.layers.0.mlp.down_proj.weight": 1.0,
+        "model.layers.0.mlp.up_proj.weight": 0.5,
+        "model.norm.weight": 1.0,
+    }
+    assert config["qurl"] == {"uaq_scale": 2.0}
+    back = unfold_uaq(folded, config)
+    assert all(torch.equal(back[name], state[name]) for name in state) and "qurl" not in config
+
+
+def test_folding_twice_is_refused():
+    config = {"model_type": "qwen2"}
+    fold_uaq({}, config, 1.5)
+    with pytest.raises(ConfigError, match=r"already has quant.uaq_scale=1.5"):
+        fold_uaq({}, config, 1.5)
+
+
+def test_folding_leaves_int8_codes_from_fp32(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen2")
+    arch, reader = read_arch(read_config(folder)), HfReader(folder)
+    (op,) = [
+        op
+        for op in stage_ops(arch, range(1), first=False, last=False)
+        if op.megatron.endswith("fc1.weight")
+    ]
+    kwargs = dict(rank=0, size=1, padded_vocab=128)
+    before = quantize(load_parameter(op, reader, uaq_scale=1.0, **kwargs), "int8")
+    after = quantize(load_parameter(op, reader, uaq_scale=1.5, **kwargs), "int8")
+    assert torch.equal(before.values, after.values)
+    torch.testing.assert_close(before.scale, after.scale * 1.5)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, qwen2, qwen3"),
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(change, message, tmp_path):
+    config = read_config(tiny_checkpoint(tmp_path, "qwen2"))
+    with pytest.raises(ConfigError) as error:
+        read_arch({**config, **change})
+    assert message in str(error.value)
+
+
+def test_layouts_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
+    arch = read_arch(read_config(tiny_checkpoint(tmp_path, "qwen2")))
+    with pytest.raises(ConfigError, match=r"tensor=3 does not divide .*use one of \[1, 2\]"):
+        arch.check_parallel(3, 1)
+    with pytest.raises(ConfigError, match=r"pipeline=3 does not divide .*use one of \[1, 2, 4\]"):
+        arch.check_parallel(1, 3)
+
+
+def test_checkpoints_that_are_not_there_or_not_safe(tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        read_config(tmp_path / "none")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ConfigError, match="save it as safetensors"):
+        HfReader(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        HfReader(tmp_path)
