@@ -126,7 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="beside int8, fp8")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="float32", help="beside int8, fp8"
+    )
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)

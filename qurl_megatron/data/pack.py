@@ -1,7 +1,7 @@
 """Samples into padded training tensors, and nothing else: pure and on the CPU.
 
-Shapes: B = responses, S = padded length, N = response tokens of the batch. Position t predicts token
-t+1, so what belongs to a response token (its log-prob, advantage, weight) sits one place before it.
+Shapes: B = responses, S = padded length, N = response tokens of the batch. Position t predicts
+token t+1: what belongs to a response token (log-prob, advantage, weight) sits one place before it.
 """
 
 from collections.abc import Sequence
@@ -68,5 +68,5 @@ def pad_samples(
 
 
 def unpad(values_BS: Tensor, mask_BS: Tensor) -> list[list]:
-    """What ``pad_samples`` spread out, as one list per response; works on any [B, S] of the batch."""
+    """What ``pad_samples`` spread out, one list per response; for any [B, S] of the batch."""
     return [values_S[mask_S].tolist() for values_S, mask_S in zip(values_BS, mask_BS, strict=True)]

@@ -92,8 +92,8 @@ class PromptStream:
         """
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
-                "the checkpoint was made with other prompts: the data section, the file or train.seed "
-                "has changed since; restore it, or start anew in another train.run_dir"
+                "the checkpoint was made with other prompts: the data section, the file or "
+                "train.seed has changed since; restore it, or start anew in another train.run_dir"
             )
         self.epoch = state["epoch"]
         self.position = state["position"]
@@ -127,5 +127,6 @@ class PromptStream:
 
     def _all_too_long(self) -> ConfigError:
         return ConfigError(
-            f"every prompt is longer than data.max_prompt_tokens={self.config.max_prompt_tokens} tokens"
+            "every prompt is longer than data.max_prompt_tokens="
+            f"{self.config.max_prompt_tokens} tokens"
         )

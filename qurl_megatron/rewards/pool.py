@@ -17,6 +17,7 @@ from typing import IO
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.rewards.kinds import KINDS
 
+WORKER = "qurl_megatron.rewards.worker"
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
 START_S = 120.0  # sympy takes seconds to import, many on a busy machine
 
@@ -60,9 +61,7 @@ class RewardPool:
             self._workers = [w.replaced() if w.pair else w for w in self._workers]
         return [scores[pair] for pair in pairs]
 
-    def _run(
-        self, waiting: deque[tuple[str, str]], scores: dict[tuple[str, str], float]
-    ) -> None:
+    def _run(self, waiting: deque[tuple[str, str]], scores: dict[tuple[str, str], float]) -> None:
         """Keep every worker busy until each waiting pair has its score."""
         while waiting or any(worker.pair for worker in self._workers):
             for worker in self._workers:
@@ -105,7 +104,7 @@ class _Worker:
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "qurl_megatron.rewards.worker", config.kind, str(config.timeout_s)],
+            [sys.executable, "-m", WORKER, config.kind, str(config.timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # what was read is what select reports

@@ -1,7 +1,7 @@
 """The process that checks answers: one JSON line in, one out. Started by ``rewards.pool``.
 
-It imports no torch, ignores Ctrl-C (that is for the trainer), and cannot outlive its trainer by more
-than one check.
+It imports no torch, ignores Ctrl-C (that is for the trainer), and cannot outlive its trainer by
+more than one check.
 """
 
 import json
@@ -37,7 +37,7 @@ def main(kind: str, timeout_s: float) -> None:
         if not line:
             return
         text, answer = json.loads(line)
-        # The pool kills at timeout_s. Where the pool is gone, the default action of this timer does,
+        # The pool kills at timeout_s. Where the pool is gone, this timer's default action does,
         # even inside one long multiplication that no Python handler can interrupt.
         signal.setitimer(signal.ITIMER_PROF, 2 * timeout_s)
         try:

@@ -19,7 +19,9 @@ class EngineClient:
         self.url = url.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # trust_env=False: a proxy configured for the internet must not get traffic for 127.0.0.1.
-        limits = httpx.Limits(max_keepalive_connections=0)  # a restarted engine leaves no dead socket
+        limits = httpx.Limits(
+            max_keepalive_connections=0
+        )  # a restarted engine leaves no dead socket
         self._http = httpx.Client(
             base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False, limits=limits
         )
@@ -39,8 +41,10 @@ class EngineClient:
     def weight_version(self) -> str:
         version = self.server_info().get("weight_version")
         if version is None:  # SGLang releases differ in where they tell it
-            version = self._request("GET", "/get_model_info", timeout_s=CONTROL_TIMEOUT_S).json().get(
-                "weight_version"
+            version = (
+                self._request("GET", "/get_model_info", timeout_s=CONTROL_TIMEOUT_S)
+                .json()
+                .get("weight_version")
             )
         if version is None:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
@@ -53,7 +57,7 @@ class EngineClient:
         *,
         rid: Sequence[str] | None = None,
     ) -> list[dict]:
-        """Responses with log-probs, in the order of the prompts (then of their samples, for n > 1)."""
+        """Responses with log-probs, in the order of the prompts, then of their samples."""
         params = sampling_params if isinstance(sampling_params, dict) else list(sampling_params)
         body = {
             "input_ids": [list(ids) for ids in input_ids],
@@ -86,7 +90,9 @@ class EngineClient:
         }
         answer = self._request("POST", "/update_weights_from_disk", body).json()
         if not answer.get("success"):
-            raise EngineError(f"{self.url}/update_weights_from_disk failed: {answer.get('message')}")
+            raise EngineError(
+                f"{self.url}/update_weights_from_disk failed: {answer.get('message')}"
+            )
 
     def abort(self, rid: str = "", *, everything: bool = False) -> None:
         """Abort the requests whose id starts with ``rid``, or all of them."""

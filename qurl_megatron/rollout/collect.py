@@ -1,7 +1,7 @@
 """Prompts in, samples out: one batched request per engine, and nothing else in flight.
 
-Prompt i goes to engine i modulo their number, every sample carries its own seed, and each engine gets
-all of its work at once: a synchronous run of embedded engines repeats bit for bit.
+Prompt i goes to engine i modulo their number, every sample carries its own seed, and each engine
+gets all of its work at once: a synchronous run of embedded engines repeats bit for bit.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def _generate(
     group: int,
     stop: Callable[[], bool] | None,
 ) -> list[Sample]:
-    """Send every item to its engine; items of one group (one prompt) share an engine and a prefill."""
+    """Send every item to its engine; the items of one prompt share an engine and a prefill."""
     engines = len(fleet.clients)
     # Sent as separate requests rather than n samples of one, because each has its own seed.
     shares = [[i for i in range(len(work)) if i // group % engines == e] for e in range(engines)]
@@ -94,8 +94,10 @@ def _generate(
         try:
             _wait(futures, stop)
         except BaseException:
-            # Without this the pool would sit out the engines' answers, and they would go on computing.
+            # Without this the pool would sit out the answers, and the engines would go on
+            # computing.
             _abort(fleet, f"{tag}-")
+            fleet.check()  # an engine that died says why in its log; "connection refused" does not
             raise
     samples: list[Sample | None] = [None] * len(work)
     for future, share in futures.items():
@@ -129,7 +131,9 @@ def _request(client: EngineClient, items: list[tuple[Prompt, dict]], tag: str) -
         rid=[f"{tag}{index}" for index in range(len(items))],
     )
     if len(answers) != len(items):
-        raise EngineError(f"{client.url} answered {len(items)} requests with {len(answers)} responses")
+        raise EngineError(
+            f"{client.url} answered {len(items)} requests with {len(answers)} responses"
+        )
     pairs = zip(items, answers, strict=True)
     return [_sample(client.url, prompt, answer) for (prompt, _), answer in pairs]
 
@@ -152,7 +156,9 @@ def _sample(url: str, prompt: Prompt, answer: dict) -> Sample:
     if reason not in ("stop", "length"):
         raise EngineError(f"{where}: unknown finish_reason {reason!r}")
     if tokens != list(ids):
-        raise EngineError(f"{where}: {len(tokens)} log-probs do not belong to the {len(ids)} tokens")
+        raise EngineError(
+            f"{where}: {len(tokens)} log-probs do not belong to the {len(ids)} tokens"
+        )
     if not ids:
         raise EngineError(f"{where}: the response is empty")
     if not all(math.isfinite(value) and value <= 1e-4 for value in log_probs):

@@ -43,7 +43,7 @@ class _Process:
 
 
 class Fleet:
-    """Context manager around ``config.engines`` embedded engines, or the servers at ``config.urls``."""
+    """Context manager around embedded engines started here, or the servers at ``config.urls``."""
 
     def __init__(
         self,
@@ -187,7 +187,8 @@ class Fleet:
             self.check()
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"engine {index} did not start within {self._start_timeout_s:.0f} s; see {process.log}"
+                    f"engine {index} did not start within {self._start_timeout_s:.0f} s; "
+                    f"see {process.log}"
                 )
             time.sleep(POLL_S)
         return int(process.port_file.read_text(encoding="utf-8"))
@@ -196,5 +197,7 @@ class Fleet:
         while not client.healthy():
             self.check()
             if time.monotonic() > deadline:
-                raise EngineError(f"{client.url} is not healthy after {self._start_timeout_s:.0f} s")
+                raise EngineError(
+                    f"{client.url} is not healthy after {self._start_timeout_s:.0f} s"
+                )
             time.sleep(POLL_S)

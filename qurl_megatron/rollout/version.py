@@ -6,8 +6,8 @@
       pp0-tp1.safetensors
 
 The manifest gives every tensor's whole shape and where its slices lie, and every file's size and
-SHA-256. Readers join slices, so an engine needs no idea of how the trainer is laid out. Nothing here
-is ever unpickled.
+SHA-256. Readers join slices, so an engine needs no idea of how the trainer is laid out. Nothing
+here is ever unpickled.
 """
 
 import hashlib
@@ -47,6 +47,10 @@ class TensorEntry:
     slices: tuple[Slice, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ConfigError(f"{self.dtype!r} is not a number format of torch")
+        if self.split_dim is not None and not 0 <= self.split_dim < len(self.shape):
+            raise ConfigError(f"split_dim {self.split_dim} is no dimension of {list(self.shape)}")
         if self.split_dim is None:
             covered = [(0, 1)] if len(self.slices) == 1 else []
             end = 1
@@ -85,7 +89,7 @@ class Manifest:
         """Read and check a manifest.
 
         Raises:
-            ConfigError: no manifest (not a version, or one that was never finished), or a malformed one.
+            ConfigError: no manifest (no version, or an unfinished one), or a malformed one.
         """
         path = folder / MANIFEST
         try:
@@ -133,11 +137,13 @@ def read_version(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry.bytes:
             raise ConfigError(
-                f"{path} is missing or not {entry.bytes} bytes long; version {manifest.version} is unusable"
+                f"{path} is missing or not {entry.bytes} bytes long; "
+                f"version {manifest.version} is unusable"
             )
         if _sha256(path) != entry.sha256:
             raise ConfigError(
-                f"{path} does not have the SHA-256 of its manifest; version {manifest.version} is corrupt"
+                f"{path} does not have the SHA-256 of its manifest; "
+                f"version {manifest.version} is corrupt"
             )
     readers = {name: safe_open(folder / name, framework="pt") for name in manifest.files}
     for name, entry in manifest.tensors.items():

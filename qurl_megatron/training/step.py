@@ -85,7 +85,7 @@ def lay_out(
     """This data-parallel rank's microbatches, all of one shape, on the policy's device."""
     ranks, algo = policy.ranks, config.algo
     # Sequence parallelism needs a length that splits over the tensor ranks.
-    multiple = 8 * ranks.tensor.size
+    multiple = ranks.tensor.size
     longest = max(len(s.prompt.input_ids) + len(s.response_ids) for s in samples)
     length = -(-longest // multiple) * multiple
     dealt = deal(

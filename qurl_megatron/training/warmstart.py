@@ -6,6 +6,7 @@ a policy that is right now and then is what reinforcement learning needs to begi
 Shapes: B = questions, S = padded length, V = vocabulary.
 """
 
+import json
 import math
 import os
 import random
@@ -21,14 +22,13 @@ from torch import Tensor
 from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.folders import new_folder
 from qurl_megatron.data.questions import Question, held_out_questions, training_questions
-from qurl_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCAB_MULTIPLE = 16
-HELD_OUT = 512
+HELD_OUT = 256
 CHECK_EVERY = 25  # steps
 IGNORED = -100  # targets that cross_entropy passes over
 
@@ -55,22 +55,23 @@ def warmstart(
         pairs = [encode(tokenizer, question) for question in questions]
         parameters = sum(p.numel() for p in model.parameters())
         log(
-            f"warm start: {parameters / 1e6:.1f} M parameters, vocabulary {model.config.vocab_size}, "
-            f"{len(questions)} questions, {config.steps} steps of {config.batch}"
+            f"warm start: {parameters / 1e6:.1f} M parameters, vocabulary "
+            f"{model.config.vocab_size}, {len(questions)} questions, "
+            f"at most {config.steps} steps of {config.batch}"
         )
         limit = max(len(answer) for _, answer in pairs)
         # Training questions decide when to stop: the held-out ones must stay unseen.
         fit(model, pairs, config, log, lambda: accuracy(model, tokenizer, questions[:256], limit))
         model.to(torch.bfloat16)
         model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
         return accuracy(model.float(), tokenizer, held_out, limit)
 
 
 def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
-    """Words and single digits as tokens; a blank belongs to what follows it, so text comes back as it was.
+    """Words and single digits as tokens; a blank belongs to what follows it, so text comes back.
 
-    What all questions begin with is one token: it says nothing, and every step would pay for its words.
+    What all questions begin with is one token: it says nothing, and every step would pay for it.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -101,7 +102,18 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     )
 
 
-def build_model(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "Qwen2ForCausalLM":
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text("utf-8"))
+    # transformers 5 writes a class name of its own there, which version 4 (some engines) lacks.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def build_model(
+    tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig
+) -> "Qwen2ForCausalLM":
     """A Qwen2 of the configured sizes with random weights."""
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
@@ -129,9 +141,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -
     return model
 
 
-def encode(
-    tokenizer: "PreTrainedTokenizerFast", question: Question
-) -> tuple[list[int], list[int]]:
+def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the answer with its end."""
     answer = tokenizer(question.answer)["input_ids"] + [tokenizer.eos_token_id]
     return tokenizer(question.text)["input_ids"], answer
@@ -144,7 +154,7 @@ def fit(
     log: Callable[[str], None],
     measure: Callable[[], float],
 ) -> None:
-    """Supervised steps on prompt -> answer until ``measure`` reaches the target, or the steps are over.
+    """Supervised steps on prompt -> answer until ``measure`` reaches the target, or all steps.
 
     The learning rate rises over a tenth of the steps, then falls to 0.
     """

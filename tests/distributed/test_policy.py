@@ -172,3 +172,66 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
     config = recipe(folder, layout, dtype="bfloat16", distributed=distributed)
     run_on_ranks(check_masters, config.parallel.world_size, "gloo", tmp_path, config, expected)
+
+
+def reference_gradients(folder, samples, advantages, dealt, config) -> dict[str, torch.Tensor]:
+    """Plain autograd through the Hugging Face model and the formula of ACR as the paper writes it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    algo, loss = config.algo, 0.0
+    for i in dealt:
+        sample = samples[i]
+        ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
+        logits = model(ids).logits[0] / config.rollout.temperature
+        start, count = len(sample.prompt.input_ids), len(sample.response_ids)
+        rows = logits[start - 1 : start - 1 + count].log_softmax(-1)
+        current = rows.gather(1, ids[0, start:, None])[:, 0]
+        proximal = current.detach()
+        rho = (proximal - torch.tensor(sample.behaviour_log_probs, dtype=torch.float64)).exp()
+        r = (algo.cap / rho).clamp(max=1.0)
+        ratio, A = (current - proximal).exp(), advantages[i]
+        bounded = torch.maximum(
+            torch.minimum(ratio, (1 + algo.clip_high) / r), torch.tensor(1 - algo.clip_low)
+        )
+        J = rho.clamp(max=algo.cap) * torch.minimum(ratio * A, bounded * A)
+        log_x = proximal - current  # the reference is the policy itself, before any update
+        kl = log_x.exp() - log_x - 1
+        entropy = -(rows.exp() * rows).sum(-1)
+        J = J - algo.kl_coef * kl + algo.entropy_coef * entropy
+        loss = loss - J.mean() / len(dealt)
+    loss.backward()
+    return {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def first_gradients(device, config, samples, advantages, out) -> None:
+    from qurl_megatron.training.objective import PolicyLoss, Scorer
+    from qurl_megatron.training.step import attach_scores, lay_out
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, keep_reference=True)
+        score = Scorer(policy, config.rollout.temperature)
+        laid = lay_out(policy, samples, advantages, config, step=1)
+        laid = attach_scores(policy, laid, score, with_reference=True)
+        policy.accumulate(laid[0], PolicyLoss(score, config.algo))
+        gradients = whole(policy, gradient(policy))
+        if ranks.leads:
+            torch.save(gradients, out)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_autograd_through_hugging_face(family, tmp_path):
+    from qurl_megatron.training.step import deal
+
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    config = recipe(folder, dict(tensor=2, pipeline=2), kl_coef=0.1, entropy_coef=0.01)
+    samples = random_samples(16)
+    advantages = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
+    out = tmp_path / "gradients.pt"
+    run_on_ranks(first_gradients, 4, "gloo", tmp_path, config, samples, advantages, out)
+    actual = torch.load(out)
+    # A lone process deals the same minibatches.
+    first = [i for batch in deal(16, 2, 1, 2, seed=1)[0][0] for i in batch]
+    expected = reference_gradients(folder, samples, advantages, first, config)
+    for name, value in expected.items():
+        assert relative(actual[name], value) < 2e-5, name

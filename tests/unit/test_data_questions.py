@@ -42,7 +42,10 @@ GOOD = json.dumps(ROWS[0]) + "\n"
         ("\n \n", "holds no prompts"),
         (GOOD + "\n{", "line 3 is not valid JSON: Expecting property name"),
         (GOOD + '["a"]', r"line 2 must be an object with prompt and answer, got \['a'\]"),
-        (GOOD + '{"prompt": "a", "label": "b"}', "line 2 has no column 'answer'; it has prompt, label"),
+        (
+            GOOD + '{"prompt": "a", "label": "b"}',
+            "line 2 has no column 'answer'; it has prompt, label",
+        ),
         ('{"prompt": "a", "answer": 12}', r"line 1: answer must be a string, got 12 \(int\)"),
         ('{"prompt": null, "answer": "b"}', r"line 1: prompt must be a string, got None"),
         ('{"prompt": " ", "answer": "b"}', "line 1: prompt is empty"),
@@ -64,7 +67,10 @@ def test_a_bad_parquet_file_is_refused_with_its_column_or_row(tmp_path):
     path = tmp_path / "a.parquet"
     for columns, complaint in [
         ({"prompt": ["a"]}, "has no column 'answer'; it has prompt"),
-        ({"prompt": ["a", "b"], "answer": [1, 2]}, r"row 0: answer must be a string, got 1 \(int\)"),
+        (
+            {"prompt": ["a", "b"], "answer": [1, 2]},
+            r"row 0: answer must be a string, got 1 \(int\)",
+        ),
         ({"prompt": ["a", None], "answer": ["1", "2"]}, "row 1: prompt must be a string, got None"),
         ({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "no prompts"),
     ]:
@@ -130,7 +136,9 @@ def test_a_wrong_task_or_argument_is_named(task, arguments, complaint):
 
 def test_a_task_with_too_few_questions_to_hold_some_out_says_so():
     digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(ConfigError, match=r"gave \d+ distinct held-out questions .*64 are asked for"):
+    with pytest.raises(
+        ConfigError, match=r"gave \d+ distinct held-out questions .*64 are asked for"
+    ):
         held_out_questions(DataConfig(task="chain_sum", task_args=digits), 64)
 
 

@@ -2,5 +2,5 @@
 
 Read it in this order: ``arch`` (what config.json says), ``kernels`` (quantized matrix products),
 ``model`` (one decoder and its named buffers), ``cache`` (keys and values), ``sampling``,
-``engine`` (continuous batching), ``weights`` (validated updates), ``server`` (HTTP).
+``engine`` (continuous batching), ``thread``, ``weights`` (validated updates), ``protocol``, ``server``.
 """

@@ -1,8 +1,8 @@
 """The shape of a decoder, read from a Hugging Face config.json without transformers.
 
-Qwen2, Qwen3 and Llama differ in three facts only: bias on q/k/v, norms on q and k, and how the rotary
-frequencies are scaled. Whatever else a config asks for is refused by name: an engine that ignores a key
-generates plausible tokens from the wrong policy.
+Qwen2, Qwen3 and Llama differ in three facts only: bias on q/k/v, norms on q and k, and how the
+rotary frequencies are scaled. Whatever else a config asks for is refused by name: an engine that
+ignores a key generates plausible tokens from the wrong policy.
 """
 
 import json
@@ -78,7 +78,7 @@ class Arch:
 
 
 def _llama3(inverse: Tensor, rope: dict) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, middle ones blend, short ones stay."""
+    """Llama 3.1: long wavelengths are stretched, middle ones blend, short ones stay."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     old_context = rope["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
@@ -90,7 +90,7 @@ def _llama3(inverse: Tensor, rope: dict) -> Tensor:
 
 
 def _rope(config: dict) -> dict:
-    """transformers 5 writes ``rope_parameters``; older configs ``rope_theta`` and ``rope_scaling``."""
+    """transformers 5 writes ``rope_parameters``, 4 ``rope_theta`` and ``rope_scaling``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
@@ -99,7 +99,12 @@ def _rope(config: dict) -> dict:
             f"rope_type {rope['rope_type']!r} is not supported; the engine has default and llama3"
         )
     if rope["rope_type"] == "llama3":
-        needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        needed = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
         missing = [key for key in needed if key not in rope]
         if missing:
             raise ConfigError(f"rope scaling of type llama3 lacks {missing}")
@@ -116,7 +121,9 @@ def _refuse_unsupported(config: dict) -> None:
     }
     for key, bad in refused.items():
         if bad:
-            raise ConfigError(f"{key} = {config[key]!r} in config.json is not supported by the engine")
+            raise ConfigError(
+                f"{key} = {config[key]!r} in config.json is not supported by the engine"
+            )
 
 
 def _eos(folder: Path, config: dict) -> tuple[int, ...]:

@@ -2,17 +2,18 @@
 
 The running sequences always fill rows 0..B-1 (a finished one is replaced by the last), so attention
 reads plain slices and needs no gather. One flat buffer is viewed as [rows, length]; when a longer
-request comes, the view is cut anew into fewer, longer rows. Tokens and log-probs lie in the same grid.
+request comes, the view is cut anew into fewer, longer rows. Tokens and log-probs lie in the same
+grid.
 
 The price: every row is as long as the longest request, and a step reads every row up to the longest
 live prefix. Rollout batches are nearly uniform, so neither is worth page tables here.
 
-Keys are stored transposed, positions along the fast axis: a decode step multiplies a few query rows by
-every key, and with [D, L] both products of attention stream contiguous memory. On CPU this takes half
-the time of scaled_dot_product_attention, which pays per row and head for its tiling.
+Keys are stored transposed, positions along the fast axis: a decode step multiplies a few query rows
+by every key, and with [D, L] both products of attention stream contiguous memory. On CPU this takes
+half the time of scaled_dot_product_attention, which pays per row and head for its tiling.
 
-Shapes: R rows, L positions per row, D head dimension, B running rows, P prompts of one prefill, G query
-heads per key head; x = rows x key heads.
+Shapes: R rows, L positions per row, D head dimension, B running rows, P prompts of one prefill, G
+query heads per key head; x = rows x key heads.
 """
 
 import math
@@ -74,10 +75,10 @@ class Cache:
             grid[:live_rows, ..., :kept] = old
 
     def reach(self, live_rows: int, new_rows: int, length: int) -> None:
-        """Make every position below ``length`` readable, for the live rows and the new ones after them.
+        """Make positions below ``length`` readable, for live rows and the new ones after them.
 
-        Attention multiplies what lies behind a row's end by zero, and 0 * nan is nan: nothing that is
-        read may be left over from unwritten memory, or from weights that were broken.
+        Attention multiplies what lies behind a row's end by zero, and 0 * nan is nan: nothing that
+        is read may be left over from unwritten memory, or from weights that were broken.
         """
         before = self._reached if live_rows else 0
         self._reached = max(before, _rounded(length))
@@ -98,8 +99,8 @@ class Cache:
     def attend_prefill(self, rows_P: Tensor, prompt_length: int):
         """Causal attention of whole right-padded prompts, which also fills their rows.
 
-        Padding lies behind every real token, so the causal mask hides it; what it leaves in the cache
-        is overwritten by the tokens that are generated there.
+        Padding lies behind every real token, so the causal mask hides it; what it leaves in the
+        cache is overwritten by the tokens that are generated there.
         """
         count = len(rows_P)
 
@@ -115,7 +116,7 @@ class Cache:
         return attend
 
     def attend_decode(self, position_B: Tensor, longest: int):
-        """Attention of one new token per row at ``position_B`` to its row's prefix, itself included.
+        """Attention of one new token per row to its row's prefix, itself included.
 
         Args:
             position_B: where each row's new key and value go.

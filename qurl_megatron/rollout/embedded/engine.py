@@ -1,21 +1,17 @@
 """Continuous batching: sequences join and leave the batch between decode steps.
 
-``Engine`` is the synchronous core: ``step()`` either prefills waiting sequences or decodes one token
-for every running one. ``EngineThread`` owns an engine, runs commands between its steps and sleeps when
-there is nothing to do. Everything that touches the engine is such a command, so no state is locked.
+``step()`` either prefills waiting sequences or decodes one token for every running one. The engine
+is synchronous and single-threaded; ``thread`` gives it a thread of its own.
 
 The schedule is a function of the order of arrival alone: first come, first served, and a waiting
-sequence that fits joins before the next decode step. One HTTP request is one command; submitted to an
-idle engine it gives the same bits every time. Requests that arrive while others run are batched
+sequence that fits joins before the next decode step. One HTTP request is one command; submitted to
+an idle engine it gives the same bits every time. Requests that arrive while others run are batched
 differently from run to run, and floating-point sums (attention, norms, the head; not the INT8
 products) may then differ in the last bits, which a sampled token can amplify.
 
 Shapes: B running sequences, P prompts of one prefill.
 """
 
-import logging
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,8 +27,6 @@ from qurl_megatron.rollout.embedded.sampling import GREEDY, SamplingState, sampl
 
 MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +45,9 @@ class Sequence:
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token beyond it)
+    versions: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # (version, first token beyond it)
     finish_reason: dict | None = None
 
     @property
@@ -121,7 +117,7 @@ class Engine:
         return len(chosen)
 
     def retract(self) -> None:
-        """Send the running sequences back to the head of the queue; their prefix is computed anew."""
+        """Send the running sequences back to the head of the queue, to be prefilled anew."""
         retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
         self.waiting.extendleft(retracted)
 
@@ -156,7 +152,9 @@ class Engine:
             prefix = len(sequence.prompt) + len(sequence.output_ids)
             longest, shares = max(longest, prefix), _shares_prefill(previous, sequence)
             prompts += not shares
-            if rows > self.cache.rows_at(length) or (joining and longest * prompts > PREFILL_TOKENS):
+            if rows > self.cache.rows_at(length) or (
+                joining and longest * prompts > PREFILL_TOKENS
+            ):
                 break
             if length > self.cache.length:
                 self.cache.cut(length, live_rows=len(self.running))
@@ -209,7 +207,7 @@ class Engine:
         self._extend(self.decoder.logits(hidden_BH), 0)
 
     def _extend(self, logits_BV: Tensor, first_row: int) -> None:
-        """Sample one token for the rows from ``first_row`` on, and end the sequences it completes."""
+        """Sample a token for the rows from ``first_row`` on; end the sequences it completes."""
         batch, rows = self._batch, slice(first_row, len(self.running))
         token_B, log_prob_B = sample(logits_BV, batch.sampling(rows))
         self.cache.tokens[batch.row[rows], batch.length[rows]] = token_B
@@ -217,18 +215,26 @@ class Engine:
         batch.length[rows] += 1
         self.generated += len(token_B)
         stopped_B = (token_B[:, None] == batch.stop_ids[rows]).any(dim=1)
-        ended_B = stopped_B | (batch.length[rows] >= batch.limit[rows])
+        broken_B = ~log_prob_B.isfinite()
+        ended_B = stopped_B | broken_B | (batch.length[rows] >= batch.limit[rows])
         if not ended_B.any():
             return
-        ended = [(first_row + int(i), bool(stopped_B[i]), int(token_B[i])) for i in ended_B.nonzero()]
-        for row, stopped, token in reversed(ended):
+        for offset in reversed(ended_B.nonzero()[:, 0].tolist()):
+            row = first_row + offset
+            if broken_B[offset]:
+                batch.length[row] -= 1  # a token drawn from nan means nothing
             sequence = self._remove(row)
-            reason = {"type": "length", "length": len(sequence.output_ids)}
-            self._end(sequence, {"type": "stop", "matched": token} if stopped else reason)
+            if broken_B[offset]:
+                reason = {"type": "abort", "message": "The model's logits are not finite."}
+            elif stopped_B[offset]:
+                reason = {"type": "stop", "matched": sequence.output_ids[-1]}
+            else:
+                reason = {"type": "length", "length": len(sequence.output_ids)}
+            self._end(sequence, reason)
 
     @torch.inference_mode()
     def _remove(self, row: int) -> Sequence:
-        """Take a sequence out of the batch, with what it generated; the last row moves into its place."""
+        """Take a sequence out, with what it generated; the last row moves into its place."""
         sequence = self.running[row]
         written = slice(len(sequence.prompt), int(self._batch.length[row]))
         sequence.output_ids = self.cache.tokens[row, written].tolist()
@@ -328,114 +334,3 @@ class _Batch:
             any_sampled=not bool(greedy.all()),
             any_filtered=bool(((self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)).any()),
         )
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    version: str
-    running: int
-    waiting: int
-    generated: int
-    paused: bool
-
-
-class EngineThread:
-    """Runs an engine in a thread of its own; ``call`` executes a function there, between two steps."""
-
-    def __init__(self, engine: Engine, threads: int = 0) -> None:
-        self.engine = engine
-        self.failure: BaseException | None = None
-        self._paused = False
-        self._threads = threads
-        self._commands: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def call(self, function: Callable[[Engine], object]) -> Future:
-        future: Future = Future()
-        self._commands.put((function, future))
-        if self.failure is not None:
-            self._fail_commands()
-        return future
-
-    def submit(self, sequences: list[Sequence]) -> Future:
-        """Queue the sequences of one request together; resolves to them when all have ended."""
-        job = Job(sequences)
-        self.call(lambda engine: engine.add(sequences)).add_done_callback(
-            lambda added: added.exception() and job.future.set_exception(added.exception())
-        )
-        return job.future
-
-    def pause(self, mode: str) -> Future:
-        """Stop stepping: running sequences end (abort), are requeued (retract) or wait (in_place)."""
-
-        def run(engine: Engine) -> None:
-            self._paused = True
-            if mode == "abort":
-                engine.abort(lambda _: True, "Aborted by pause_generation.")
-            elif mode == "retract":
-                engine.retract()
-
-        return self.call(run)
-
-    def resume(self) -> Future:
-        def run(engine: Engine) -> None:
-            self._paused = False
-
-        return self.call(run)
-
-    def info(self) -> Future:
-        return self.call(
-            lambda engine: EngineInfo(
-                version=engine.version,
-                running=len(engine.running),
-                waiting=len(engine.waiting),
-                generated=engine.generated,
-                paused=self._paused,
-            )
-        )
-
-    def close(self) -> None:
-        self._commands.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        try:
-            while self._obey():
-                if self.engine.busy and not self._paused:
-                    self.engine.step()
-        except BaseException as error:
-            # A failed step leaves the batch half written: no answer from it could be trusted.
-            log.exception("the engine failed")
-            self.failure = error
-            for sequence in [*self.engine.running, *self.engine.waiting]:
-                if sequence.job is not None and not sequence.job.future.done():
-                    sequence.job.future.set_exception(error)
-            self._fail_commands()
-
-    def _obey(self) -> bool:
-        """Run all queued commands; with nothing to generate, sleep until one comes. False: the end."""
-        while True:
-            idle = self._paused or not self.engine.busy
-            try:
-                command = self._commands.get(block=idle)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            function, future = command
-            try:
-                future.set_result(function(self.engine))
-            except Exception as error:  # the caller's to handle; the engine is as it was
-                future.set_exception(error)
-
-    def _fail_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if command is not None:
-                command[1].set_exception(RuntimeError(f"the engine failed: {self.failure!r}"))

@@ -2,9 +2,9 @@
 
     y[t, o] = (sum_i a[t, i] * w[o, i]) * weight_scale[o] * scale[t] + addend[t, o]
 
-``a`` are the activations of token t, quantized on the fly with one scale per token. The sum is exact
-in INT8 (int32 accumulator). ``addend`` is a bias or the residual stream: folding it in saves one pass
-over memory and one rounding.
+``a`` are the activations of token t, quantized on the fly with one scale per token. The sum is
+exact in INT8 (int32 accumulator). ``addend`` is a bias or the residual stream: folding it in saves
+one pass over memory and one rounding.
 
 Shapes: T tokens, I input and O output channels.
 """
@@ -53,13 +53,15 @@ def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:
     return torch._int_mm(a_TI, w_OI.t())[:rows]
 
 
-def int8_linear(x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | None = None) -> Tensor:
+def int8_linear(
+    x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | None = None
+) -> Tensor:
     codes_TI, scale_T1 = quantize_int8(x_TI)
     return _rescale(int8_matmul(codes_TI, w_OI), scale_T1, scale_O, addend, x_TI.dtype)
 
 
 def fp8_linear(x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | None = None) -> Tensor:
-    """E4M3 product; ``w_OI`` is float8 where the hardware multiplies it, else the same values in FP32.
+    """E4M3 product; ``w_OI`` is float8 where the hardware has it, else the same values in FP32.
 
     The emulation rounds exactly where the hardware does (the codes) and sums in FP32, so it differs
     from a tensor core in the order of summation only.

@@ -1,10 +1,11 @@
 """One decoder for Qwen2, Qwen3 and Llama, and the named buffers its weights live in.
 
-q, k, v and gate, up are one matrix each: one activation quantization and one product instead of three
-and two. ``slots`` maps every Hugging Face name to the rows of the buffer that it fills, so an update
-is a series of copies into memory that never moves.
+q, k, v and gate, up are one matrix each: one activation quantization and one product instead of
+three and two. ``slots`` maps every Hugging Face name to the rows of the buffer that it fills, so an
+update is a series of copies into memory that never moves.
 
-Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O and I a matrix's sides.
+Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O and I a matrix's
+sides.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ SCHEMES = ("none", "int8", "fp8")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOATS = (torch.bfloat16, torch.float32)
 
-# attend(layer, q [T, heads, D], kv [T, 2 * kv_heads, D]) -> [T, heads * D]; keys first, then values.
+# attend(layer, q [T, heads, D], kv [T, 2 * kv_heads, D]) -> [T, heads * D]; keys before values.
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -85,7 +86,7 @@ class Decoder:
         """Copy a whole set of weights in; all of it is checked before the first copy.
 
         Raises:
-            ConfigError: a tensor is missing, extra, misshapen or of the wrong dtype; nothing changed.
+            ConfigError: a tensor is missing, extra or misshapen; nothing changed.
         """
         self.check(tensors)
         for name, slot in self.slots.items():
@@ -98,7 +99,9 @@ class Decoder:
         ):
             if names:
                 shown = ", ".join(sorted(names)[:5])
-                raise ConfigError(f"{len(names)} tensors are {word} (scheme {self.scheme}): {shown}")
+                raise ConfigError(
+                    f"{len(names)} tensors are {word} (scheme {self.scheme}): {shown}"
+                )
         for name, slot in self.slots.items():
             tensor = tensors[name]
             if tuple(tensor.shape) != slot.shape or tensor.dtype not in slot.dtypes:

@@ -55,11 +55,15 @@ def parse_generate(body: object, limits: Limits) -> Generation:
     _check_keys(body)
     input_ids = body.get("input_ids")
     if not isinstance(input_ids, list) or not input_ids:
-        raise ConfigError("input_ids must be a non-empty list of token ids, or a list of such lists")
+        raise ConfigError(
+            "input_ids must be a non-empty list of token ids, or a list of such lists"
+        )
     batched = isinstance(input_ids[0], list)
     prompts = input_ids if batched else [input_ids]
     params = _per_prompt(body.get("sampling_params") or {}, len(prompts), "sampling_params")
-    log_probs = _per_prompt(bool_or_list(body.get("return_logprob")), len(prompts), "return_logprob")
+    log_probs = _per_prompt(
+        bool_or_list(body.get("return_logprob")), len(prompts), "return_logprob"
+    )
     rids = _request_ids(body.get("rid"), len(prompts))
     sequences, wanted = [], []
     for prompt, own, log_prob, rid in zip(prompts, params, log_probs, rids, strict=True):
@@ -114,8 +118,9 @@ def _sequences(prompt: object, params: object, rid: str, limits: Limits) -> list
     max_new = given.number("max_new_tokens", DEFAULT_MAX_NEW_TOKENS, int, minimum=1)
     if len(prompt) + max_new > limits.max_total_tokens:
         raise ConfigError(
-            f"{len(prompt)} prompt tokens + max_new_tokens {max_new} exceed the {limits.max_total_tokens} "
-            "tokens that one request may take here (cache size and the model's context length)"
+            f"{len(prompt)} prompt tokens + max_new_tokens {max_new} exceed the "
+            f"{limits.max_total_tokens} tokens that one request may take here (by cache "
+            "size and context length)"
         )
     seed = given.number("sampling_seed", random.getrandbits(63), int, minimum=0)
     if seed >= 2**63:
@@ -150,14 +155,20 @@ class _Params:
         value = self.left.pop(key, default)
         valid = type(value) is int or (kind is float and type(value) is float)
         if not valid or not minimum <= value < float("inf"):
-            raise ConfigError(f"sampling_params.{key} must be {kind.__name__} >= {minimum}, got {value!r}")
+            raise ConfigError(
+                f"sampling_params.{key} must be {kind.__name__} >= {minimum}, got {value!r}"
+            )
         return kind(value)
 
     def stop_ids(self, eos: tuple[int, ...]) -> frozenset[int]:
         extra = self.left.pop("stop_token_ids", [])
         if not isinstance(extra, list) or not all(type(token) is int for token in extra):
-            raise ConfigError(f"sampling_params.stop_token_ids must be a list of ids, got {extra!r}")
-        return frozenset(extra) | (frozenset() if self.left.pop("ignore_eos", False) else frozenset(eos))
+            raise ConfigError(
+                f"sampling_params.stop_token_ids must be a list of ids, got {extra!r}"
+            )
+        return frozenset(extra) | (
+            frozenset() if self.left.pop("ignore_eos", False) else frozenset(eos)
+        )
 
     def refuse_rest(self) -> None:
         inert = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0}
@@ -166,7 +177,9 @@ class _Params:
                 continue
             if key == "min_new_tokens" and value == 0:
                 continue
-            raise ConfigError(f"sampling_params.{key} = {value!r} is not supported by the embedded engine")
+            raise ConfigError(
+                f"sampling_params.{key} = {value!r} is not supported by the embedded engine"
+            )
 
 
 def _body(sequence: Sequence, log_probs: bool) -> dict:

@@ -1,11 +1,12 @@
 """Sampling whose noise is a pure function of (seed, position), and log-probs of what was sampled.
 
 Token t of a sequence is drawn by inverting the cumulative distribution at one uniform number
-``uniform(seed, t)``: a hash, not a generator with state. So the noise never depends on what else is in
-the batch, and a sequence that was interrupted and resumed draws the same numbers.
+``uniform(seed, t)``: a hash, not a generator with state. So the noise never depends on what else is
+in the batch, and a sequence that was interrupted and resumed draws the same numbers.
 
 The inversion works on two levels (blocks, then tokens of one block), in float64: a float32 running
-sum over 150k tokens would lose the tail, and a full float64 one would cost more than the model's head.
+sum over 150k tokens would lose the tail, and a full float64 one would cost more than the model's
+head.
 
 Shapes: B sequences, V vocabulary, N blocks of K tokens.
 """
@@ -38,10 +39,10 @@ def sample(logits_BV: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
     Returns:
-        Tokens [B] int64 and their log-probs [B] float32: ``log_softmax(logits / temperature)`` over the
-        whole vocabulary, also where top_p or top_k (meant for evaluation) narrowed the choice.
+        Tokens [B] int64 and their log-probs [B] float32: ``log_softmax(logits / temperature)`` over
+        the whole vocabulary, also where top_p or top_k (meant for evaluation) narrowed the choice.
     """
-    scaled_BV = logits_BV.float().div_(state.temperature_B[:, None])
+    scaled_BV = logits_BV / state.temperature_B[:, None]  # float32, whatever the logits are
     peak_B, best_B = scaled_BV.max(dim=-1)
     weight_BV = (scaled_BV - peak_B[:, None]).exp_()
     total_B = weight_BV.sum(dim=-1, dtype=torch.float64)
@@ -55,7 +56,7 @@ def sample(logits_BV: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 
 def invert_cdf(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Token whose slice of the running sum of weights contains ``uniform * total``; never of weight 0."""
+    """Token whose slice of the running sum contains ``uniform * total``; never one of weight 0."""
     batch, vocab = weight_BV.shape
     weight_BNK = pad(weight_BV, (0, -vocab % BLOCK)).view(batch, -1, BLOCK)
     running_BN = weight_BNK.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
@@ -63,14 +64,15 @@ def invert_cdf(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
     before_B = pad(running_BN, (1, 0)).gather(1, block_B[:, None])[:, 0]
     inside_BK = weight_BNK[torch.arange(batch, device=block_B.device), block_B]
     _, offset_B = _first_above(inside_BK.double().cumsum(dim=-1), target_B - before_B)
-    return block_B * BLOCK + offset_B
+    return (block_B * BLOCK + offset_B).clamp_(max=vocab - 1)  # only nan gets beyond it
 
 
 def _first_above(running_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
     # Rounding can push the target onto the total, where nothing lies above it.
     below_total_B = torch.nextafter(running_BN[:, -1], torch.zeros_like(target_B))
     target_B = torch.minimum(target_B, below_total_B).clamp_(min=0)
-    return target_B, torch.searchsorted(running_BN, target_B[:, None], right=True)[:, 0]
+    above_B = torch.searchsorted(running_BN, target_B[:, None], right=True)[:, 0]
+    return target_B, above_B.clamp_(max=running_BN.shape[1] - 1)
 
 
 def _filtered(weight_BV: Tensor, state: SamplingState) -> Tensor:
@@ -90,7 +92,7 @@ def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of sample ``index`` of a request that asked for several; sample 0 keeps the request's own."""
+    """Seed of sample ``index`` of a request for several; sample 0 keeps the request's own."""
     if index == 0:
         return seed
     stream = _mix(torch.tensor([_signed(seed % 2**64), index]))

@@ -1,8 +1,8 @@
 """The embedded engine behind SGLang's HTTP endpoints, so that one client drives either.
 
-Handlers parse, hand a command to the engine's thread and wait; none of them touches the engine itself.
-A weight update is read and checked in a worker thread while the engine goes on generating, then copied
-between two decode steps. Nothing from the network is unpickled.
+Handlers parse, hand a command to the engine's thread and wait; none of them touches the engine
+itself. A weight update is read and checked in a worker thread while the engine goes on generating,
+then copied between two decode steps. Nothing from the network is unpickled.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import hmac
 import os
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Literal
@@ -26,9 +25,10 @@ from starlette.routing import Route
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded.arch import Arch
-from qurl_megatron.rollout.embedded.engine import Engine, EngineThread
+from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.protocol import Limits, parse_generate
+from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -231,8 +231,8 @@ class _Handlers:
         def read():
             if body.get("load_format") != "safetensors":
                 raise ConfigError(
-                    'load_format must be "safetensors" (base64 safetensors bytes): this engine never '
-                    "unpickles what comes over the network"
+                    'load_format must be "safetensors" (base64 of safetensors bytes): this engine '
+                    "never unpickles what comes over the network"
                 )
             parts = body.get("serialized_named_tensors")
             if not isinstance(parts, list):
@@ -324,6 +324,7 @@ class _Server(uvicorn.Server):
         yield
 
     def leave_with_stdin(self) -> None:
-        while sys.stdin.buffer.read(4096):
+        # The bare descriptor: a thread inside sys.stdin's lock aborts the interpreter's own exit.
+        while os.read(0, 4096):
             pass
         self.should_exit = True

@@ -1,8 +1,9 @@
 """Weights from outside: a published version, a Hugging Face folder, or safetensors bytes.
 
 Everything is read and joined first and checked by ``Decoder.check`` before the first copy, so a
-broken file leaves the engine on the version it has. Files are memory-mapped: reading a version whose
-tensors have one slice each costs page cache, not a second copy of the model. Nothing is unpickled.
+broken file leaves the engine on the version it has. Files are memory-mapped: reading a version
+whose tensors have one slice each costs page cache, not a second copy of the model. Nothing is
+unpickled.
 """
 
 import base64
@@ -34,7 +35,8 @@ def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int
         manifest = Manifest.read(folder)
         if manifest.scheme != decoder.scheme:
             raise ConfigError(
-                f"{folder} is quantized as {manifest.scheme!r}, this engine serves {decoder.scheme!r}"
+                f"{folder} is quantized as {manifest.scheme!r}, "
+                f"this engine serves {decoder.scheme!r}"
             )
         tensors = _collect(read_version(folder, manifest), folder)
         decoder.check(tensors)
@@ -51,7 +53,9 @@ def decode_tensors(parts: Iterable[str], decoder: Decoder) -> dict[str, Tensor]:
         try:
             named += load_bytes(base64.b64decode(part, validate=True)).items()
         except (SafetensorError, binascii.Error, TypeError, ValueError) as error:
-            raise ConfigError(f"serialized_named_tensors is no base64 of safetensors: {error}") from None
+            raise ConfigError(
+                f"serialized_named_tensors is no base64 of safetensors: {error}"
+            ) from None
     tensors = _collect(named, "serialized_named_tensors")
     decoder.check(tensors)
     return tensors
@@ -96,7 +100,8 @@ def _from_hugging_face(found: dict[str, Tensor], decoder: Decoder) -> dict[str, 
             tensor = tensor.float()
         quantize_it = decoder.scheme != "none" and is_quantized_linear(name)
         if quantize_it and tensor.dtype in FLOATS:
-            # Imported here: an engine that only ever receives published versions needs no quantizer.
+            # Imported here: an engine that only ever receives published versions needs no
+            # quantizer.
             from qurl_megatron.quant import quantize
 
             quantized = quantize(tensor, decoder.scheme)

@@ -1,0 +1,210 @@
+"""The real command line, real ranks, real engines, on a model small enough to wait for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+[model]
+path = "{root}/model"
+dtype = "float32"
+[warmstart]
+steps = 30
+hidden = 64
+layers = 2
+heads = 4
+kv_heads = 2
+intermediate = 128
+batch = 64
+[data]
+task = "chain_sum"
+task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
+task_size = 2000
+prompts_per_step = 8
+[rollout]
+engines = 2
+samples_per_prompt = 8
+max_new_tokens = 4
+[reward]
+kind = "exact"
+[optimizer]
+lr = 1e-4
+[train]
+steps = 4
+micro_batch = 16
+eval_prompts = 16
+"""
+
+QURL = [sys.executable, "-m", "qurl_megatron.cli"]
+MEASURED_TIME = ("time/", "throughput/")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("train")
+    path = root / "recipe.toml"
+    path.write_text(RECIPE.format(root=root))
+    return path
+
+
+def qurl(*arguments, timeout=240) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*QURL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout
+    )
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """What a run measured, by step, without what depends on the clock."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record["step"], {}).update(
+            {k: v for k, v in record["metrics"].items() if not k.startswith(MEASURED_TIME)}
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recipe) -> Path:
+    run_dir = recipe.parent / "whole"
+    done = qurl("train", recipe, "parallel.tensor=2", f"train.run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    assert "held-out accuracy" in done.stdout and "report:" in done.stdout
+    return run_dir
+
+
+def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted):
+    seen = metrics(uninterrupted)
+    assert list(seen) == [0, 1, 2, 3, 4]
+    for name in (
+        "reward/mean",
+        "policy/clip_fraction",
+        "rollout/kl_k3",
+        "rollout/rho_max",
+        "quant/code_flip_rate",
+        "quant/weight_update",
+        "quant/weight_error",
+        "optimizer/grad_norm",
+    ):
+        assert name in seen[4], name
+    assert abs(seen[1]["rollout/kl_k1"]) < 0.05  # behaviour and proximal are nearly one policy
+    assert (uninterrupted / "report.html").stat().st_size > 10_000
+    assert (uninterrupted / "checkpoints/step_000004/state.json").is_file()
+    left = subprocess.run(["pgrep", "-f", str(uninterrupted.parent / "model")], capture_output=True)
+    assert left.returncode == 1, left.stdout
+
+
+def test_started_again_a_finished_run_says_so(recipe, uninterrupted):
+    again = qurl("train", recipe, "parallel.tensor=2", f"train.run_dir={uninterrupted}")
+    assert again.returncode == 0 and "has all 4 steps" in again.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, uninterrupted, number):
+    run_dir = recipe.parent / f"stopped-{number.name}"
+    command = [*QURL, "train", str(recipe), "parallel.tensor=2", f"train.run_dir={run_dir}"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    log = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (log.exists() and '"step": 2' in log.read_text()):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    run.send_signal(number)
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 128 + number, output
+    assert 2 <= max(metrics(run_dir)) < 4
+
+    again = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stderr
+    assert "resuming" in again.stdout
+    assert metrics(run_dir) == metrics(uninterrupted)
+
+
+def test_killed_outright_it_goes_on_from_the_last_whole_checkpoint(recipe, uninterrupted):
+    run_dir = recipe.parent / "killed"
+    command = [*QURL, "train", str(recipe), "parallel.tensor=2", f"train.run_dir={run_dir}"]
+    command.append("checkpoint.every=1")
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not (run_dir / "checkpoints/step_000002/state.json").exists():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    for pid in descendants(run.pid):
+        os.kill(pid, signal.SIGKILL)
+    run.wait()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stderr
+    assert metrics(run_dir) == metrics(uninterrupted)
+
+
+def descendants(pid: int) -> list[int]:
+    import psutil
+
+    process = psutil.Process(pid)
+    return [pid, *(child.pid for child in process.children(recursive=True))]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.tensor=2", "parallel.pipeline=2"],
+        ["quant.scheme=fp8", "parallel.data=2"],
+        ["quant.scheme=none", "model.dtype=bfloat16"],
+        ["algo.objective=tis", "algo.kl_coef=0.01", "algo.epochs=2"],
+    ],
+    ids=" ".join,
+)
+def test_variants_run(recipe, uninterrupted, overrides):
+    run_dir = recipe.parent / "_".join(overrides)
+    done = qurl("train", recipe, *overrides, "train.steps=2", f"train.run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    assert list(metrics(run_dir)) == [0, 1, 2]
+
+
+def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
+    done = qurl("train", recipe, "quant.scheme=fp8", "train.steps=9", f"train.run_dir={uninterrupted}")
+    assert done.returncode == 2
+    assert "holds another run (quant.scheme: int8 there, fp8 here)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["quant.shceme=int8"], "unknown key quant.shceme; did you mean quant.scheme?"),
+        (["parallel.tensor=3"], "parallel.tensor=3 does not divide the model's num_attention_heads=4"),
+        (["model.path=/nowhere", "warmstart.steps=0"], "model.path=/nowhere does not exist"),
+        (["data.prompts_per_step=7"], "responses must be a multiple of"),
+        (["data.task=chain_sun"], "chain_sum"),
+        (["data.task=''", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(recipe, uninterrupted, arguments, message, tmp_path):
+    done = qurl("train", recipe, *arguments, f"train.run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("qurl: ") and done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr
+
+
+def test_help_is_quick_and_show_prints_the_recipe(recipe):
+    assert "torch" not in subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "qurl_megatron.cli", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    shown = qurl("show", recipe, "quant.scheme=fp8")
+    assert shown.returncode == 0 and 'scheme = "fp8"' in shown.stdout
+    environment = qurl("show", "--env")
+    assert environment.returncode == 0 and "megatron-core" in environment.stdout
+
+
+def test_a_report_of_nothing_is_one_sentence(tmp_path):
+    done = qurl("report", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1

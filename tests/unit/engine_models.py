@@ -1,0 +1,138 @@
+"""Random models for engine tests, written as Hugging Face folders and as published versions."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import torch
+import uvicorn
+from safetensors.torch import save_file
+
+from qurl_megatron.quant import quantize
+from qurl_megatron.rollout.client import EngineClient
+from qurl_megatron.rollout.embedded.arch import Arch
+from qurl_megatron.rollout.embedded.engine import Engine, Sequence
+from qurl_megatron.rollout.embedded.model import Decoder, is_quantized_linear
+from qurl_megatron.rollout.embedded.server import build_app
+from qurl_megatron.rollout.embedded.thread import EngineThread
+from qurl_megatron.rollout.embedded.weights import read_weights
+from qurl_megatron.rollout.version import Manifest, Slice, TensorEntry, write_shard
+
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+CPU = torch.device("cpu")
+
+
+def write_model(folder: Path, *, seed: int = 0, **changes) -> Path:
+    """A Hugging Face folder with random weights, large enough for a peaked distribution."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**TINY, **changes}), encoding="utf-8")
+    save_file(random_tensors(folder, seed), folder / "model.safetensors")
+    return folder
+
+
+def random_tensors(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    slots = Decoder(Arch.read(folder), "none", torch.float32, CPU).slots
+    return {
+        name: torch.randn(slot.shape, generator=generator) * 0.3 + name.endswith("norm.weight")
+        for name, slot in slots.items()
+    }
+
+
+def write_version(
+    folder: Path, tensors: dict[str, torch.Tensor], version: int, scheme: str = "none"
+) -> Path:
+    """Publish whole tensors as a version with two slices along the first dimension."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict] = [{}, {}]
+    entries = {}
+    for name, tensor in published_tensors(tensors, scheme).items():
+        half = tensor.shape[0] // 2
+        shards[0][name], shards[1][name] = tensor[:half], tensor[half:]
+        slices = (Slice("a.safetensors", 0, half), Slice("b.safetensors", half, len(tensor) - half))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = TensorEntry(tuple(tensor.shape), dtype, 0, slices)
+    names = ("a.safetensors", "b.safetensors")
+    files = {
+        name: write_shard(folder, name, shard) for name, shard in zip(names, shards, strict=True)
+    }
+    Manifest(version, scheme, files, entries).write(folder)
+    return folder
+
+
+def published_tensors(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
+    published = {}
+    for name, tensor in tensors.items():
+        if scheme != "none" and is_quantized_linear(name):
+            quantized = quantize(tensor, scheme)
+            published[name], published[name + "_scale"] = quantized.values, quantized.scale
+        else:
+            published[name] = tensor
+    return published
+
+
+def engine_for(folder: Path, *, scheme: str = "none", cache_gb: float = 0.01, **options) -> Engine:
+    decoder = Decoder(Arch.read(folder), scheme, torch.float32, CPU)
+    decoder.load(read_weights(folder, decoder)[0])
+    return Engine(decoder, cache_gb, **options)
+
+
+def sequence(prompt: list[int], new: int = 12, *, seed: int = 0, **options) -> Sequence:
+    return Sequence(f"s{seed}", list(prompt), new, seed, **options)
+
+
+def finish(engine: Engine, *sequences: Sequence) -> None:
+    engine.add(list(sequences))
+    while engine.busy:
+        engine.step()
+
+
+class LiveServer:
+    """The real app behind a real socket, in a thread."""
+
+    def __init__(self, folder, *, scheme="int8", api_key=None) -> None:
+        self.folder = folder
+        self.worker = EngineThread(engine_for(folder, scheme=scheme))
+        config = uvicorn.Config(
+            build_app(self.worker, str(folder), api_key=api_key),
+            port=0,
+            log_level="warning",
+            lifespan="off",
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = EngineClient(self.url, timeout_s=60, api_key=api_key)
+
+    def post(self, endpoint: str, body: dict | None = None) -> httpx.Response:
+        return httpx.post(self.url + endpoint, json=body, timeout=60, trust_env=False)
+
+    def wait_for(self, key: str, value: int) -> None:
+        deadline = time.monotonic() + 20
+        while self.client.server_info()[key] != value:
+            assert time.monotonic() < deadline, f"{key} never became {value}"
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join()
+        self.worker.close()

@@ -1,0 +1,216 @@
+import copy
+
+import pytest
+import torch
+
+from qurl_megatron.errors import ConfigError
+from tests.unit.engine_models import (
+    engine_for,
+    finish,
+    published_tensors,
+    random_tensors,
+    sequence,
+    write_model,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[(3 * i + 5 * j) % 90 + 2 for j in range(3 + 7 * (i % 5))] for i in range(count)]
+
+
+def assert_same(actual, expected) -> None:
+    assert actual.output_ids == expected.output_ids
+    torch.testing.assert_close(
+        torch.tensor(actual.log_probs), torch.tensor(expected.log_probs), rtol=0, atol=2e-5
+    )
+
+
+def test_joining_and_leaving_a_running_batch_changes_no_result(folder):
+    work = [sequence(p, 4 + 9 * (i % 4), seed=i) for i, p in enumerate(prompts(12))]
+    expected = copy.deepcopy(work)
+    engine = engine_for(folder)
+    for one in expected:
+        finish(engine, one)
+    for one in work:
+        engine.add([one])
+        engine.step()
+        engine.step()
+    while engine.busy:
+        engine.step()
+    for actual, alone in zip(work, expected, strict=True):
+        assert_same(actual, alone)
+
+
+def test_the_queue_waits_when_rows_are_full_and_is_served_in_order(folder):
+    engine = engine_for(folder, max_rows=3)
+    work = [sequence(p, 6, seed=i) for i, p in enumerate(prompts(8))]
+    expected = copy.deepcopy(work)
+    engine.add(work)
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, len(engine.running))
+        assert [s.rid for s in engine.waiting] == [s.rid for s in work][8 - len(engine.waiting) :]
+    assert most == 3
+    finish(engine_for(folder), *expected)
+    for actual, other in zip(work, expected, strict=True):
+        assert_same(actual, other)
+
+
+def test_a_longer_request_recuts_the_cache_under_running_sequences(folder):
+    engine = engine_for(folder)
+    short, long = sequence([5, 6], 40, seed=1), sequence(range(2, 90), 100, seed=2)
+    expected = copy.deepcopy([short, long])
+    engine.add([short])
+    for _ in range(10):
+        engine.step()
+    before = engine.cache.length
+    engine.add([long])
+    while engine.busy:
+        engine.step()
+    assert engine.cache.length > before
+    for actual, alone in zip([short, long], expected, strict=True):
+        finish(engine, alone)
+        assert_same(actual, alone)
+
+
+def test_samples_of_one_prompt_share_one_prefill_and_differ_by_seed(folder):
+    engine = engine_for(folder)
+    prefilled = []
+    forward = engine.decoder.forward
+    engine.decoder.forward = lambda ids, *rest: prefilled.append(len(ids)) or forward(ids, *rest)
+    prompt = prompts(2)[1]
+    work = [sequence(prompt, 16, seed=i) for i in range(6)]
+    engine.add(work)
+    engine.step()
+    assert prefilled == [len(prompt)]
+    while engine.busy:
+        engine.step()
+    assert len({tuple(s.output_ids) for s in work}) > 1
+    for one in work:
+        alone = sequence(prompt, 16, seed=one.seed)
+        finish(engine, alone)
+        assert_same(one, alone)
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "fp8"])
+def test_the_same_requests_on_an_idle_engine_give_the_same_bits(folder, scheme):
+    engine = engine_for(folder, scheme=scheme)
+    runs = []
+    for _ in range(2):
+        work = [sequence(p, 20, seed=i) for i, p in enumerate(prompts(9))]
+        finish(engine, *work)
+        runs.append([(s.output_ids, s.log_probs) for s in work])
+        finish(engine, sequence(range(2, 99 % 90), 7, seed=3))  # other work in between
+    assert runs[0] == runs[1]
+
+
+def test_a_stop_id_ends_a_response_and_belongs_to_it(folder):
+    free = sequence([7, 8, 9], 20, seed=4)
+    finish(engine_for(folder), free)
+    token = free.output_ids[5]
+    stopped = sequence([7, 8, 9], 20, seed=4, stop_ids=frozenset({token, 95}))
+    finish(engine_for(folder), stopped)
+    end = free.output_ids.index(token) + 1
+    assert stopped.output_ids == free.output_ids[:end]
+    assert stopped.finish_reason == {"type": "stop", "matched": token}
+    assert free.finish_reason == {"type": "length", "length": 20}
+
+
+def test_abort_ends_running_and_waiting_requests_with_what_they_have(folder):
+    engine = engine_for(folder, max_rows=2)
+    work = [sequence(p, 50, seed=i) for i, p in enumerate(prompts(4))]
+    engine.add(work)
+    for _ in range(6):
+        engine.step()
+    assert engine.abort(lambda s: s.rid in ("s0", "s3"), "enough") == 2
+    assert work[0].finish_reason == {"type": "abort", "message": "enough"}
+    assert len(work[0].output_ids) == len(work[0].log_probs) == 6
+    assert work[3].output_ids == []
+    while engine.busy:
+        engine.step()
+    assert len(work[1].output_ids) == len(work[2].output_ids) == 50
+
+
+def test_a_retracted_sequence_goes_on_as_if_nothing_had_happened(folder):
+    work = [sequence(p, 20, seed=i) for i, p in enumerate(prompts(5))]
+    expected = copy.deepcopy(work)
+    finish(engine_for(folder), *expected)
+    engine = engine_for(folder)
+    engine.add(work)
+    for _ in range(7):
+        engine.step()
+    engine.retract()
+    assert not engine.running and [s.rid for s in engine.waiting] == [s.rid for s in work]
+    while engine.busy:
+        engine.step()
+    for actual, other in zip(work, expected, strict=True):
+        assert_same(actual, other)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tokens_carry_the_version_that_generated_them(folder, recompute):
+    engine = engine_for(folder)
+    one = sequence([5, 6, 7], 12, seed=1)
+    engine.add([one])
+    for _ in range(5):
+        engine.step()
+    engine.update(random_tensors(folder, seed=9), "2", recompute=recompute)
+    while engine.busy:
+        engine.step()
+    assert one.versions == [("default", 5), ("2", 12)]
+    if recompute:  # then the rest is exactly what the new weights say of this prefix
+        prefix = one.prompt + one.output_ids[:5]
+        again = sequence(prefix, 7, seed=1)
+        other = engine_for(folder)
+        other.update(random_tensors(folder, seed=9), "2")
+        finish(other, again)
+        assert (
+            abs(again.log_probs[0] - one.log_probs[5]) < 1e-5
+            or again.output_ids[0] != one.output_ids[5]
+        )
+
+
+def test_an_update_copies_into_the_buffers_that_are_there(folder):
+    engine = engine_for(folder, scheme="int8")
+    before = {name: slot.target.data_ptr() for name, slot in engine.decoder.slots.items()}
+    tensors = published_tensors(random_tensors(folder, seed=3), "int8")
+    engine.update(tensors, "1")
+    for name, slot in engine.decoder.slots.items():
+        assert slot.target.data_ptr() == before[name]
+        assert torch.equal(slot.target, tensors[name])
+
+
+def test_a_bad_update_changes_nothing(folder):
+    engine = engine_for(folder, scheme="int8")
+    tensors = published_tensors(random_tensors(folder, seed=3), "int8")
+    before = {name: slot.target.clone() for name, slot in engine.decoder.slots.items()}
+    tensors["model.layers.0.mlp.up_proj.weight_scale"][3] = float("nan")
+    with pytest.raises(ConfigError, match="up_proj.weight_scale"):
+        engine.update(tensors, "1")
+    assert engine.version == "default"
+    assert all(torch.equal(slot.target, before[n]) for n, slot in engine.decoder.slots.items())
+
+
+def test_nan_weights_leave_no_trace_once_they_are_replaced(folder):
+    good = random_tensors(folder, seed=0)
+    engine = engine_for(folder)
+    broken = {**good, "model.norm.weight": good["model.norm.weight"]}
+    broken["model.layers.0.self_attn.k_proj.bias"] = torch.full((16,), float("nan"))
+    engine.update(broken, "broken")
+    hopeless = [sequence(p, 60, seed=i) for i, p in enumerate(prompts(6))]
+    finish(engine, *hopeless)
+    assert {s.finish_reason["type"] for s in hopeless} == {"abort"}
+    assert all(s.output_ids == [] for s in hopeless)
+    with torch.inference_mode():
+        engine.cache.values[0].fill_(float("nan"))
+    engine.update(good, "good")
+    work = [sequence(p, 10 + 20 * i, seed=i) for i, p in enumerate(prompts(3))]
+    finish(engine, *work)
+    for one in work:
+        assert all(value == value and value <= 0 for value in one.log_probs)

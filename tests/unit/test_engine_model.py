@@ -1,0 +1,121 @@
+import json
+
+import pytest
+import torch
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded.arch import Arch
+from qurl_megatron.rollout.embedded.weights import read_weights
+from tests.unit.engine_models import engine_for, finish, sequence, write_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama-scaled": {"model_type": "llama", "rope_scaling": LLAMA3},
+    "llama-v5-config": {"model_type": "llama", "rope_parameters": LLAMA3},
+}
+
+
+def reference(folder):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.inference_mode()
+def reference_log_probs(model, done, temperature: float) -> torch.Tensor:
+    logits = model(torch.tensor([done.prompt + done.output_ids])).logits[
+        0, len(done.prompt) - 1 : -1
+    ]
+    rows = (logits / temperature).log_softmax(-1)
+    return rows.gather(1, torch.tensor(done.output_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_float32_log_probs_equal_transformers(changes, tmp_path):
+    folder = write_model(tmp_path, **changes)
+    sequences = [sequence(range(2 + i, 8 + 5 * i), 24, seed=i, temperature=0.8) for i in range(4)]
+    finish(engine_for(folder), *sequences)
+    model = reference(folder)
+    for done in sequences:
+        expected = reference_log_probs(model, done, 0.8)
+        torch.testing.assert_close(torch.tensor(done.log_probs), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("scheme,largest", [("int8", 127.0), ("fp8", 448.0)])
+def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest, tmp_path):
+    folder = write_model(tmp_path, model_type="qwen3", head_dim=16)
+    done = sequence(range(2, 30), 24, seed=1)
+    finish(engine_for(folder, scheme=scheme), done)
+    model = reference(folder)
+    plain = reference_log_probs(model, done, 1.0)
+
+    def on_grid(x):
+        scale = x.abs().amax(-1, keepdim=True) / largest
+        codes = x / scale
+        return (
+            codes.round() if scheme == "int8" else codes.to(torch.float8_e4m3fn).float()
+        ) * scale
+
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.weight.data = on_grid(module.weight.data)
+            module.register_forward_pre_hook(lambda _, inputs: (on_grid(inputs[0]),))
+    faked = reference_log_probs(model, done, 1.0)
+    actual = torch.tensor(done.log_probs)
+    # A float sum in another order can move one activation to the neighbouring code; the reference
+    # must still be far nearer than the unquantized model.
+    assert (actual - faked).abs().max() < 0.05 * (actual - plain).abs().max()
+
+
+def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):
+    folder = write_model(tmp_path / "m")
+    decoder = engine_for(folder).decoder
+    good, _ = read_weights(folder, decoder)
+    name = "model.layers.1.mlp.down_proj.weight"
+    bad_sets = {
+        "missing": {k: v for k, v in good.items() if k != name},
+        "unexpected": {**good, "model.layers.9.x": good[name]},
+        r"\[48, 32\]": {**good, name: good[name].t()},
+        "int8": {**good, name: good[name].to(torch.int8)},
+    }
+    for message, tensors in bad_sets.items():
+        with pytest.raises(ConfigError, match=message):
+            decoder.load(tensors)
+
+
+@pytest.mark.parametrize(
+    "changes,key",
+    [
+        ({"model_type": "mixtral"}, "mixtral"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_a_config_that_asks_for_more_is_refused_by_name(changes, key, tmp_path):
+    folder = write_model(tmp_path)
+    config = {**json.loads((folder / "config.json").read_text()), **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=key):
+        Arch.read(folder)
+
+
+def test_generation_config_says_what_ends_a_response(tmp_path):
+    folder = write_model(tmp_path)
+    assert Arch.read(folder).eos == (1,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    assert Arch.read(folder).eos == (1, 5)

@@ -1,0 +1,332 @@
+import base64
+import json
+import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from qurl_megatron.rollout.client import EngineError
+from tests.unit.engine_models import (
+    LiveServer,
+    published_tensors,
+    random_tensors,
+    write_model,
+    write_version,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return write_model(path, max_position_embeddings=8192)
+
+
+@pytest.fixture
+def live(folder):
+    server = LiveServer(folder)
+    yield server
+    server.close()
+
+
+LONG = {"max_new_tokens": 4000, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+def outputs(live) -> list:
+    answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": GREEDY}).json()
+    return answer["output_ids"]
+
+
+def test_a_single_prompt_gets_one_object_of_sglangs_shape(live):
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+        "return_logprob": True,
+        "rid": "mine",
+    }
+    answer = live.post("/generate", body).json()
+    meta = answer["meta_info"]
+    assert answer["text"] == "" and len(answer["output_ids"]) == 4
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 4)
+    assert meta["weight_version"] == "default"
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 4}]
+    assert [entry[1:] for entry in meta["output_token_logprobs"]] == [
+        [token, None] for token in answer["output_ids"]
+    ]
+    del body["return_logprob"]
+    assert "output_token_logprobs" not in live.post("/generate", body).json()["meta_info"]
+
+
+def test_a_batch_gets_a_list_prompt_major_then_sample(live):
+    params = [{"n": 2, **GREEDY, "max_new_tokens": 3}, {"n": 2, **GREEDY}]
+    body = {"input_ids": [[5, 6], [7, 8]], "sampling_params": params, "rid": ["a", "b"]}
+    answers = live.post("/generate", body).json()
+    assert [a["meta_info"]["id"] for a in answers] == ["a_0", "a_1", "b_0", "b_1"]
+    assert [len(a["output_ids"]) for a in answers] == [3, 3, 6, 6]
+    assert answers[0]["output_ids"] == answers[1]["output_ids"]
+
+
+def test_a_seeded_request_repeats_and_its_samples_differ(live):
+    params = {"n": 4, "sampling_seed": 11, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}
+    first, second = (live.post("/generate", body).json() for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a["output_ids"] == b["output_ids"]
+        logs = [x["meta_info"]["output_token_logprobs"] for x in (a, b)]
+        assert logs[0] == logs[1]
+    assert len({tuple(a["output_ids"]) for a in first}) == 4
+
+
+@pytest.mark.parametrize(
+    "body,message",
+    [
+        ({"text": "hello"}, "no tokenizer"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[]]}, "non-empty"),
+        ({"input_ids": [5, 96]}, r"\[0, 96\)"),
+        ({"input_ids": [5, True]}, "integer"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 9000}}, "9000 exceed the 8192"),
+        ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature"),
+        ({"input_ids": [5], "sampling_params": {"regex": "a*"}}, "regex"),
+        ({"input_ids": [5], "sampling_params": {"n": 0}}, "n must be"),
+        ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "1 entries for 2 prompts"),
+        ({"input_ids": [5], "stream": True}, "stream"),
+        ({"input_ids": [5], "lora_path": "x"}, "lora_path"),
+    ],
+)
+def test_a_bad_request_is_refused_with_a_sentence(live, body, message):
+    response = live.post("/generate", body)
+    assert response.status_code == 400
+    assert re.search(message, response.json()["error"]["message"])
+
+
+def test_stop_ids_end_a_response_unless_ignored(live):
+    token = outputs(live)[2]
+    params = {**GREEDY, "stop_token_ids": [token]}
+    answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": params}).json()
+    assert answer["output_ids"][-1] == token and len(answer["output_ids"]) <= 3
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+
+
+def test_abort_by_prefix_returns_what_was_generated(live):
+    with ThreadPoolExecutor(1) as pool:
+        prompts = [[5, 6], [7, 8], [9, 10]]
+        pending = pool.submit(live.client.generate, prompts, LONG, rid=["x-0", "x-1", "y-0"])
+        live.wait_for("num_running_reqs", 3)
+        live.client.abort("x-")
+        live.wait_for("num_running_reqs", 1)
+        live.client.abort(everything=True)
+        reasons = [a["meta_info"]["finish_reason"]["type"] for a in pending.result()]
+    assert reasons == ["abort"] * 3
+
+
+def test_a_client_that_leaves_takes_its_requests_along(live):
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"input_ids": [5, 6], "sampling_params": LONG}
+        httpx.post(live.url + "/generate", json=body, timeout=0.5, trust_env=False)
+    live.wait_for("num_running_reqs", 0)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pause_stops_generation_until_continued(live, mode):
+    with ThreadPoolExecutor(1) as pool:
+        params = {**LONG, "max_new_tokens": 400}
+        pending = pool.submit(live.client.generate, [[5, 6]], params)
+        live.wait_for("num_running_reqs", 1)
+        live.client.pause(mode)
+        before = live.client.server_info()
+        assert before["is_paused"]
+        assert before["num_running_reqs"] == (mode == "in_place")
+        assert before["num_waiting_reqs"] == (mode == "retract")
+        time.sleep(0.1)
+        assert live.client.server_info()["num_generated_tokens"] == before["num_generated_tokens"]
+        live.client.resume()
+        meta = pending.result()[0]["meta_info"]
+    assert meta["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
+
+
+def test_an_update_from_disk_switches_the_version_and_the_weights(live, folder, tmp_path):
+    version = write_version(tmp_path / "v7", random_tensors(folder, seed=5), 7, "int8")
+    before = outputs(live)
+    live.client.update_weights_from_disk(version, 7)
+    assert live.client.weight_version() == "7"
+    other = LiveServer(write_model(tmp_path / "hf", seed=5, max_position_embeddings=8192))
+    assert outputs(live) == outputs(other) != before
+    other.close()
+    live.client.update_weights_from_disk(folder, "back")  # a Hugging Face folder, quantized on load
+    assert outputs(live) == before
+
+
+def test_a_running_request_carries_the_version_of_every_token(live, folder, tmp_path):
+    version = write_version(tmp_path / "v3", random_tensors(folder, seed=5), 3, "int8")
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(live.client.generate, [[5, 6]], {**LONG, "max_new_tokens": 600})
+        live.wait_for("num_running_reqs", 1)
+        live.client.update_weights_from_disk(version, 3, flush_cache=False)
+        meta = pending.result()[0]["meta_info"]
+    first, second = meta["weight_versions"]
+    assert (first["version"], second["version"], meta["weight_version"]) == ("default", "3", "3")
+    assert first["start"] == 0 and 0 < first["end"] == second["start"] and second["end"] == 600
+
+
+def corruptions():
+    def edit_manifest(change):
+        def apply(folder):
+            raw = json.loads((folder / "manifest.json").read_text())
+            change(raw)
+            (folder / "manifest.json").write_text(json.dumps(raw))
+
+        return apply
+
+    def flip_a_byte(folder):
+        path = folder / "a.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    def name_a_dtype_that_is_none(raw):
+        raw["tensors"]["model.norm.weight"]["dtype"] = "int9"
+
+    name = "model.layers.1.mlp.down_proj.weight"
+    return {
+        "no manifest": (
+            lambda f: (f / "manifest.json").unlink(),
+            "neither|manifest|unexpected|twice",
+        ),
+        "malformed manifest": (lambda f: (f / "manifest.json").write_text("{"), "malformed"),
+        "lost file": (lambda f: (f / "b.safetensors").unlink(), "b.safetensors"),
+        "truncated file": (lambda f: (f / "a.safetensors").write_bytes(b"12345678"), "bytes"),
+        "flipped byte": (flip_a_byte, "SHA-256"),
+        "other scheme": (edit_manifest(lambda raw: raw.update(scheme="fp8")), "fp8"),
+        "missing tensor": (edit_manifest(lambda raw: raw["tensors"].pop(name)), "missing"),
+        "missing scale": (
+            edit_manifest(lambda raw: raw["tensors"].pop(name + "_scale")),
+            "missing",
+        ),
+        "extra tensor": (
+            edit_manifest(lambda raw: raw["tensors"].update(x=raw["tensors"][name])),
+            "x is not in|unexpected",
+        ),
+        "slices with a gap": (
+            edit_manifest(lambda raw: raw["tensors"][name]["slices"].pop()),
+            "tile",
+        ),
+        "unknown dtype": (edit_manifest(name_a_dtype_that_is_none), "int9"),
+        "no folder": (lambda f: shutil.rmtree(f), "no folder"),
+    }
+
+
+@pytest.mark.parametrize("corrupt,message", corruptions().values(), ids=corruptions())
+def test_a_broken_version_leaves_the_old_one_serving(folder, tmp_path, corrupt, message, shared):
+    version = write_version(tmp_path / "v8", random_tensors(folder, seed=5), 8, "int8")
+    before = outputs(shared)
+    corrupt(version)
+    body = {"model_path": str(version), "weight_version": "8", "flush_cache": True}
+    response = shared.post("/update_weights_from_disk", body)
+    assert response.status_code == 400 and response.json()["success"] is False
+    assert re.search(message, response.json()["message"]), response.json()
+    assert shared.client.weight_version() == "default"
+    assert outputs(shared) == before
+
+
+@pytest.mark.parametrize(
+    "scheme,change,message",
+    [
+        ("none", {}, "quantized as 'none'"),
+        ("int8", {"intermediate_size": 64}, "engine's is"),
+        ("int8", {"num_hidden_layers": 3}, "unexpected"),
+        ("int8", {"tie_word_embeddings": True}, "missing"),
+    ],
+)
+def test_a_version_of_another_model_is_refused(tmp_path, shared, scheme, change, message):
+    other = write_model(tmp_path / "other", **change)
+    version = write_version(tmp_path / "v", random_tensors(other, seed=1), 8, scheme)
+    with pytest.raises(EngineError, match=message) as error:
+        shared.client.update_weights_from_disk(version, 8)
+    assert shared.url in str(error.value) and "400" in str(error.value)
+    assert shared.client.weight_version() == "default"
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    """One server for the tests that must not change it."""
+    server = LiveServer(folder)
+    yield server
+    server.close()
+
+
+def test_tensors_come_as_safetensors_and_never_as_pickles(live, folder, tmp_path):
+    tensors = published_tensors(random_tensors(folder, seed=5), "int8")
+    names = sorted(tensors)
+    parts = [{n: tensors[n] for n in names[:9]}, {n: tensors[n] for n in names[9:]}]
+    texts = [base64.b64encode(save(part)).decode() for part in parts]
+    body = {"load_format": "safetensors", "serialized_named_tensors": texts, "weight_version": "4"}
+    bad = [
+        {**body, "load_format": None},
+        {**body, "load_format": "flattened_bucket"},
+        {**body, "serialized_named_tensors": texts[:1]},
+        {**body, "serialized_named_tensors": texts + texts[:1]},
+        {**body, "serialized_named_tensors": ["gASVAAAA"]},
+        {**body, "serialized_named_tensors": "abc"},
+    ]
+    for one in bad:
+        response = live.post("/update_weights_from_tensor", one)
+        assert response.status_code == 400 and not response.json()["success"], one
+    assert live.client.weight_version() == "default"
+    assert live.post("/update_weights_from_tensor", body).json()["success"]
+    assert live.client.weight_version() == "4"
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path, shared):
+    other = write_model(tmp_path / "twice", max_position_embeddings=8192)
+    save_file({"model.norm.weight": torch.ones(32)}, other / "more.safetensors")
+    with pytest.raises(EngineError, match="model.norm.weight is there twice"):
+        shared.client.update_weights_from_disk(other, 1)
+
+
+def test_health_info_and_flush(live):
+    for endpoint in ("/health", "/health_generate", "/get_model_info"):
+        assert httpx.get(live.url + endpoint, timeout=30, trust_env=False).status_code == 200
+    info = live.client.server_info()
+    assert (info["scheme"], info["weight_version"]) == ("int8", "default")
+    assert info["model_path"] == str(live.folder)
+    assert info["num_generated_tokens"] == 1
+    live.client.flush()
+    assert live.post("/pause_generation").status_code == 200
+    assert live.post("/pause_generation", {"mode": "x"}).status_code == 400
+
+
+def test_an_api_key_guards_everything_but_health(folder):
+    guarded = LiveServer(folder, api_key="secret")
+    try:
+        assert httpx.get(guarded.url + "/health", trust_env=False).status_code == 200
+        assert guarded.post("/generate", {"input_ids": [5]}).status_code == 401
+        assert guarded.client.server_info()["scheme"] == "int8"
+    finally:
+        guarded.close()
+
+
+def test_an_idle_engine_uses_no_cpu(live):
+    outputs(live)
+    start = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - start < 0.1
+
+
+def test_a_failing_step_fails_its_requests_and_the_health_check(folder):
+    server = LiveServer(folder)
+    server.worker.engine.decoder.forward = None
+    try:
+        with pytest.raises(EngineError, match="500"):
+            server.client.generate([[5]], {"max_new_tokens": 2})
+        assert not server.client.healthy()
+    finally:
+        server.close()

@@ -1,0 +1,126 @@
+import signal
+import sys
+import time
+
+import pytest
+
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.rollout.collect import Interrupted, collect, greedy
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.types import Prompt
+from tests.unit.engine_models import LiveServer, random_tensors, write_model, write_version
+
+CONFIG = RolloutConfig(
+    engines=2, engine_threads=1, engine_memory_gb=0.01, samples_per_prompt=3, max_new_tokens=8
+)
+PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def fleet(folder, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    with Fleet(CONFIG, folder, scheme="int8", dtype="float32", log_dir=logs) as started:
+        yield started
+
+
+def test_started_engines_serve_with_their_own_log(fleet):
+    infos = [client.server_info() for client in fleet.clients]
+    assert [info["scheme"] for info in infos] == ["int8", "int8"]
+    assert [info["threads"] for info in infos] == [1, 1]
+    assert len({client.url for client in fleet.clients}) == 2
+    assert {path.name for path in fleet._log_dir.glob("*.log")} == {"engine-0.log", "engine-1.log"}
+
+
+def test_publish_brings_every_engine_to_the_version(fleet, folder, tmp_path):
+    version = write_version(tmp_path / "v3", random_tensors(folder, seed=3), 3, "int8")
+    fleet.publish(version, 3)
+    assert [client.weight_version() for client in fleet.clients] == ["3", "3"]
+    samples = greedy(fleet, PROMPTS, 4)
+    assert {sample.versions for sample in samples if len(sample.versions) == 4} == {(3,) * 4}
+
+
+def test_a_refused_version_names_every_engine_and_leaves_them_answering_for_the_old(
+    fleet, folder, tmp_path
+):
+    served = fleet.clients[0].weight_version()
+    with pytest.raises(EngineError, match="publishing version 9 failed on 2 engines") as error:
+        fleet.publish(tmp_path, 9)
+    assert all(client.url in str(error.value) for client in fleet.clients)
+    assert [client.weight_version() for client in fleet.clients] == [served] * 2
+    assert all(client.server_info()["is_paused"] for client in fleet.clients)
+    fleet.publish(folder, 10)
+    assert not any(client.server_info()["is_paused"] for client in fleet.clients)
+
+
+def test_collect_repeats_bit_for_bit_and_keeps_the_order(fleet):
+    runs = [collect(fleet, PROMPTS, CONFIG, seed=1, step=2) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert [s.prompt.index for s in runs[0]] == [i for i in range(5) for _ in range(3)]
+    assert collect(fleet, PROMPTS, CONFIG, seed=1, step=3) != runs[0]
+    # Seeds belong to the prompt's index: half of the prompts give the same responses.
+    part = collect(fleet, PROMPTS[::2], CONFIG, seed=1, step=2)
+    kept = [s.response_ids for s in runs[0] if s.prompt.index % 2 == 0]
+    assert [s.response_ids for s in part] == kept
+
+
+def test_a_stop_aborts_the_requests_and_raises(fleet):
+    config = RolloutConfig(samples_per_prompt=1, max_new_tokens=8000, temperature=50.0)
+    calls = []
+
+    def stop() -> bool:
+        calls.append(time.monotonic())
+        return len(calls) > 1
+
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        collect(fleet, PROMPTS, config, seed=0, step=0, stop=stop)
+    assert time.monotonic() - start < 5
+    for client in fleet.clients:
+        info = client.server_info()
+        assert (info["num_running_reqs"], info["num_waiting_reqs"]) == (0, 0)
+
+
+def test_adopted_servers_outlive_the_fleet(folder, tmp_path):
+    live = LiveServer(folder)
+    try:
+        config = RolloutConfig(urls=(live.url,))
+        with Fleet(config, folder, scheme="int8", log_dir=tmp_path) as fleet:
+            assert [client.url for client in fleet.clients] == [live.url]
+        assert live.client.healthy()
+    finally:
+        live.close()
+
+
+def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder, tmp_path):
+    dies = [sys.executable, "-c", "import sys; print('no such weights'); sys.exit(3)"]
+    with (
+        pytest.raises(EngineError, match=r"(?s)engine \d exited with status 3.*no such weights"),
+        Fleet(CONFIG, folder, scheme="int8", log_dir=tmp_path, serve_command=dies),
+    ):
+        pass
+
+
+def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder, tmp_path):
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    fleet = Fleet(
+        CONFIG, folder, scheme="int8", log_dir=tmp_path, serve_command=sleeps, start_timeout_s=0.5
+    )
+    with pytest.raises(EngineError, match="did not start within"):
+        fleet.__enter__()
+    assert fleet._processes == []
+
+
+def test_engines_leave_cleanly_when_asked_and_when_their_parent_is_gone(folder, tmp_path):
+    with Fleet(CONFIG, folder, scheme="int8", dtype="float32", log_dir=tmp_path) as fleet:
+        asked, orphaned = (process.popen for process in fleet._processes)
+        asked.send_signal(signal.SIGTERM)
+        orphaned.stdin.close()
+        assert (asked.wait(20), orphaned.wait(20)) == (0, 0)
+        with pytest.raises(EngineError, match="engine 0 exited with status 0"):
+            greedy(fleet, PROMPTS, 2)

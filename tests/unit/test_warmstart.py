@@ -1,0 +1,152 @@
+"""A small model made on the spot is a checkpoint like any other."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qurl_megatron.config import DataConfig, WarmstartConfig
+from qurl_megatron.data.questions import Question, held_out_questions, training_questions
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.training.warmstart import accuracy, build_model, build_tokenizer, warmstart
+
+# 1-digit sums and 2-digit ones: small enough to learn something in seconds.
+DATA = DataConfig(
+    task="chain_sum",
+    task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    task_size=2000,
+)
+TINY = WarmstartConfig(
+    steps=30, hidden=32, layers=2, heads=2, kv_heads=2, intermediate=64, batch=32, lr=1e-2
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder, accuracy, log lines)"""
+    lines: list[str] = []
+    folder = tmp_path_factory.mktemp("warm") / "new" / "model"
+    return folder, warmstart(folder, DATA, TINY, lines.append), lines
+
+
+def test_the_checkpoint_is_whole_and_in_bf16(made):
+    folder, _, _ = made
+    assert {f.name for f in folder.iterdir()} >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["dtype"] == "bfloat16"
+    assert config["vocab_size"] % 16 == 0
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert Tokenizer(folder).eos_ids == (1,)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]  # no scratch folder left
+
+
+def test_the_accuracy_is_that_of_the_saved_model_on_held_out_questions(made):
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder, reported, _ = made
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert accuracy(model, tokenizer, held_out_questions(DATA, 256), limit=5) == reported
+
+
+def test_accuracy_agrees_with_generate(made):
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder, _, _ = made
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    questions = held_out_questions(DATA, 24)
+    answers = []
+    for question in questions:
+        prompt = tokenizer(question.text, return_tensors="pt")["input_ids"]
+        ids = model.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :]
+        answers.append(tokenizer.decode(ids, skip_special_tokens=True))
+    # What the model says is right by definition here, so the accuracy must be 1.
+    own = [Question(q.text, answer) for q, answer in zip(questions, answers, strict=True)]
+    assert accuracy(model, tokenizer, own, limit=5) == 1.0
+
+
+def test_the_fit_lowers_the_loss_and_stops_at_the_target(made, tmp_path):
+    _, _, lines = made
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines if "loss" in line]
+    assert losses[-1] < 2.5  # log(15 tokens that may follow) = 2.7 at the start
+    early: list[str] = []
+    warmstart(tmp_path / "early", DATA, replace(TINY, target=1e-3, lr=2e-2), early.append)
+    assert "step 25/30" in early[-1]
+
+
+def test_the_same_seed_makes_the_same_weights_and_leaves_the_global_generator_alone(made, tmp_path):
+    folder, _, _ = made
+    state = torch.random.get_rng_state()
+    warmstart(tmp_path / "again", DATA, TINY, lambda line: None)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    first, again = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_held_out_questions_are_never_fitted_or_put_into_the_vocabulary(monkeypatch, tmp_path):
+    asked: list[str] = []
+    from qurl_megatron.training import warmstart as module
+
+    encode = module.encode
+    monkeypatch.setattr(module, "encode", lambda t, q: asked.append(q.text) or encode(t, q))
+    warmstart(tmp_path / "model", DATA, replace(TINY, steps=1), lambda line: None)
+    assert asked and not set(asked) & {q.text for q in held_out_questions(DATA, 256)}
+
+
+@pytest.mark.parametrize("text", ["-12", "85", "198", "0", "State the sum : 4 - 17 ="])
+def test_text_survives_the_tokenizer(text):
+    tokenizer = build_tokenizer([Question("State the sum : 4 - 17 =", "-13"), *sums(60)])
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_what_all_questions_begin_with_is_one_token():
+    tokenizer = build_tokenizer(training_questions(replace(DATA, task_size=200)))
+    text = "State the final answer to the following arithmetic problem: 48 - 5 ="
+    words = tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+    assert words == [text.partition(" 48")[0], " 4", "8", " -", " 5", " ="]
+
+
+def test_regular_expression_characters_in_the_questions_are_only_characters():
+    text = "If (a|b)* = [x^n], then f\\{é} is? "
+    tokenizer = build_tokenizer([Question(f"{text}{i} ?", "1") for i in range(3)])
+    assert tokenizer.convert_ids_to_tokens(tokenizer(f"{text}2 ?")["input_ids"]) == [
+        text.rstrip(),
+        " 2",
+        " ?",
+    ]
+
+
+def test_a_taken_folder_is_refused_and_a_failed_fit_leaves_nothing(made, tmp_path):
+    folder, _, _ = made
+    with pytest.raises(ConfigError, match="exists already"):
+        warmstart(folder, DATA, TINY, print)
+    with pytest.raises(ConfigError, match="no reasoning-gym task"):
+        warmstart(tmp_path / "model", DataConfig(task="chainsum"), TINY, print)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", [{"hidden": 100, "heads": 8}, {"heads": 3, "hidden": 96}])
+def test_sizes_that_do_not_divide_are_refused_by_name(change):
+    with pytest.raises(ConfigError, match=r"warmstart\.hidden"):
+        replace(TINY, **change)
+
+
+def test_the_default_model_splits_over_two_tensor_and_two_pipeline_ranks():
+    config = WarmstartConfig()
+    assert config.layers % 2 == config.heads % 2 == config.kv_heads % 2 == 0
+    model = build_model(build_tokenizer(sums(50)), config)
+    assert model.config.vocab_size % 16 == 0
+
+
+def sums(count: int) -> list[Question]:
+    return [Question(f"State the sum : {i} + {i} =", str(2 * i)) for i in range(count)]
