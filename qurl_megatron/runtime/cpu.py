@@ -39,6 +39,8 @@ def install() -> None:
     torch.cuda.current_device = lambda: CPU
     # The schedules and the checkpoint writer wait for kernels that here have already finished.
     torch.cuda.synchronize = lambda *_, **__: None
+    # Gradient reduction asks for the stream (0.19), and uses it where CUDA graphs ran.
+    torch.cuda.current_stream = lambda *_, **__: None
     # Gradient clipping and checkpoint loading move tensors "to the GPU".
     torch.Tensor.cuda = lambda self, *_, **__: self
 

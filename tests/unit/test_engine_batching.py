@@ -31,7 +31,7 @@ def assert_same(actual, expected) -> None:
 
 
 def test_joining_and_leaving_a_running_batch_changes_no_result(folder):
-    work = [sequence(p, 4 + 9 * (i % 4), seed=i) for i, p in enumerate(prompts(12))]
+    work = [sequence(p, 4 + 9 * (i % 4), seed=i) for i, p in enumerate(prompts(8))]
     expected = copy.deepcopy(work)
     engine = engine_for(folder)
     for one in expected:

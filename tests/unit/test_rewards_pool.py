@@ -100,7 +100,7 @@ def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
     assert pids(pool) == before
 
 
-def test_an_interrupted_call_leaves_no_stale_scores(pool, monkeypatch):
+def test_an_interrupted_call_leaves_no_check_under_way(pool, monkeypatch):
     wait = pool._wait
 
     def interrupted():
@@ -111,6 +111,7 @@ def test_an_interrupted_call_leaves_no_stale_scores(pool, monkeypatch):
     monkeypatch.setattr(pool, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.score([("\\boxed{1}", "1"), ("\\boxed{2}", "2")])
+    assert not any(worker.pair for worker in pool._workers)
     assert pool.score([("\\boxed{1}", "7"), ("\\boxed{2}", "7")]) == [0.0, 0.0]
 
 

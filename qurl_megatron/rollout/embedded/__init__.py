@@ -1,6 +1,6 @@
 """A small engine that truly computes W8A8, on CPU and on CUDA, behind SGLang's HTTP protocol.
 
 Read it in this order: ``arch`` (what config.json says), ``kernels`` (quantized matrix products),
-``model`` (one decoder and its named buffers), ``cache`` (keys and values), ``sampling``,
-``engine`` (continuous batching), ``thread``, ``weights`` (validated updates), ``protocol``, ``server``.
+``model`` (one decoder and its named buffers), ``cache`` (keys and values), ``sampling``, ``engine``
+(continuous batching), ``thread``, ``weights`` (validated updates), ``protocol`` and ``server``.
 """
