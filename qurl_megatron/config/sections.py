@@ -281,10 +281,18 @@ class TrainConfig:
     """Steps between held-out evaluations; 0 evaluates only before the first and after the last step."""
 
     eval_prompts: int = 0
-    """Held-out prompts per evaluation, decoded greedily; 0 turns evaluation off."""
+    """Held-out prompts per evaluation; 0 turns evaluation off."""
+
+    eval_samples: int = 1
+    """Responses per held-out prompt: 1 decodes greedily (Avg@1), more are sampled at
+    rollout.temperature and averaged (Avg@k)."""
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, f"train.steps must be 0 or more, got {self.steps}")
+        require(
+            self.eval_samples >= 1,
+            f"train.eval_samples must be 1 or more, got {self.eval_samples}",
+        )
         require(
             self.micro_batch >= 1, f"train.micro_batch must be 1 or more, got {self.micro_batch}"
         )
@@ -331,9 +339,13 @@ class WarmstartConfig:
     steps: int = 0
     """Largest number of supervised steps; the learning rate is shaped over them."""
 
-    target: float = 0.3
-    """Stop as soon as this share of training questions is answered right: the rest is for
+    target: float = 0.6
+    """Stop as soon as this share of training questions gets the right number: the rest is for
     reinforcement learning."""
+
+    untidy: float = 0.5
+    """Share of the answers it learns from that end with a full stop, which the exact reward does not
+    accept: like a pretrained model, it knows more than it shows until it is rewarded for it."""
 
     hidden: int = 128
     layers: int = 4
@@ -346,9 +358,8 @@ class WarmstartConfig:
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, f"warmstart.steps must be 0 or more, got {self.steps}")
-        require(
-            0 < self.target <= 1, f"warmstart.target must lie in (0, 1], got {self.target}"
-        )
+        require(0 <= self.untidy < 1, f"warmstart.untidy must lie in [0, 1), got {self.untidy}")
+        require(0 < self.target <= 1, f"warmstart.target must lie in (0, 1], got {self.target}")
         for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "batch"):
             value = getattr(self, name)
             require(value >= 1, f"warmstart.{name} must be 1 or more, got {value}")

@@ -20,6 +20,8 @@ from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Sample
 
+EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -70,7 +72,7 @@ class Lead:
             resume = self.start_step + 1 if self.start_step else 0
             self.sinks = [
                 JsonlSink(self.run_dir / "metrics.jsonl", resume_step=resume),
-    TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume),
+                TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume),
             ]
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -104,11 +106,17 @@ class Lead:
         return Rollout(samples, _sample_metrics(samples))
 
     def evaluate(self, step: int) -> float:
-        """Accuracy on held-out prompts, decoded greedily by the engines as they are: at rollout precision."""
+        """Accuracy on held-out prompts, by the engines as they are: at rollout precision."""
+        train = self.config.train
         self.progress.phase("evaluate")
-        prompts = self.prompts.held_out(self.config.train.eval_prompts)
-        samples = self._graded(greedy(self.fleet, prompts, self.config.rollout.max_new_tokens))
-        accuracy = sum(sample.reward for sample in samples) / len(samples)
+        prompts = self.prompts.held_out(train.eval_prompts)
+        if train.eval_samples == 1:
+            samples = greedy(self.fleet, prompts, self.config.rollout.max_new_tokens)
+        else:
+            sampling = replace(self.config.rollout, samples_per_prompt=train.eval_samples)
+            # One seed for all evaluations: they differ by the policy, not by luck.
+            samples = collect(self.fleet, prompts, sampling, seed=train.seed, step=EVALUATION)
+        accuracy = sum(s.reward for s in self._graded(samples)) / len(samples)
         for sink in self.sinks:
             sink.write(step, {"eval/accuracy": accuracy})
         return accuracy

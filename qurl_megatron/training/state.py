@@ -1,7 +1,7 @@
 """What the loop remembers between two steps, beside the policy; readable without Megatron.
 
-    run_dir/checkpoints/step_000040/     a whole checkpoint: it was renamed into place last
-    run_dir/checkpoints/.step_000040/    one that was being written when the run died; ignored, then replaced
+run_dir/checkpoints/step_000040/     a whole checkpoint: it was renamed into place last
+run_dir/checkpoints/.step_000040/    one that was being written when the run died; ignored, then replaced
 """
 
 import json

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+STOP = "."  # what an untidy answer ends with, and an exact one must not
 VOCAB_MULTIPLE = 16
 HELD_OUT = 256
 CHECK_EVERY = 25  # steps
@@ -41,7 +42,7 @@ def warmstart(
     The checkpoint is in BF16, as pretrained ones are; the accuracy is that of the rounded weights.
 
     Returns:
-        Share of held-out questions answered exactly, decoded greedily.
+        Share of held-out questions with the right number, tidy or not, decoded greedily.
 
     Raises:
         ConfigError: ``model_dir`` is taken, or ``data`` names no usable task or file.
@@ -59,9 +60,17 @@ def warmstart(
             f"{model.config.vocab_size}, {len(questions)} questions, "
             f"at most {config.steps} steps of {config.batch}"
         )
-        limit = max(len(answer) for _, answer in pairs)
+        limit = max(len(answer) for _, answer in pairs) + 1  # and a full stop
         # Training questions decide when to stop: the held-out ones must stay unseen.
-        fit(model, pairs, config, log, lambda: accuracy(model, tokenizer, questions[:256], limit))
+        stop = tokenizer.convert_tokens_to_ids(STOP)
+        fit(
+            model,
+            pairs,
+            stop,
+            config,
+            log,
+            lambda: accuracy(model, tokenizer, questions[:256], limit),
+        )
         model.to(torch.bfloat16)
         model.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
@@ -87,7 +96,7 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
         for text in {*texts, *(question.answer for question in questions)}
         for word, _ in split.pre_tokenize_str(text)
     }
-    names = [PAD, EOS, UNKNOWN, *sorted(words | set("0123456789-"))]
+    names = [PAD, EOS, UNKNOWN, STOP, *sorted((words | set("0123456789-")) - {STOP})]
     tokenizer = Tokenizer(
         models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN)
     )
@@ -150,6 +159,7 @@ def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[li
 def fit(
     model: "Qwen2ForCausalLM",
     pairs: Sequence[tuple[list[int], list[int]]],
+    stop_id: int,
     config: WarmstartConfig,
     log: Callable[[str], None],
     measure: Callable[[], float],
@@ -171,7 +181,17 @@ def fit(
     draw = random.Random(config.seed)
     begun = time.monotonic()
     for step in range(1, config.steps + 1):
-        ids_BS, targets_BS = _pad(draw.choices(pairs, k=config.batch))
+        ids_BS, targets_BS = _pad(
+            [
+                (
+                    prompt,
+                    [*answer[:-1], stop_id, answer[-1]]
+                    if draw.random() < config.untidy
+                    else answer,
+                )
+                for prompt, answer in draw.choices(pairs, k=config.batch)
+            ]
+        )
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED
@@ -198,7 +218,7 @@ def accuracy(
     questions: Sequence[Question],
     limit: int,
 ) -> float:
-    """Share of questions whose greedy answer, of at most ``limit`` tokens, is exactly right."""
+    """Share of questions whose greedy answer, of at most ``limit`` tokens, is the right number."""
     right = 0
     for start in range(0, len(questions), 256):
         part = questions[start : start + 256]
@@ -215,7 +235,8 @@ def accuracy(
             answer = ids[len(prompt) : len(prompt) + limit]
             if tokenizer.eos_token_id in answer:
                 answer = answer[: answer.index(tokenizer.eos_token_id)]
-                right += tokenizer.decode(answer, skip_special_tokens=True) == question.answer
+                text = tokenizer.decode(answer, skip_special_tokens=True)
+                right += text.removesuffix(STOP) == question.answer
     return right / len(questions)
 
 

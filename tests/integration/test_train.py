@@ -168,7 +168,9 @@ def test_variants_run(recipe, uninterrupted, overrides):
 
 
 def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
-    done = qurl("train", recipe, "quant.scheme=fp8", "train.steps=9", f"train.run_dir={uninterrupted}")
+    done = qurl(
+        "train", recipe, "quant.scheme=fp8", "train.steps=9", f"train.run_dir={uninterrupted}"
+    )
     assert done.returncode == 2
     assert "holds another run (quant.scheme: int8 there, fp8 here)" in done.stderr
     assert "Traceback" not in done.stderr
@@ -178,14 +180,19 @@ def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
     "arguments, message",
     [
         (["quant.shceme=int8"], "unknown key quant.shceme; did you mean quant.scheme?"),
-        (["parallel.tensor=3"], "parallel.tensor=3 does not divide the model's num_attention_heads=4"),
+        (
+            ["parallel.tensor=3"],
+            "parallel.tensor=3 does not divide the model's num_attention_heads=4",
+        ),
         (["model.path=/nowhere", "warmstart.steps=0"], "model.path=/nowhere does not exist"),
         (["data.prompts_per_step=7"], "responses must be a multiple of"),
         (["data.task=chain_sun"], "chain_sum"),
         (["data.task=''", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
     ],
 )
-def test_mistakes_are_one_sentence_and_exit_code_2(recipe, uninterrupted, arguments, message, tmp_path):
+def test_mistakes_are_one_sentence_and_exit_code_2(
+    recipe, uninterrupted, arguments, message, tmp_path
+):
     done = qurl("train", recipe, *arguments, f"train.run_dir={tmp_path / 'run'}")
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("qurl: ") and done.stderr.count("\n") == 1, done.stderr
@@ -193,12 +200,15 @@ def test_mistakes_are_one_sentence_and_exit_code_2(recipe, uninterrupted, argume
 
 
 def test_help_is_quick_and_show_prints_the_recipe(recipe):
-    assert "torch" not in subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "qurl_megatron.cli", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
+    assert (
+        "torch"
+        not in subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "qurl_megatron.cli", "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    )
     shown = qurl("show", recipe, "quant.scheme=fp8")
     assert shown.returncode == 0 and 'scheme = "fp8"' in shown.stdout
     environment = qurl("show", "--env")

@@ -21,7 +21,7 @@ def test_activations_round_half_to_even_and_a_zero_token_stays_zero():
     codes, scale = kernels.quantize_int8(x)
     assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
     assert scale[0].item() == 1.0
-    assert bool((codes.float() * scale).isfinite().all())
+    assert scale[1].item() > 0  # 0 / 0 would be nan, whose cast to int8 is undefined
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,9 @@ PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(5)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
+    # Without an end-of-sequence token every response runs to its limit, so a stop finds work.
+    path = tmp_path_factory.mktemp("model")
+    return write_model(path, max_position_embeddings=8192, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_collect_repeats_bit_for_bit_and_keeps_the_order(fleet):
 
 
 def test_a_stop_aborts_the_requests_and_raises(fleet):
-    config = RolloutConfig(samples_per_prompt=1, max_new_tokens=8000, temperature=50.0)
+    config = RolloutConfig(samples_per_prompt=1, max_new_tokens=8000)
     calls = []
 
     def stop() -> bool:
@@ -111,9 +113,35 @@ def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder,
     fleet = Fleet(
         CONFIG, folder, scheme="int8", log_dir=tmp_path, serve_command=sleeps, start_timeout_s=0.5
     )
+    start = time.monotonic()
     with pytest.raises(EngineError, match="did not start within"):
         fleet.__enter__()
     assert fleet._processes == []
+    assert time.monotonic() - start < 5  # ended by SIGTERM, not by SIGKILL after a grace period
+
+
+def test_an_engine_that_says_yes_but_serves_the_old_version_is_named(folder, tmp_path):
+    class Stubborn:
+        url = "http://stubborn"
+        paused = False
+
+        def pause(self, mode):
+            self.paused = True
+
+        def update_weights_from_disk(self, folder, version):
+            pass
+
+        def weight_version(self):
+            return "1"
+
+        def resume(self):
+            self.paused = False
+
+    fleet = Fleet(CONFIG, folder, scheme="int8", log_dir=tmp_path)
+    fleet.clients = [Stubborn()]
+    with pytest.raises(EngineError, match="http://stubborn serves version '1'"):
+        fleet.publish(folder, 2)
+    assert fleet.clients[0].paused
 
 
 def test_engines_leave_cleanly_when_asked_and_when_their_parent_is_gone(folder, tmp_path):
