@@ -13,7 +13,9 @@ VERSION = re.search(
 setup(
     name="qurl-megatron",
     version=VERSION,
-    description="Reinforcement learning of LLMs with quantized rollouts, on Megatron-Core and SGLang",
+    description=(
+        "Reinforcement learning of LLMs with quantized rollouts, on Megatron-Core and SGLang"
+    ),
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from qurl_megatron.rollout.embedded.arch import Arch
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
+from qurl_megatron.weights.arch import Arch
 
 SCHEMES = ("int8", "fp8", "bfloat16", "float32")
 PROMPT = 32
@@ -138,22 +138,24 @@ def main(argv: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     arch = Arch(
+        family="qwen2",
         vocab=options.vocab,
         hidden=options.hidden,
         intermediate=options.intermediate,
-        layers=options.layers,
+        num_layers=options.layers,
         heads=options.heads,
         kv_heads=options.kv_heads,
         head_dim=options.hidden // options.heads,
-        norm_eps=1e-6,
-        max_positions=4096,
+        rms_eps=1e-6,
+        max_position=4096,
         tied=False,
         qkv_bias=True,
         qk_norm=False,
-        rope={"rope_type": "default", "rope_theta": 10000.0},
-        eos=(),
+        rope_theta=10000.0,
+        rope_scaling=None,
     )
-    shape = {k: getattr(arch, k) for k in ("hidden", "intermediate", "layers", "heads", "kv_heads")}
+    names = ("hidden", "intermediate", "num_layers", "heads", "kv_heads")
+    shape = {name: getattr(arch, name) for name in names}
     report = {"machine": machine(), "model": {**shape, "vocab": arch.vocab}}
     report["results"] = run(
         arch,

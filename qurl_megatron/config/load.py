@@ -12,7 +12,6 @@ from qurl_megatron.config import sections
 from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
-
 SAME_RUN = (
     "train.steps",
     "train.run_dir",
@@ -26,7 +25,7 @@ SAME_RUN = (
     "reward.workers",
     "warmstart.",
 )
-"""Keys that a run may change between two starts: how long and where it runs, not what it computes."""
+"""Keys a run may change between two starts: how long and where it runs, not what it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +50,15 @@ class RunConfig:
         per_update = self.algo.minibatches * self.parallel.data * self.train.micro_batch
         require(
             responses % per_update == 0,
-            f"data.prompts_per_step * rollout.samples_per_prompt = {responses} responses must be a multiple of "
-            f"algo.minibatches * parallel.data * train.micro_batch = {self.algo.minibatches} * "
+            f"data.prompts_per_step * rollout.samples_per_prompt = {responses} responses must be "
+            "a multiple of algo.minibatches * parallel.data * train.micro_batch = "
+            f"{self.algo.minibatches} * "
             f"{self.parallel.data} * {self.train.micro_batch} = {per_update}; change one of them",
         )
         require(
             self.algo.advantage != "grpo" or self.rollout.samples_per_prompt > 1,
-            "rollout.samples_per_prompt must be 2 or more for algo.advantage=grpo: a group of one has no spread",
+            "rollout.samples_per_prompt must be 2 or more for algo.advantage=grpo: "
+            "a group of one has no spread",
         )
 
     @property
@@ -73,7 +74,8 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
         overrides: ``section.key=value`` strings; values are TOML (bare words are strings).
 
     Raises:
-        ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or range.
+        ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
+            range.
     """
     path = Path(path)
     try:
@@ -119,7 +121,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _default_run_dir(recipe: Path, overrides: typing.Sequence[str]) -> str:
-    """runs/quickstart for the recipe as it is, runs/quickstart,quant.scheme=fp8 for a variant of it."""
+    """runs/quickstart for the recipe as it is, runs/quickstart,quant.scheme=fp8 for a variant."""
     ignored = ("train.steps", "train.run_dir", "checkpoint.", "sync.")
     variant = sorted(o.strip() for o in overrides if not o.strip().startswith(ignored))
     return "runs/" + ",".join([recipe.stem, *variant]).replace("/", "_")

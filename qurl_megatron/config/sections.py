@@ -24,10 +24,10 @@ class ModelConfig:
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer files."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Format of the trained weights; bfloat16 keeps FP32 masters, float32 is for exactness tests."""
+    """Format of trained weights; bfloat16 keeps FP32 masters, float32 is for exactness tests."""
 
     recompute: bool = False
-    """Recompute activations layer by layer in the backward pass: less memory, about 30 % more time."""
+    """Recompute activations by layer in the backward pass: less memory, about 30 % more time."""
 
     def __post_init__(self) -> None:
         require(
@@ -49,7 +49,7 @@ class ParallelConfig:
     """Data-parallel size: copies of the model, each working on its share of the samples."""
 
     sequence: bool = True
-    """Sequence parallelism: split norms and residuals over the tensor ranks (no effect at tensor=1)."""
+    """Sequence parallelism: split norms and residuals over tensor ranks (no effect at tensor=1)."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "data"):
@@ -98,7 +98,7 @@ class QuantConfig:
     """How rollout weights are quantized before they are sent to the fleet."""
 
     scheme: Literal["none", "int8", "fp8"] = "int8"
-    """Number format of the rollout weights and activations; the trained weights keep model.dtype."""
+    """Number format of rollout weights and activations; the trained weights keep model.dtype."""
 
     uaq_scale: float = 1.5
     """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""
@@ -132,7 +132,7 @@ class AlgoConfig:
     """grpo: (reward - group mean) / (group std + 1e-6); dr_grpo: without the division."""
 
     aggregation: Literal["response_mean", "token_mean"] = "response_mean"
-    """response_mean: tokens within a response, then responses (GRPO); token_mean: all tokens (DAPO)."""
+    """response_mean: each response, then their mean (GRPO); token_mean: all tokens alike (DAPO)."""
 
     kl_coef: float = 0.0
     """Weight of the k3 KL penalty to the frozen initial policy; 0 keeps no reference weights."""
@@ -196,14 +196,15 @@ class RolloutConfig:
         )
         require(
             self.temperature > 0,
-            f"rollout.temperature must be positive, got {self.temperature}; greedy decoding is for evaluation only",
+            f"rollout.temperature must be positive, got {self.temperature}; "
+            "greedy decoding is for evaluation only",
         )
         require(self.timeout_s > 0, f"rollout.timeout_s must be positive, got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from: a file, or a procedural task; exactly one of ``path`` and ``task``."""
+    """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
 
     path: str = ""
     """JSONL or parquet file with the columns ``prompt`` and ``answer``."""
@@ -233,7 +234,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(
             bool(self.path) != bool(self.task),
-            "data needs exactly one of data.path (a JSONL or parquet file) and data.task (a reasoning-gym task)",
+            "data needs exactly one of data.path (a JSONL or parquet file) and data.task "
+            "(a reasoning-gym task)",
         )
         require(
             self.prompts_per_step >= 1,
@@ -278,7 +280,7 @@ class TrainConfig:
     seed: int = 0
 
     eval_every: int = 0
-    """Steps between held-out evaluations; 0 evaluates only before the first and after the last step."""
+    """Steps between held-out evaluations; 0 evaluates only before the first and after the last."""
 
     eval_prompts: int = 0
     """Held-out prompts per evaluation; 0 turns evaluation off."""
@@ -344,8 +346,9 @@ class WarmstartConfig:
     reinforcement learning."""
 
     untidy: float = 0.5
-    """Share of the answers it learns from that end with a full stop, which the exact reward does not
-    accept: like a pretrained model, it knows more than it shows until it is rewarded for it."""
+    """Share of its training answers that end with a full stop, which the exact reward rejects.
+
+    Like a pretrained model, it knows more than it shows until it is rewarded for it."""
 
     hidden: int = 128
     layers: int = 4
@@ -365,6 +368,6 @@ class WarmstartConfig:
             require(value >= 1, f"warmstart.{name} must be 1 or more, got {value}")
         require(
             self.hidden % (2 * self.heads) == 0 and self.heads % self.kv_heads == 0,
-            f"warmstart.hidden={self.hidden} must be a multiple of 2 * warmstart.heads={self.heads}, "
-            f"and that of warmstart.kv_heads={self.kv_heads}",
+            f"warmstart.hidden={self.hidden} must be a multiple of "
+            f"2 * warmstart.heads={self.heads}, and that of warmstart.kv_heads={self.kv_heads}",
         )

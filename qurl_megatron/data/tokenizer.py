@@ -1,6 +1,5 @@
 """Text to token ids and back: the tokenizer in the model's own folder."""
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -38,21 +37,6 @@ class Tokenizer:
             return load.from_pretrained(self.path)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"the tokenizer in {self.path} cannot be loaded: {error}") from None
-
-    @cached_property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response; generation_config.json has the last word, as in engines."""
-        for name in ("generation_config.json", "config.json"):
-            file = self.path / name
-            found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-            if (ids := found.get("eos_token_id")) is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
-        if self._wrapped.eos_token_id is None:
-            raise ConfigError(
-                f"no eos_token_id in {self.path}: set it in generation_config.json, "
-                "or responses never end"
-            )
-        return (self._wrapped.eos_token_id,)
 
     def encode(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
         """Ids of a prompt, with the special tokens that belong to its start.

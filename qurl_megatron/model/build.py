@@ -18,7 +18,7 @@ from qurl_megatron.weights.ops import Op
 def transformer_config(
     arch: Arch, model: ModelConfig, parallel: ParallelConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of this model; fused kernels only where Transformer Engine brings them."""
+    """Megatron's configuration of this model; only Transformer Engine brings fused kernels."""
     dtype = getattr(torch, model.dtype)
     gpu = use_transformer_engine()
     return TransformerConfig(
@@ -64,8 +64,9 @@ def build_model(arch: Arch, config: TransformerConfig, ranks: Ranks) -> GPTModel
     scaling = arch.rope_scaling
     if scaling and (scaling.low_freq_factor, scaling.high_freq_factor) != (1.0, 4.0):
         raise ConfigError(
-            "config.json: Megatron computes llama3 rope with low_freq_factor=1 and high_freq_factor=4, "
-            f"the model has {scaling.low_freq_factor} and {scaling.high_freq_factor}"
+            "config.json: Megatron computes llama3 rope with low_freq_factor=1 and "
+            f"high_freq_factor=4, the model has {scaling.low_freq_factor} and "
+            f"{scaling.high_freq_factor}"
         )
     model = GPTModel(
         config,
@@ -120,7 +121,8 @@ def load_weights(
     """Copy a Hugging Face checkpoint into this rank's parameters.
 
     Returns:
-        The same values in FP32 by local name, for the master weights: they keep what BF16 rounds away.
+        The same values in FP32 by local name, for the master weights: they keep what BF16 rounds
+        away.
 
     Raises:
         ConfigError: the checkpoint lacks a tensor or has one of another shape than its config says.
@@ -156,8 +158,8 @@ def load_weights(
 def _mark_split(parameter: torch.nn.Parameter, op: Op) -> None:
     """Tell Megatron that the tensor ranks hold different parts of a parameter.
 
-    It marks weights only while it initialises them, which is switched off here; an unmarked one counts
-    as a copy, and the gradient norm would leave out all shards but the first.
+    It marks weights only while it initialises them, which is switched off here; an unmarked one
+    counts as a copy, and the gradient norm would leave out all shards but the first.
     """
     split_dim = op.hf[0].split_dim
     if split_dim is not None and not getattr(parameter, "tensor_model_parallel", False):

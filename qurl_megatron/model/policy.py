@@ -1,6 +1,7 @@
-"""The policy: one rank's part of a GPTModel, its optimizer, and the FP32 truth behind its BF16 weights.
+"""The policy: one rank's part of a GPTModel, its optimizer, and FP32 truth behind BF16 weights.
 
-Shapes: B = responses of a microbatch, S = padded length, v = this tensor rank's part of the vocabulary.
+Shapes: B = responses of a microbatch, S = padded length, v = this tensor rank's part of the
+vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +92,8 @@ class Policy:
             keep_reference: remember the loaded weights, for the KL term.
 
         Raises:
-            ConfigError: the checkpoint is unusable, already folded, or does not divide over the ranks.
+            ConfigError: the checkpoint is unusable, already folded, or does not divide over the
+                ranks.
         """
         config = read_config(model.path)
         arch = read_arch(config)
@@ -143,8 +145,8 @@ class Policy:
     def accumulate(self, microbatches: Sequence[TokenBatch], loss: Loss) -> list[dict[str, Any]]:
         """Forward and backward over ``microbatches``; gradients end up reduced over all ranks.
 
-        ``loss`` returns shares of one batch loss: they are summed, over microbatches and data ranks.
-        Megatron averages over both instead, so each share is scaled up by their number.
+        ``loss`` returns shares of one batch loss: they are summed, over microbatches and data
+        ranks. Megatron averages over both instead, so each share is scaled up by their number.
 
         Returns:
             Metrics of every microbatch on the last pipeline stage, an empty list on the others.
@@ -169,7 +171,7 @@ class Policy:
     def _schedule(
         self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool
     ) -> list:
-        """Run Megatron's schedule (1F1B where there is a pipeline); ``finish`` sees the last stage's logits."""
+        """Run Megatron's schedule (1F1B in a pipeline); ``finish`` sees the last stage's logits."""
 
         def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:
             batch = next(batches)
@@ -193,7 +195,7 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the model holds the frozen initial weights; they change places, so no third copy exists."""
+        """Inside, the model holds the frozen initial weights, swapped in: no third copy exists."""
         assert self._reference is not None, "built without keep_reference"
         self._swap_reference()
         try:
@@ -213,8 +215,9 @@ class Policy:
     def hf_shards(self, read: Callable[[nn.Parameter], Tensor] | None = None) -> Iterator[HfShard]:
         """This rank's weights from the FP32 masters, one Megatron parameter at a time.
 
-        Every tensor of the model appears on exactly one pipeline stage; tied output layers, which are a
-        copy, and vocabulary padding are left out. All ranks of a data-parallel group must iterate together.
+        Every tensor of the model appears on exactly one pipeline stage; tied output layers, which
+        are a copy, and vocabulary padding are left out. All ranks of a data-parallel group must
+        iterate together.
 
         Args:
             read: what to export of each parameter instead of its master, e.g. its gradient.
@@ -239,8 +242,11 @@ class Policy:
                 yield HfShard(hf_name, shard, part.split_dim, offset, tuple(shape))
 
     def _read_master(self, parameter: nn.Parameter) -> Tensor:
-        """The FP32 value of a parameter. With a distributed optimizer each data rank owns a range of it:
-        the ranges are summed into place, which is exact because the others are zero."""
+        """The FP32 value of a parameter.
+
+        With a distributed optimizer each data rank owns a range of it: the ranges are summed into
+        place, which is exact because the others are zero.
+        """
         if parameter.dtype == torch.float32:
             return parameter.detach()
         master = parameter.main_param
@@ -264,7 +270,7 @@ class Policy:
             master.copy_(value.flatten()[self._owned_range(parameter)])
 
     def _owned_range(self, parameter: nn.Parameter) -> slice:
-        """The part of a flattened parameter that this data rank's optimizer updates; may be empty."""
+        """The part of a flattened parameter this data rank's optimizer updates; may be empty."""
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             if parameter in optimizer.model_param_gbuf_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]

@@ -1,7 +1,8 @@
-"""Layer specs: Transformer Engine's where it is installed on a GPU, else Megatron's local one, completed.
+"""Layer specs: Transformer Engine's on a GPU that has it, else Megatron's local one, completed.
 
-Megatron's own local spec lacks two things that are needed without Transformer Engine: an RMSNorm that
-knows sequence parallelism, and a causal attention that takes no mask. Both are spec entries, not patches.
+Megatron's own local spec lacks two things that are needed without Transformer Engine: an RMSNorm
+that knows sequence parallelism, and a causal attention that takes no mask. Both are spec entries,
+not patches.
 
 Shapes: s = sequence, b = batch, h = this rank's heads, g = its key/value groups, d = head size.
 """
@@ -46,7 +47,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron sums the gradients of marked weights over the tensor ranks: each saw part of the sequence.
+        # Megatron sums the gradients of marked weights over the tensor ranks: each saw a part of
+        # the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Megatron-Core is written for GPUs, but little of what this package uses needs one: it asks for "the
 current device", spells ``device="cuda"`` in a few places, and tells parameters apart by the string
-``torch.cuda.FloatTensor``. ``install`` answers these questions for a machine whose device is the CPU.
+``torch.cuda.FloatTensor``. ``install`` answers these questions for a machine whose device is
+the CPU.
 
 Where CUDA is present it does nothing. Each piece names who needs it; taking one out breaks a
 TP2 x PP2 training step or a checkpoint (``tests/distributed``).
@@ -24,13 +25,13 @@ _SPELL_CUDA = (
     "megatron.core.optimizer.optimizer",  # overflow flag and loss scale
     "megatron.core.optimizer.clip_grads",  # overflow flag and norms
     "megatron.core.utils",  # local gradient norms
-    "megatron.core.dist_checkpointing.exchange_utils",  # receive buffers between data-parallel ranks
+    "megatron.core.dist_checkpointing.exchange_utils",  # receive buffers between data ranks
 )
 _FACTORIES = ("tensor", "zeros", "empty", "empty_like")
 
 
 def install() -> None:
-    """Make ``megatron.core`` run on the CPU; call before any of it is used. Repeated calls are free."""
+    """Make ``megatron.core`` run on the CPU; call before any of it is used, again at no cost."""
     if torch.cuda.is_available() or getattr(install, "done", False):
         return
     install.done = True
@@ -84,7 +85,7 @@ def _on_cpu(factory: Callable) -> Callable:
 
 
 def _answer_cuda_type_names() -> None:
-    """The optimizers sort parameters by ``tensor.type()``, and know the names of CUDA types alone."""
+    """The optimizers sort parameters by ``tensor.type()``, and know the CUDA type names alone."""
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
@@ -119,7 +120,7 @@ def _cuda_type_names() -> Iterator[None]:
 
 
 def _keep_adam_step_on_load() -> None:
-    """torch's AdamW keeps "step" per parameter; a checkpoint has it per group, and loading would miss it."""
+    """torch's AdamW keeps "step" per parameter; a checkpoint's, per group, would be missed."""
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     plain = distributed.DistributedOptimizer._set_main_param_and_optimizer_states
 

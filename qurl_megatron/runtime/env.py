@@ -33,7 +33,7 @@ PACKAGES = (
         "apex",
         "apex",
         "fused gradient accumulation and multi-tensor kernels",
-        "torch's own kernels; build it from NVIDIA's source, the PyPI package of that name is another project",
+        "torch's own kernels; build it from NVIDIA's source (PyPI's package is something else)",
     ),
     Package(
         "nvidia-modelopt",
@@ -52,7 +52,7 @@ PACKAGES = (
 
 
 def version(package: Package) -> str | None:
-    """Installed version, or None. A module without its own distribution (PyPI's apex) does not count."""
+    """Installed version, or None, as for a module without its own distribution (PyPI's apex)."""
     if importlib.util.find_spec(package.module.split(".")[0]) is None:
         return None
     if package.name == "apex" and importlib.util.find_spec("apex.normalization") is None:
@@ -64,7 +64,7 @@ def version(package: Package) -> str | None:
 
 
 def use_transformer_engine() -> bool:
-    """True where the Transformer Engine layer spec is used: CUDA is there and the package imports."""
+    """True where the Transformer Engine layer spec is used: CUDA and the package are both there."""
     import torch
 
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

@@ -1,6 +1,7 @@
 """Start one process per rank on this machine, pass signals on, and end together.
 
-Under torchrun or srun the ranks exist already, and ``place_under_launcher`` reads where this one stands.
+Under torchrun or srun the ranks exist already, and ``place_under_launcher`` reads where this
+one stands.
 """
 
 import glob
@@ -24,16 +25,18 @@ PRELOAD = ["qurl_megatron.training.loop"]
 
 
 def place_under_launcher(world_size: int) -> bool:
-    """True where torchrun or srun started this process; its variables are then set as torch wants them.
+    """True where torchrun or srun started this process; torch's own variables are then set.
 
     Raises:
-        ConfigError: the launcher started another number of processes than the recipe's parallel sizes need.
+        ConfigError: the launcher started another number of processes than the recipe's parallel
+            sizes need.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
         return True
-    # A batch script or an interactive shell is a step of one task: there the ranks are still to start.
+    # A batch script or an interactive shell is a step of one task: there the ranks are
+    # still to start.
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks == 1:
         return False
@@ -54,16 +57,16 @@ def place_under_launcher(world_size: int) -> bool:
 def _check_count(launcher: str, started: int, needed: int) -> None:
     if started != needed:
         raise ConfigError(
-            f"{launcher} started {started} processes, but parallel.tensor * parallel.pipeline * parallel.data "
-            f"= {needed}; make them equal"
+            f"{launcher} started {started} processes, but parallel.tensor * parallel.pipeline * "
+            f"parallel.data = {needed}; make them equal"
         )
 
 
 def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
     """Run ``target(*args)`` on ``world_size`` ranks and return the exit code of the run.
 
-    Ranks live in process groups of their own, so that Ctrl-C reaches them once, through this process.
-    The first rank that fails ends the others; its code is returned.
+    Ranks live in process groups of their own, so that Ctrl-C reaches them once, through this
+    process. The first rank that fails ends the others; its code is returned.
     """
     # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -101,7 +104,7 @@ def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, po
 
 
 def _join(ranks: list) -> int:
-    """Wait for all; after the first failure the rest have ``GRACE_S`` seconds, then they are killed."""
+    """Wait for all; after a first failure the rest have ``GRACE_S`` seconds, then are killed."""
     waiting, code, deadline = list(ranks), 0, None
     while waiting:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,7 +1,7 @@
 """The only door to Megatron's process-wide state: enter, train, leave.
 
-Megatron keeps its process groups in module globals. Everything above this module receives a ``Ranks``
-with the groups it needs, so that pure code can take a group as an argument.
+Megatron keeps its process groups in module globals. Everything above this module receives a
+``Ranks`` with the groups it needs, so that pure code can take a group as an argument.
 """
 
 import contextlib

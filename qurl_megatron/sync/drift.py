@@ -1,7 +1,7 @@
-"""Does the engine notice what the trainer learns? Code flips and paper Eqs. 13 and 14, version by version.
+"""Does the engine notice what the trainer learns? Code flips and paper Eqs. 13, 14 per version.
 
-Compares every quantized linear weight with what the version before held. The copies live on the host,
-one FP32 weight and one code per parameter of this rank's shard.
+Compares every quantized linear weight with what the version before held. The copies live on the
+host, one FP32 weight and one code per parameter of this rank's shard.
 """
 
 import torch
@@ -45,7 +45,7 @@ class Drift:
             )
 
     def metrics(self) -> dict[str, Metric]:
-        """This rank's sums since the last call; they merge over ranks into the whole model's ratios."""
+        """This rank's sums since the last call; merged over ranks they give the model's ratios."""
         totals, self._totals = self._totals, {}
         return {name: Mean(*pair.tolist()) for name, pair in totals.items()}
 

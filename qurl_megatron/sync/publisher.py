@@ -92,7 +92,7 @@ class Publisher:
         return self.drift.metrics()
 
     def _export(self, shard: HfShard, *, measure: bool, version: int) -> list[HfShard]:
-        """The tensors a version holds for this shard: codes and scale, or one high-precision tensor."""
+        """What a version holds for this shard: codes and scale, or one high-precision tensor."""
         quantized = is_quantized(shard.name)
         if not quantized or self.scheme == "none":
             if measure and quantized:
@@ -126,7 +126,7 @@ class Publisher:
 def versions_root(
     sync: SyncConfig, run_dir: Path, *, engines_here: bool, bytes_needed: int
 ) -> Path:
-    """Where versions go: the folder the recipe names, else memory where it fits, else the run directory."""
+    """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
     if sync.dir:
         return Path(sync.dir)
     memory = Path("/dev/shm")
@@ -151,7 +151,7 @@ def _entry(part: HfShard, file: str) -> dict:
 
 
 def _manifest(version: int, scheme: str, written: list[tuple]) -> Manifest:
-    """Join what the ranks report; the slices of a tensor must tile it, which ``TensorEntry`` checks."""
+    """Join what the ranks report; ``TensorEntry`` checks that the slices of a tensor tile it."""
     slices: dict[str, list[Slice]] = {}
     facts: dict[str, dict] = {}
     for _, _, entries in written:

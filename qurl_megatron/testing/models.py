@@ -21,7 +21,7 @@ _SIZES = {
 
 
 def tiny_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
-    """Save a random model of ``family`` in FP32; weights are large enough to make logits differ widely.
+    """Save a random FP32 model of ``family``, its weights large enough that logits differ widely.
 
     Args:
         changes: keys of the Hugging Face config, e.g. ``tie_word_embeddings=True``.

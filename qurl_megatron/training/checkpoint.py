@@ -1,7 +1,7 @@
 """The training state on disk: Megatron's own distributed checkpoint, made atomic.
 
-Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What the
-loop itself must remember is the small ``TrainState`` beside them.
+Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What
+the loop itself must remember is the small ``TrainState`` beside them.
 """
 
 import shutil
@@ -32,8 +32,8 @@ from qurl_megatron.training.state import TrainState, checkpoints
 def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path:
     """Write the state between two steps; all ranks call it together.
 
-    The folder is written aside and renamed by rank 0 when every rank has finished, so a checkpoint is
-    whole or not there. Older ones beyond ``keep`` are deleted afterwards.
+    The folder is written aside and renamed by rank 0 when every rank has finished, so a checkpoint
+    is whole or not there. Older ones beyond ``keep`` are deleted afterwards.
     """
     root = run_dir / "checkpoints"
     name = f"step_{state.step:06d}"
@@ -80,8 +80,8 @@ def load(checkpoint: Path, policy: Policy) -> None:
         )
     except (CheckpointException, CheckpointingException) as error:
         raise ConfigError(
-            f"checkpoint {checkpoint} cannot be loaded into this model ({_reason(error)}); use another "
-            "train.run_dir, or the recipe the run was started with"
+            f"checkpoint {checkpoint} cannot be loaded into this model ({_reason(error)}); use "
+            "another train.run_dir, or the recipe the run was started with"
         ) from error
     policy.gpt.load_state_dict(loaded["model"])
     policy.optimizer.load_state_dict(loaded["optimizer"])
@@ -131,14 +131,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's own AdamW instances, which Megatron uses where neither TE nor apex brings a fused one."""
+    """torch's own AdamW instances, which Megatron uses where TE and apex bring no fused one."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             yield part.optimizer
 
 
 def _ensure_adam_state(optimizer: Any) -> None:
-    """torch makes Adam's state at the first step; Megatron saves and loads it as if it always existed."""
+    """torch makes Adam's state at the first step; Megatron saves and loads as if it were there."""
     for adam in _adams(optimizer):
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
@@ -150,8 +150,11 @@ def _ensure_adam_state(optimizer: Any) -> None:
 
 
 def _unshare_adam_step(optimizer: Any) -> None:
-    """Megatron loads one ``step`` tensor into every state; each parameter's update would advance it for
-    all, and the bias correction would be wrong without any error."""
+    """Give every state its own ``step``: Megatron loads one tensor into all of them.
+
+    Each parameter's update would advance it for all, and the bias correction would be wrong
+    without any error.
+    """
     for adam in _adams(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].clone()

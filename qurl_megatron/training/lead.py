@@ -87,8 +87,8 @@ class Lead:
         """Generate and score the responses of one step.
 
         Raises:
-            Interrupted: a stop was requested while the engines generated; nothing is lost, because the
-                same prompts and seeds come again after a restart.
+            Interrupted: a stop was requested while the engines generated; nothing is lost, because
+                the same prompts and seeds come again after a restart.
         """
         config = self.config
         prompts = self.prompts.next_batch(config.data.prompts_per_step)

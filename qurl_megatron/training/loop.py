@@ -3,10 +3,10 @@
 Every rank runs it. The leading rank alone talks to engines, files and the terminal, and tells the
 others what it collected; everything between is the same program on all of them.
 
-A synchronous run is reproducible: prompts, seeds and the order of samples follow from the recipe and
-the step, and a checkpoint holds the state between two steps. Interrupted and resumed, a run writes the
-same metrics as one that was left alone, bit for bit on the same layout and machine: collectives and
-matrix products add in an order of their own on another.
+A synchronous run is reproducible: prompts, seeds and the order of samples follow from the recipe
+and the step, and a checkpoint holds the state between two steps. Interrupted and resumed, a run
+writes the same metrics as one that was left alone, bit for bit on the same layout and machine:
+collectives and matrix products add in an order of their own on another.
 """
 
 from contextlib import nullcontext
@@ -164,7 +164,8 @@ def _claim(run_dir: Path, config: RunConfig) -> None:
         changed = differences(load(recipe), config)
         if changed:
             raise ConfigError(
-                f"{run_dir} holds another run ({'; '.join(changed)}); set train.run_dir to a new folder"
+                f"{run_dir} holds another run ({'; '.join(changed)}); "
+                "set train.run_dir to a new folder"
             )
     run_dir.mkdir(parents=True, exist_ok=True)
     recipe.write_text(to_toml(config), encoding="utf-8")

@@ -11,7 +11,10 @@ from qurl_megatron.errors import ConfigError
 
 
 class StopRequest:
-    """True after Ctrl-C or SIGTERM: the loop saves and leaves at the next safe point; a second one ends at once."""
+    """True after Ctrl-C or SIGTERM: the loop then saves and leaves at the next safe point.
+
+    A second signal ends the process at once.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -32,8 +35,9 @@ def run_rank(config: RunConfig) -> int:
     """Train as the rank the environment names.
 
     Returns:
-        0 when all steps are done, 128 + n after a clean stop on signal n. A failure does not return: the
-        process leaves with 2 and one sentence for a mistake in the input, with 1 for anything else.
+        0 when all steps are done, 128 + n after a clean stop on signal n. A failure does not
+        return: the process leaves with 2 and one sentence for a mistake in the input, with 1 for
+        anything else.
     """
     stop = StopRequest()
     from qurl_megatron.rollout.client import EngineError
@@ -53,7 +57,7 @@ def run_rank(config: RunConfig) -> int:
 
 
 def _first_to_fail() -> bool:
-    """Ranks often meet the same mistake: the first to ask the rendezvous store is the one to tell."""
+    """Ranks often meet the same mistake: the first to ask the rendezvous store tells of it."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -65,7 +69,7 @@ def _first_to_fail() -> bool:
 
 
 def _leave(code: int) -> NoReturn:
-    """Leave without goodbyes: the other ranks may be in a collective that this one will never join."""
+    """Leave without goodbyes: other ranks may be in a collective that this one will never join."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""``qurl train`` before there are ranks: check what can be checked, make the warm-start model, start."""
+"""``qurl train`` before there are ranks: check what it can, make the warm-start model, start."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,8 @@ def start(config: RunConfig) -> int:
     """Train, in this process under torchrun or srun, else on ranks started here.
 
     Returns:
-        0 when all steps are done; 128 + n after a clean stop on signal n; 2 for a mistake in the input.
+        0 when all steps are done; 128 + n after a clean stop on signal n; 2 for a mistake in the
+        input.
     """
     from qurl_megatron.training.rank import run_rank
 
@@ -26,13 +27,15 @@ def start(config: RunConfig) -> int:
         _make_model(config, path)
     if not path.exists():
         raise ConfigError(
-            f"model.path={path} does not exist; give a Hugging Face checkpoint folder, or set warmstart.steps "
-            "to have a small model made there (by qurl train itself, not under torchrun or srun)"
+            f"model.path={path} does not exist; give a Hugging Face checkpoint folder, or set "
+            "warmstart.steps to have a small model made there (by qurl train itself, not under "
+            "torchrun or srun)"
         )
     read_arch(read_config(path)).check_parallel(config.parallel.tensor, config.parallel.pipeline)
     if placed:
         return run_rank(config)
-    # Threads that spin at barriers starve the ranks they wait for where there are more ranks than cores.
+    # Threads that spin at barriers starve the ranks they wait for where there are more
+    # ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return launch(run_rank, (config,), config.parallel.world_size)
 

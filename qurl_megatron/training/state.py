@@ -1,7 +1,9 @@
 """What the loop remembers between two steps, beside the policy; readable without Megatron.
 
-run_dir/checkpoints/step_000040/     a whole checkpoint: it was renamed into place last
-run_dir/checkpoints/.step_000040/    one that was being written when the run died; ignored, then replaced
+On disk:
+
+    run_dir/checkpoints/step_000040/     a whole checkpoint: it was renamed into place last
+    run_dir/checkpoints/.step_000040/    one the run died while writing; ignored, then replaced
 """
 
 import json

@@ -1,7 +1,8 @@
-"""One rollout batch into optimizer updates: deal, pad, score, then one update per minibatch and epoch.
+"""One rollout batch into updates: deal, pad, score, then one update per minibatch and epoch.
 
-A response keeps its place for the whole step: the minibatch, the data-parallel rank and the microbatch
-it is dealt to. So scores computed once serve every epoch, and no layout changes what is summed.
+A response keeps its place for the whole step: the minibatch, the data-parallel rank and the
+microbatch it is dealt to. So scores computed once serve every epoch, and no layout changes what is
+summed.
 """
 
 from collections.abc import Sequence
@@ -125,7 +126,7 @@ def lay_out(
 def attach_scores(
     policy: Policy, minibatches: list[Minibatch], score: Scorer, *, with_reference: bool
 ) -> list[Minibatch]:
-    """The same microbatches with the proximal (and reference) log-probs of their response tokens, [N].
+    """The same microbatches with proximal (and reference) log-probs of their response tokens, [N].
 
     Only the last pipeline stage computes them, and only it reads them.
     """

@@ -1,6 +1,6 @@
-"""Weights between Hugging Face and Megatron: a table of invertible ops per family, and the UAQ fold."""
+"""Weights between Hugging Face and Megatron: a table of invertible ops, and the UAQ fold."""
 
-from qurl_megatron.weights.arch import Arch, read_arch, read_config
+from qurl_megatron.weights.arch import Arch, read_arch, read_config, read_eos
 from qurl_megatron.weights.families import is_quantized, is_vocabulary, stage_ops
 from qurl_megatron.weights.hf_reader import HfReader, load_parameter
 from qurl_megatron.weights.uaq import fold_uaq, folded_scale, refuse_second_fold, unfold_uaq
@@ -15,6 +15,7 @@ __all__ = [
     "load_parameter",
     "read_arch",
     "read_config",
+    "read_eos",
     "refuse_second_fold",
     "stage_ops",
     "unfold_uaq",

@@ -1,7 +1,8 @@
 """What a Hugging Face ``config.json`` says about a decoder, in the terms this package uses.
 
-One reader for trainer, converter and engine. Anything that would change the function computed and that
-is not understood here is refused by name: a model that loads and is slightly wrong is the worst outcome.
+One reader for trainer, converter and engine. Anything that would change the function computed and
+that is not understood here is refused by name: a model that loads and is slightly wrong is the
+worst outcome.
 """
 
 import json
@@ -63,8 +64,8 @@ class Arch:
                 )
         if self.num_layers % pipeline:
             raise ConfigError(
-                f"parallel.pipeline={pipeline} does not divide the model's num_hidden_layers={self.num_layers}; "
-                f"use one of {_divisors(self.num_layers)}"
+                f"parallel.pipeline={pipeline} does not divide the model's "
+                f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
 
 
@@ -106,6 +107,8 @@ def read_arch(config: dict[str, Any]) -> Arch:
         raise ConfigError(
             "config.json: mlp_bias and attention_bias are not supported; the model needs them false"
         )
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not supported; it must be 1.0")
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(
             f"config.json: hidden_act {config['hidden_act']!r} is not supported; only silu is"
@@ -133,7 +136,25 @@ def read_arch(config: dict[str, Any]) -> Arch:
         )
     except KeyError as error:
         raise ConfigError(f"config.json lacks the key {error}") from None
+    if arch.heads % arch.kv_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads={arch.heads} is no multiple of "
+            f"num_key_value_heads={arch.kv_heads}"
+        )
     return arch
+
+
+def read_eos(folder: str | Path) -> tuple[int, ...]:
+    """Tokens that end a response; generation_config.json wins, chat models list them only there."""
+    generation = Path(folder) / "generation_config.json"
+    eos = None
+    if generation.is_file():
+        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+    if eos is None:
+        eos = read_config(folder).get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
@@ -145,6 +166,9 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
         return theta, None
     if kind == "llama3":
         names = Llama3Rope.__dataclass_fields__
+        missing = [name for name in names if name not in parameters]
+        if missing:
+            raise ConfigError(f"config.json: rope scaling of type llama3 lacks {missing}")
         return theta, Llama3Rope(**{name: parameters[name] for name in names})
     raise ConfigError(f"config.json: rope_type {kind!r} is not supported; known: default, llama3")
 

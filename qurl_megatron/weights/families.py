@@ -1,7 +1,8 @@
 """The table of ops of each model family: what lies where, as data.
 
-The three families are one block with switches (a bias on q, k and v; a norm on q and k), so they share
-one table. Layer numbers are global: a pipeline stage asks for its own layers and the ends it holds.
+The three families are one block with switches (a bias on q, k and v; a norm on q and k), so they
+share one table. Layer numbers are global: a pipeline stage asks for its own layers and the ends it
+holds.
 """
 
 from qurl_megatron.weights.arch import Arch
@@ -22,7 +23,8 @@ def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> list[Op]:
 
     Args:
         layer: global layer number, from 0.
-        fused_norms: Transformer Engine keeps each block's norm inside the linear layer that reads it.
+        fused_norms: Transformer Engine keeps each block's norm inside the linear layer that
+            reads it.
     """
     hf, mg = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     attention_norm = (

@@ -1,4 +1,4 @@
-"""Read slices of a Hugging Face checkpoint: safetensors only, one tensor (or part of one) at a time."""
+"""Read slices of a Hugging Face checkpoint: safetensors only, one tensor or part at a time."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,9 @@ class HfReader:
                 f"a safetensors file in {self.folder} cannot be read: {error}"
             ) from None
         self._file_of = {
-            name: file for file, reader in self._readers.items() for name in reader.keys()
+            name: file
+            for file, reader in self._readers.items()
+            for name in reader.keys()  # noqa: SIM118  a reader is no dict: only keys() lists it
         }
 
     def names(self) -> set[str]:
@@ -88,5 +90,6 @@ def _files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     raise ConfigError(
-        f"{folder} has no model.safetensors and no index; pickle checkpoints are not read, save it as safetensors"
+        f"{folder} has no model.safetensors and no index; pickle checkpoints are not read, "
+        "save it as safetensors"
     )

@@ -1,8 +1,8 @@
 """Invertible steps between Hugging Face tensors and Megatron parameters.
 
-An op works on one tensor-parallel shard as well as on the whole weight: slice every Hugging Face tensor
-along its split dimension, apply the op, and the result is that rank's Megatron parameter. So loading
-never sees a whole fused weight, and export never gathers one.
+An op works on one tensor-parallel shard as well as on the whole weight: slice every Hugging Face
+tensor along its split dimension, apply the op, and the result is that rank's Megatron parameter. So
+loading never sees a whole fused weight, and export never gathers one.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Params = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A Hugging Face tensor's name, and the dimension tensor parallelism splits (None: replicated)."""
+    """A Hugging Face tensor's name and the dimension split by tensor parallelism (None: copied)."""
 
     name: str
     split_dim: int | None

@@ -1,8 +1,9 @@
-"""Update-aware quantization (paper Sec. 4.3, Eq. 11): fold s into every norm and the linears that read it.
+"""Update-aware quantization (paper Sec. 4.3, Eq. 11): fold s into norms and what reads them.
 
-norm weight * s, linear weight / s: the function stays the same, while the linear's gradient grows by s
-and its quantization step shrinks by s. o_proj and down_proj follow no norm and stay; so do biases and
-q/k-norms. ``config["qurl"]["uaq_scale"]`` records the fold, and folding twice is refused.
+norm weight * s, linear weight / s: the function stays the same, while the linear's gradient grows
+by s and its quantization step shrinks by s. o_proj and down_proj follow no norm and stay; so do
+biases and q/k-norms. ``config["qurl"]["uaq_scale"]`` records the fold, and folding twice is
+refused.
 """
 
 from collections.abc import Mapping
@@ -26,9 +27,10 @@ _LINEARS = tuple(
 
 
 def folded(name: str, weight: Tensor, scale: float) -> Tensor:
-    """``weight`` of the Hugging Face tensor ``name`` after folding ``scale``; others are returned as they are.
+    """``weight`` of the Hugging Face tensor ``name`` with ``scale`` folded in, where it takes part.
 
-    Works on any slice of the tensor. Fold in FP32: rounding W/1.5 to BF16 alone moves 5 % of INT8 codes.
+    Other tensors are returned as they are. Works on any slice of the tensor. Fold in FP32: rounding
+    W/1.5 to BF16 alone moves 5 % of INT8 codes.
     """
     if scale == 1.0 or not name.startswith("model.layers."):
         return weight
@@ -71,6 +73,6 @@ def refuse_second_fold(config: Mapping[str, Any], scale: float) -> None:
     already = folded_scale(config)
     if already != 1.0 and scale != 1.0:
         raise ConfigError(
-            f"the checkpoint already has quant.uaq_scale={already} folded in and cannot be folded again by {scale}; "
-            "set quant.uaq_scale=1.0 to use it as it is"
+            f"the checkpoint already has quant.uaq_scale={already} folded in and cannot be "
+            f"folded again by {scale}; set quant.uaq_scale=1.0 to use it as it is"
         )

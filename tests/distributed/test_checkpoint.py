@@ -1,4 +1,4 @@
-"""Saved and loaded, a policy goes on as if nothing had happened, also in another parallel layout."""
+"""Saved and loaded, a policy goes on as if nothing had happened, in another layout too."""
 
 import pytest
 import torch

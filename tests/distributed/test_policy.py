@@ -1,4 +1,4 @@
-"""The whole model's loss and gradients do not depend on how it is split, and masters keep what BF16 drops."""
+"""Loss and gradients do not depend on how the model is split; masters keep what BF16 drops."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def whole(policy, read=None) -> dict[str, torch.Tensor]:
 
 
 def gradient(policy):
-    """Reads a parameter's reduced gradient; with a distributed optimizer each data rank has a range of it."""
+    """Reads a parameter's reduced gradient, of which each data rank may hold only a range."""
 
     def read(parameter):
         full = parameter.main_grad.float()
@@ -126,7 +126,8 @@ def test_gradients_and_updates_equal_one_process(backend, layout, tmp_path):
     for name, expected in alone["gradients"].items():
         assert relative(split["gradients"][name], expected) < 1e-5, name
     for name, expected in alone["weights"].items():
-        # Adam divides by the gradient's own size, which turns rounding of tiny gradients into steps.
+        # Adam divides by the gradient's own size, which turns rounding of tiny gradients
+        # into steps.
         assert relative(split["weights"][name], expected) < 1e-4, name
     for before, after in zip(alone["metrics"], split["metrics"], strict=True):
         for name in before:
@@ -175,7 +176,7 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
 
 
 def reference_gradients(folder, samples, advantages, dealt, config) -> dict[str, torch.Tensor]:
-    """Plain autograd through the Hugging Face model and the formula of ACR as the paper writes it."""
+    """Plain autograd through the Hugging Face model and the ACR formula as the paper writes it."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

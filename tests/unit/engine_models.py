@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 from qurl_megatron.quant import quantize
 from qurl_megatron.rollout.client import EngineClient
-from qurl_megatron.rollout.embedded.arch import Arch
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import Decoder, is_quantized_linear
 from qurl_megatron.rollout.embedded.server import build_app
 from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.rollout.version import Manifest, Slice, TensorEntry, write_shard
+from qurl_megatron.weights.arch import read_arch, read_config
 
 TINY = {
     "model_type": "qwen2",
@@ -47,7 +47,7 @@ def write_model(folder: Path, *, seed: int = 0, **changes) -> Path:
 
 def random_tensors(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    slots = Decoder(Arch.read(folder), "none", torch.float32, CPU).slots
+    slots = Decoder(read_arch(read_config(folder)), "none", torch.float32, CPU).slots
     return {
         name: torch.randn(slot.shape, generator=generator) * 0.3 + name.endswith("norm.weight")
         for name, slot in slots.items()
@@ -87,7 +87,7 @@ def published_tensors(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str
 
 
 def engine_for(folder: Path, *, scheme: str = "none", cache_gb: float = 0.01, **options) -> Engine:
-    decoder = Decoder(Arch.read(folder), scheme, torch.float32, CPU)
+    decoder = Decoder(read_arch(read_config(folder)), scheme, torch.float32, CPU)
     decoder.load(read_weights(folder, decoder)[0])
     return Engine(decoder, cache_gb, **options)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded.arch import Arch
 from qurl_megatron.rollout.embedded.weights import read_weights
+from qurl_megatron.weights.arch import read_arch, read_config, read_eos
 from tests.unit.engine_models import engine_for, finish, sequence, write_model
 
 LLAMA3 = {
@@ -111,11 +111,11 @@ def test_a_config_that_asks_for_more_is_refused_by_name(changes, key, tmp_path):
     config = {**json.loads((folder / "config.json").read_text()), **changes}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=key):
-        Arch.read(folder)
+        read_arch(read_config(folder))
 
 
 def test_generation_config_says_what_ends_a_response(tmp_path):
     folder = write_model(tmp_path)
-    assert Arch.read(folder).eos == (1,)
+    assert read_eos(folder) == (1,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
-    assert Arch.read(folder).eos == (1, 5)
+    assert read_eos(folder) == (1, 5)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qurl_megatron.rollout.embedded.arch import Arch
+from qurl_megatron.weights.arch import Arch
 
 ROUND = 64  # row lengths are multiples of this, so that slightly longer requests need no new cut
 
@@ -33,14 +33,14 @@ class Cache:
     def __init__(
         self, arch: Arch, dtype: torch.dtype, device: torch.device, gigabytes: float, max_rows: int
     ) -> None:
-        per_token = arch.layers * 2 * arch.kv_heads * arch.head_dim * dtype.itemsize
+        per_token = arch.num_layers * 2 * arch.kv_heads * arch.head_dim * dtype.itemsize
         self.capacity = int(gigabytes * 2**30 / per_token) // ROUND * ROUND
         self.max_rows = max_rows
         self._heads, self._kv_heads, self._dim = arch.heads, arch.kv_heads, arch.head_dim
         # Untouched pages of the flat buffers cost no memory on CPU.
         numbers = self.capacity * arch.kv_heads * arch.head_dim
         self._keys_flat, self._values_flat = (
-            [torch.empty(numbers, dtype=dtype, device=device) for _ in range(arch.layers)]
+            [torch.empty(numbers, dtype=dtype, device=device) for _ in range(arch.num_layers)]
             for _ in range(2)
         )
         self._tokens_flat = torch.empty(self.capacity, dtype=torch.int64, device=device)

@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def max_total_tokens(self) -> int:
-        return min(self.cache.capacity, self.decoder.arch.max_positions)
+        return min(self.cache.capacity, self.decoder.arch.max_position)
 
     def add(self, sequences: list[Sequence]) -> None:
         self.waiting.extend(sequences)

@@ -17,7 +17,8 @@ from torch.nn.functional import silu
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded import kernels
-from qurl_megatron.rollout.embedded.arch import Arch
+from qurl_megatron.rollout.embedded.rope import inverse_frequencies
+from qurl_megatron.weights.arch import Arch
 
 SCHEMES = ("none", "int8", "fp8")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -74,12 +75,12 @@ class Decoder:
         self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
         self.slots: dict[str, Slot] = {}
         self.embedding = self._float("model.embed_tokens.weight", arch.vocab, arch.hidden)
-        self.layers = [self._layer(f"model.layers.{index}.") for index in range(arch.layers)]
+        self.layers = [self._layer(f"model.layers.{index}.") for index in range(arch.num_layers)]
         self.norm = self._float("model.norm.weight", arch.hidden)
         self.head = (
             self.embedding if arch.tied else self._float("lm_head.weight", arch.vocab, arch.hidden)
         )
-        self._inverse_frequencies = arch.inverse_frequencies().to(device)
+        self._inverse_frequencies = inverse_frequencies(arch).to(device)
 
     @torch.inference_mode()
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -120,25 +121,23 @@ class Decoder:
         x_TH = self.embedding[ids_T]
         rotated = arch.heads + arch.kv_heads
         for index, layer in enumerate(self.layers):
-            y_TH = kernels.rms_norm(x_TH, layer.input_norm, arch.norm_eps)
+            y_TH = kernels.rms_norm(x_TH, layer.input_norm, arch.rms_eps)
             qkv = layer.qkv(y_TH, layer.qkv_bias).view(len(ids_T), -1, arch.head_dim)
             qk = qkv[:, :rotated]
             if layer.qk_norm is not None:
-                qk = kernels.rms_norm(qk, layer.qk_norm, arch.norm_eps)
+                qk = kernels.rms_norm(qk, layer.qk_norm, arch.rms_eps)
             # Into qkv itself: keys and values then lie side by side, one copy away from the cache.
             qkv[:, :rotated] = (qk * cos_T1D).addcmul_(qk.roll(arch.head_dim // 2, -1), sin_T1D)
             mixed = attend(index, qkv[:, : arch.heads], qkv[:, arch.heads :])
             x_TH = layer.out(mixed, x_TH)
-            y_TH = kernels.rms_norm(x_TH, layer.post_norm, arch.norm_eps)
+            y_TH = kernels.rms_norm(x_TH, layer.post_norm, arch.rms_eps)
             gate, up = layer.gate_up(y_TH).chunk(2, dim=-1)
             x_TH = layer.down(silu(gate).mul_(up), x_TH)
         return x_TH
 
     @torch.inference_mode()
     def logits(self, x_TH: Tensor) -> Tensor:
-        return kernels.float_linear(
-            kernels.rms_norm(x_TH, self.norm, self.arch.norm_eps), self.head
-        )
+        return kernels.float_linear(kernels.rms_norm(x_TH, self.norm, self.arch.rms_eps), self.head)
 
     def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos, and sin signed such that ``x * cos + roll(x, D/2) * sin`` is the rotation."""

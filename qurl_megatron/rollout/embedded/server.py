@@ -24,12 +24,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded.arch import Arch
 from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.protocol import Limits, parse_generate
 from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
+from qurl_megatron.weights.arch import read_arch, read_config, read_eos
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 
@@ -90,7 +90,9 @@ def load_engine(
         raise ConfigError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = Decoder(Arch.read(model_dir), scheme, DTYPES[dtype], torch.device(device))
+    decoder = Decoder(
+        read_arch(read_config(model_dir)), scheme, DTYPES[dtype], torch.device(device)
+    )
     tensors, _ = read_weights(model_dir, decoder)
     decoder.load(tensors)
     return Engine(decoder, cache_gb)
@@ -126,7 +128,9 @@ class _Handlers:
         decoder = worker.engine.decoder
         self.decoder, self.scheme = decoder, decoder.scheme
         self.dtype = str(decoder.dtype).removeprefix("torch.")
-        self.limits = Limits(decoder.arch.vocab, worker.engine.max_total_tokens, decoder.arch.eos)
+        self.limits = Limits(
+            decoder.arch.vocab, worker.engine.max_total_tokens, read_eos(model_path)
+        )
         self._updating = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
