@@ -69,6 +69,10 @@ class Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the last state of the display where it is; what is printed next comes below it."""
         self._phase = ""
         if self._live is not None:
             self._live.stop()

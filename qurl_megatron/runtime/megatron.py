@@ -5,6 +5,7 @@ Megatron keeps its process groups in module globals. Everything above this modul
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("WORLD_SIZE", "1")
     cpu.install()
+    # It reports its own creation as a warning, in every process.
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     from megatron.core import parallel_state, tensor_parallel
 
     device = _device()

@@ -103,7 +103,7 @@ class Lead:
             )
         with timer.phase("reward"):
             samples = self._graded(samples)
-        return Rollout(samples, _sample_metrics(samples))
+        return Rollout(samples, _sample_metrics(samples, newest=step - 1))
 
     def evaluate(self, step: int) -> float:
         """Accuracy on held-out prompts, by the engines as they are: at rollout precision."""
@@ -125,7 +125,7 @@ class Lead:
         """Write the report and say how the run ended."""
         from qurl_megatron.observe.report import write_report  # matplotlib takes a second to import
 
-        self.progress.__exit__()
+        self.progress.close()
         print(state.summary())
         print(f"report: {write_report(self.run_dir)}", flush=True)
 
@@ -143,13 +143,16 @@ class Lead:
         ]
 
 
-def _sample_metrics(samples: list[Sample]) -> dict[str, Metric]:
+def _sample_metrics(samples: list[Sample], *, newest: int) -> dict[str, Metric]:
+    """What is to be seen of the samples; ``newest`` is the version they should come from."""
     rewards = [sample.reward for sample in samples]
     mean = sum(rewards) / len(rewards)
     tokens = sum(len(sample.response_ids) for sample in samples)
     return {
         "reward/mean": Mean(sum(rewards), len(rewards)),
         "reward/std": Max(math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))),
+        "sync/version": Max(newest),
+        "sync/staleness": Max(newest - min(min(s.versions, default=newest) for s in samples)),
         "response/length": Mean(tokens, len(samples)),
         "response/truncated": Mean(sum(sample.truncated for sample in samples), len(samples)),
     }

@@ -53,7 +53,7 @@ def run_rank(config: RunConfig) -> int:
         if _first_to_fail():  # what the others see is only that a peer is gone
             traceback.print_exc()
         _leave(1)
-    return 0 if finished else 128 + stop.signal
+    return 0 if finished else 128 + (stop.signal or signal.SIGTERM)
 
 
 def _first_to_fail() -> bool:
