@@ -320,8 +320,8 @@ class SyncConfig:
     """How a new weight version reaches the engines."""
 
     dir: str = ""
-    """Folder that trainer and engines share, for published versions; empty takes memory-backed
-    storage where all engines are on this machine, else train.run_dir/versions."""
+    """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty
+    takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""
 
     keep: int = 2
     """Newest published versions that are kept."""

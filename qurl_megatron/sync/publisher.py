@@ -72,7 +72,9 @@ class Publisher:
         tensors: dict[str, Tensor] = {}
         entries: dict[str, dict] = {}
         for shard in self.policy.hf_shards():
-            for part in self._export(shard, measure=ranks.data.rank == 0, version=version):
+            if ranks.data.rank > 0:
+                continue  # a replica only lends its part of the masters
+            for part in self._export(shard, version):
                 # Replicated tensors are written by the first tensor rank alone.
                 if part.split_dim is None and ranks.tensor.rank > 0:
                     continue
@@ -91,11 +93,11 @@ class Publisher:
         dist.barrier()
         return self.drift.metrics()
 
-    def _export(self, shard: HfShard, *, measure: bool, version: int) -> list[HfShard]:
+    def _export(self, shard: HfShard, version: int) -> list[HfShard]:
         """What a version holds for this shard: codes and scale, or one high-precision tensor."""
         quantized = is_quantized(shard.name)
         if not quantized or self.scheme == "none":
-            if measure and quantized:
+            if quantized:
                 self.drift.observe(shard.name, shard.value, None, version)
             dtype = next(self.policy.gpt.parameters()).dtype
             return [
@@ -112,8 +114,7 @@ class Publisher:
             )
         except ConfigError as error:
             raise ConfigError(f"tensor {shard.name}: {error}") from error
-        if measure:
-            self.drift.observe(shard.name, shard.value, codes, version)
+        self.drift.observe(shard.name, shard.value, codes, version)
         scale_dim, scale_offset = (None, 0) if row_parallel else (0, shard.offset)
         return [
             HfShard(shard.name, codes.values, shard.split_dim, shard.offset, shard.shape),
@@ -123,20 +124,17 @@ class Publisher:
         ]
 
 
-def versions_root(
-    sync: SyncConfig, run_dir: Path, *, engines_here: bool, bytes_needed: int
-) -> Path:
+def versions_root(sync: SyncConfig, run_dir: Path, *, one_machine: bool, bytes_needed: int) -> Path:
     """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
+    # Named after the run: a restart clears what a killed run left, and nothing else.
+    name = f"qurl-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]}"
     if sync.dir:
-        return Path(sync.dir)
+        return Path(sync.dir) / name
     memory = Path("/dev/shm")
-    if engines_here and memory.is_dir() and os.access(memory, os.W_OK):
-        # Named after the run, so that a restart clears what a killed run left in memory.
-        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
-        root = memory / f"qurl-{name}"
-        shutil.rmtree(root, ignore_errors=True)
+    if one_machine and memory.is_dir() and os.access(memory, os.W_OK):
+        shutil.rmtree(memory / name, ignore_errors=True)
         if shutil.disk_usage(memory).free > bytes_needed:
-            return root
+            return memory / name
     return run_dir / "versions"
 
 

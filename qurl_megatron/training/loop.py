@@ -9,6 +9,7 @@ writes the same metrics as one that was left alone, bit for bit on the same layo
 collectives and matrix products add in an order of their own on another.
 """
 
+import socket
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -185,10 +186,12 @@ def _resume(run_dir: Path, policy: Policy) -> TrainState:
 
 def _versions(config: RunConfig, policy: Policy) -> Path:
     here = sum(p.numel() for p in policy.gpt.parameters())
+    hosts: list = [None] * policy.ranks.world_size
+    dist.all_gather_object(hosts, socket.gethostname())
     whole = here * policy.ranks.tensor.size * policy.ranks.pipeline.size
     return versions_root(
         config.sync,
         Path(config.train.run_dir),
-        engines_here=not config.rollout.urls,
+        one_machine=len(set(hosts)) == 1 and not config.rollout.urls,
         bytes_needed=4 * whole * (config.sync.keep + 1),
     )
