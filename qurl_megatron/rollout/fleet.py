@@ -27,8 +27,8 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL
 LOG_TAIL = 20  # lines quoted when an engine dies
 
 # How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
-# decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its time
-# slice, and the whole team waits for it. This value costs nothing on a quiet machine.
+# decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its
+# time slice, and the whole team waits for it. This value costs nothing on a quiet machine.
 SPIN_COUNT = "30000"
 
 

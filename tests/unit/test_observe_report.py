@@ -4,12 +4,12 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from observe_fake_run import write_fake_run
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.plots import COLORS, SECTIONS, smooth, thin
 from qurl_megatron.observe.report import save_overview_png, write_report
 from qurl_megatron.observe.sinks import read_metrics
+from tests.unit.observe_fake_run import write_fake_run
 
 # A warning from matplotlib is a flaw in the picture.
 pytestmark = pytest.mark.filterwarnings("error")
