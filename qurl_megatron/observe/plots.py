@@ -209,7 +209,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
                 Line("eval/accuracy", "held-out accuracy", "orange", rings=True),
             ),
             "Mean reward of each rollout batch, sampled by the quantized policy. Rings: accuracy "
-            "on held-out prompts, decoded greedily; the first one is the model before training.",
+            "on held-out prompts; the first one is the model before training.",
             "Fig. 2 (a)",
             wide=True,
         ),

@@ -185,13 +185,18 @@ def _resume(run_dir: Path, policy: Policy) -> TrainState:
 
 
 def _versions(config: RunConfig, policy: Policy) -> Path:
+    """Where versions go, as the leading rank decides it."""
     here = sum(p.numel() for p in policy.gpt.parameters())
     hosts: list = [None] * policy.ranks.world_size
     dist.all_gather_object(hosts, socket.gethostname())
-    whole = here * policy.ranks.tensor.size * policy.ranks.pipeline.size
-    return versions_root(
-        config.sync,
-        Path(config.train.run_dir),
-        one_machine=len(set(hosts)) == 1 and not config.rollout.urls,
-        bytes_needed=4 * whole * (config.sync.keep + 1),
-    )
+    root: list[Path | None] = [None]
+    if policy.ranks.leads:
+        whole = here * policy.ranks.tensor.size * policy.ranks.pipeline.size
+        root[0] = versions_root(
+            config.sync,
+            Path(config.train.run_dir),
+            one_machine=len(set(hosts)) == 1 and not config.rollout.urls,
+            bytes_needed=4 * whole * (config.sync.keep + 1),
+        )
+    dist.broadcast_object_list(root, src=0)
+    return root[0]
