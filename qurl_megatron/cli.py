@@ -15,6 +15,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"qurl: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before there are ranks, which save first
+        return 130
 
 
 def train(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """From a TOML file and ``section.key=value`` overrides to one checked ``RunConfig``."""
 
 import dataclasses
+import json
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ SAME_RUN = (
     "checkpoint.",
     "sync.",
     "parallel.",
+    "train.micro_batch",
+    "model.recompute",
     "rollout.engine",
     "rollout.urls",
     "rollout.timeout_s",
@@ -188,9 +191,11 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False)  # TOML's basic strings escape as JSON does
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        )
     return repr(value)

@@ -1,7 +1,7 @@
 """One frozen dataclass per section of a recipe; a component receives its own section and no other.
 
 A section checks what it can check alone. Checks that need two sections live in ``RunConfig``,
-checks that need the model's own ``config.json`` in ``model.arch``.
+checks that need the model's own ``config.json`` in ``weights.arch``.
 """
 
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """From an ``Arch`` to one rank's part of a GPTModel, with weights."""
 
+from dataclasses import replace
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
@@ -12,7 +14,16 @@ from qurl_megatron.model.spec import decoder_spec
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.weights import Arch, HfReader, load_parameter, stage_ops
+from qurl_megatron.weights.arch import Llama3Rope
 from qurl_megatron.weights.ops import Op
+
+# What Megatron hard-codes beside the factor.
+MEGATRON_LLAMA3_ROPE = Llama3Rope(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
 
 
 def transformer_config(
@@ -62,11 +73,10 @@ def transformer_config(
 def build_model(arch: Arch, config: TransformerConfig, ranks: Ranks) -> GPTModel:
     """This rank's part of the model, with undefined weights, on its device."""
     scaling = arch.rope_scaling
-    if scaling and (scaling.low_freq_factor, scaling.high_freq_factor) != (1.0, 4.0):
+    if scaling and replace(scaling, factor=8.0) != MEGATRON_LLAMA3_ROPE:
         raise ConfigError(
-            "config.json: Megatron computes llama3 rope with low_freq_factor=1 and "
-            f"high_freq_factor=4, the model has {scaling.low_freq_factor} and "
-            f"{scaling.high_freq_factor}"
+            f"config.json: Megatron computes {MEGATRON_LLAMA3_ROPE} with any factor, "
+            f"the model has {scaling}"
         )
     model = GPTModel(
         config,

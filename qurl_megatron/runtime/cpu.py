@@ -5,8 +5,7 @@ current device", spells ``device="cuda"`` in a few places, and tells parameters 
 ``torch.cuda.FloatTensor``. ``install`` answers these questions for a machine whose device is
 the CPU.
 
-Where CUDA is present it does nothing. Each piece names who needs it; taking one out breaks a
-TP2 x PP2 training step or a checkpoint (``tests/distributed``).
+Where CUDA is present it does nothing. Each piece names who needs it.
 """
 
 import contextlib
@@ -50,7 +49,6 @@ def install() -> None:
         module = importlib.import_module(name)
         module.torch = _TorchWithoutCuda()
     _answer_cuda_type_names()
-    _keep_adam_step_on_load()
 
 
 def _use_cpu_generator() -> None:
@@ -117,18 +115,3 @@ def _cuda_type_names() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.type = plain
-
-
-def _keep_adam_step_on_load() -> None:
-    """torch's AdamW keeps "step" per parameter; a checkpoint's, per group, would be missed."""
-    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    plain = distributed.DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states(self, model_param, tensors):
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"].clone()}
-        return plain(self, model_param, tensors)
-
-    distributed.DistributedOptimizer._set_main_param_and_optimizer_states = set_states

@@ -32,13 +32,13 @@ PACKAGES = (
     Package(
         "apex",
         "apex",
-        "fused gradient accumulation and multi-tensor kernels",
+        "fused Adam and multi-tensor kernels",
         "torch's own kernels; build it from NVIDIA's source (PyPI's package is something else)",
     ),
     Package(
         "nvidia-modelopt",
         "modelopt",
-        "reference quantizers for parity tests and export",
+        "nothing yet",
         "the quantizers of this package alone",
     ),
     Package(

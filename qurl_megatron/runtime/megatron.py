@@ -91,19 +91,19 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         create_gloo_process_groups=device.type == "cuda",
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    try:
-        yield Ranks(
-            device=device,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
-            pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
-            data=_axis(parallel_state.get_data_parallel_group()),
-        )
-    finally:
-        parallel_state.destroy_model_parallel()
-        if started_here:
-            dist.destroy_process_group()
+    yield Ranks(
+        device=device,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        data=_axis(parallel_state.get_data_parallel_group()),
+    )
+    # Only after success: where this rank failed, the others may be in a collective, and the process
+    # that tears its groups down would wait for them instead of saying what went wrong.
+    parallel_state.destroy_model_parallel()
+    if started_here:
+        dist.destroy_process_group()
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:
@@ -113,6 +113,8 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    # A launcher may show each rank a device of its own, which is then the only one.
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -71,10 +71,11 @@ def load(checkpoint: Path, policy: Policy) -> None:
         ConfigError: the checkpoint is of another model, or damaged.
     """
     _ensure_adam_state(policy.optimizer)
-    strategy = FullyParallelLoadStrategyWrapper(
-        get_default_load_sharded_strategy(str(checkpoint)), policy.ranks.data.group
-    )
+    _keep_adam_step_on_load(policy.optimizer)
     try:
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(checkpoint)), policy.ranks.data.group
+        )
         loaded = dist_checkpointing.load(
             _sharded_state(policy, loading=True), str(checkpoint), strategy
         )
@@ -135,6 +136,26 @@ def _adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             yield part.optimizer
+
+
+def _keep_adam_step_on_load(optimizer: Any) -> None:
+    """Let a distributed optimizer load into torch's AdamW.
+
+    torch keeps ``step`` per parameter, a checkpoint has it per group; Megatron would look for it
+    among the parameter's tensors and not find it.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not hasattr(part, "_set_main_param_and_optimizer_states") or not list(_adams(part)):
+            continue
+
+        def set_states(
+            model_param, tensors, part=part, plain=part._set_main_param_and_optimizer_states
+        ):
+            group, order = part.model_param_group_index_map[model_param]
+            state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+            return plain(model_param, {"step": state["step"].clone(), **tensors})
+
+        part._set_main_param_and_optimizer_states = set_states
 
 
 def _ensure_adam_state(optimizer: Any) -> None:

@@ -127,7 +127,8 @@ class Lead:
 
         self.progress.close()
         print(state.summary())
-        print(f"report: {write_report(self.run_dir)}", flush=True)
+        if state.step or state.accuracy is not None:  # else there is nothing to draw yet
+            print(f"report: {write_report(self.run_dir)}", flush=True)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self.sinks:

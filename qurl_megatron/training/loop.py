@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.algo import group_advantages
-from qurl_megatron.config import RunConfig, differences, load, to_toml
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.config import RunConfig
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.collect import Interrupted
@@ -28,7 +27,7 @@ from qurl_megatron.sync.publisher import Publisher, versions_root
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.rank import StopRequest
-from qurl_megatron.training.state import TrainState, latest
+from qurl_megatron.training.state import TrainState, claim, latest
 from qurl_megatron.training.step import improve
 
 
@@ -40,8 +39,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
     """
     run_dir = Path(config.train.run_dir)
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
-        if ranks.leads:
-            _claim(run_dir, config)
+        lock = claim(run_dir, config) if ranks.leads else nullcontext()
         policy = Policy.build(
             config.model,
             config.parallel,
@@ -52,9 +50,10 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         )
         state = _resume(run_dir, policy)
         with (
+            lock,
             Lead(config, run_dir, stop, state.step, state.cursor)
             if ranks.leads
-            else nullcontext() as lead
+            else nullcontext() as lead,
         ):
             publisher = Publisher(
                 policy,
@@ -152,24 +151,6 @@ def _throughput(metrics: dict[str, Metric], rollout: Rollout) -> dict[str, float
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def _claim(run_dir: Path, config: RunConfig) -> None:
-    """Write the recipe into the run directory, unless another run lives there.
-
-    Raises:
-        ConfigError: the directory holds a checkpoint of a run that computes something else.
-    """
-    recipe = run_dir / "config.toml"
-    if latest(run_dir) and recipe.is_file():
-        changed = differences(load(recipe), config)
-        if changed:
-            raise ConfigError(
-                f"{run_dir} holds another run ({'; '.join(changed)}); "
-                "set train.run_dir to a new folder"
-            )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(to_toml(config), encoding="utf-8")
 
 
 def _resume(run_dir: Path, policy: Policy) -> TrainState:

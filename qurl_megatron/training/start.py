@@ -6,7 +6,7 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.launch import launch, place_under_launcher
-from qurl_megatron.training.state import TrainState, latest
+from qurl_megatron.training.state import TrainState, latest, refuse_other_run
 from qurl_megatron.weights.arch import read_arch, read_config
 
 
@@ -19,6 +19,7 @@ def start(config: RunConfig) -> int:
     """
     from qurl_megatron.training.rank import run_rank
 
+    refuse_other_run(Path(config.train.run_dir), config)
     if _already_done(config):
         return 0
     placed = place_under_launcher(config.parallel.world_size)

@@ -6,12 +6,17 @@ On disk:
     run_dir/checkpoints/.step_000040/    one the run died while writing; ignored, then replaced
 """
 
+import fcntl
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from qurl_megatron.config import RunConfig, differences, load, to_toml
+from qurl_megatron.errors import ConfigError
 
 STATE = "state.json"
+RECIPE = "config.toml"
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,13 @@ class TrainState:
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":
-        return TrainState(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+        path = checkpoint / STATE
+        try:
+            return TrainState(**json.loads(path.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is damaged ({error}); delete the folder to resume from the one before"
+            ) from None
 
     def write(self, checkpoint: Path) -> None:
         (checkpoint / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
@@ -51,3 +62,38 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def latest(run_dir: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
     return next(reversed(checkpoints(run_dir)), None)
+
+
+def refuse_other_run(run_dir: Path, config: RunConfig) -> None:
+    """Raise ``ConfigError`` where the directory holds a run that computes something else."""
+    recipe = run_dir / RECIPE
+    if latest(run_dir) and recipe.is_file():
+        changed = differences(load(recipe), config)
+        if changed:
+            raise ConfigError(
+                f"{run_dir} holds another run ({'; '.join(changed)}); "
+                "set train.run_dir to a new folder"
+            )
+
+
+def claim(run_dir: Path, config: RunConfig) -> TextIO:
+    """Write the recipe into the run directory and lock it.
+
+    Returns:
+        The lock: the directory is this process' own until the file is closed or the process ends.
+
+    Raises:
+        ConfigError: the directory holds another run, or a process is at work in it.
+    """
+    refuse_other_run(run_dir, config)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{run_dir} is in use by a run that has not ended; wait for it, stop it, "
+            "or set train.run_dir to a new folder"
+        ) from None
+    (run_dir / RECIPE).write_text(to_toml(config), encoding="utf-8")
+    return lock

@@ -44,7 +44,6 @@ class Arch:
     tied: bool  # the output layer is the embedding
     qkv_bias: bool
     qk_norm: bool
-    uaq_scale: float = 1.0  # factor already folded into the weights at this path
 
     @property
     def queries_per_group(self) -> int:
@@ -107,6 +106,11 @@ def read_arch(config: dict[str, Any]) -> Arch:
         raise ConfigError(
             "config.json: mlp_bias and attention_bias are not supported; the model needs them false"
         )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "config.json: quantization_config means quantized weights; "
+            "give the checkpoint they were made from"
+        )
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config.json: partial_rotary_factor is not supported; it must be 1.0")
     if config.get("hidden_act", "silu") != "silu":
@@ -132,7 +136,6 @@ def read_arch(config: dict[str, Any]) -> Arch:
             tied=config.get("tie_word_embeddings", False),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
-            uaq_scale=config.get("qurl", {}).get("uaq_scale", 1.0),
         )
     except KeyError as error:
         raise ConfigError(f"config.json lacks the key {error}") from None

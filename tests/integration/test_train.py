@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,6 +198,38 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("qurl: ") and done.stderr.count("\n") == 1, done.stderr
     assert message in done.stderr
+
+
+def test_a_mistake_that_only_one_later_rank_meets_is_told_too(recipe, uninterrupted, tmp_path):
+    """The output layer is loaded by the last pipeline stage alone."""
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "model"
+    shutil.copytree(recipe.parent / "model", broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    done = qurl(
+        "train",
+        recipe,
+        f"model.path={broken}",
+        "parallel.pipeline=2",
+        f"train.run_dir={tmp_path / 'run'}",
+    )
+    assert done.returncode == 2, done.stderr
+    assert "tensor lm_head.weight is not in the checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_directory_in_use_is_refused(recipe, uninterrupted):
+    import fcntl
+
+    with (uninterrupted / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = qurl(
+            "train", recipe, "parallel.tensor=2", "train.steps=9", f"train.run_dir={uninterrupted}"
+        )
+    assert done.returncode == 2 and "is in use by a run that has not ended" in done.stderr
 
 
 def test_help_is_quick_and_show_prints_the_recipe(recipe):

@@ -110,6 +110,10 @@ def test_folding_leaves_int8_codes_from_fp32(tmp_path):
     "change, message",
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, qwen2, qwen3"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "give the checkpoint they were made from",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
