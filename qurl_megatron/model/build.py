@@ -1,6 +1,8 @@
 """From an ``Arch`` to one rank's part of a GPTModel, with weights."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -14,8 +16,13 @@ from qurl_megatron.model.spec import decoder_spec
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.weights import Arch, HfReader, load_parameter, stage_ops
-from qurl_megatron.weights.arch import Llama3Rope
+from qurl_megatron.weights.arch import Experts, Llama3Rope
 from qurl_megatron.weights.ops import Op
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 # What Megatron hard-codes beside the factor.
 MEGATRON_LLAMA3_ROPE = Llama3Rope(
@@ -29,7 +36,16 @@ MEGATRON_LLAMA3_ROPE = Llama3Rope(
 def transformer_config(
     arch: Arch, model: ModelConfig, parallel: ParallelConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of this model; only Transformer Engine brings fused kernels."""
+    """Megatron's configuration of this model; only Transformer Engine brings fused kernels.
+
+    Raises:
+        ConfigError: experts are split over tensor ranks that each hold the whole sequence.
+    """
+    if arch.experts and parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            "parallel.sequence=false is not supported for models with experts and "
+            f"parallel.tensor={parallel.tensor}: Megatron trains them with it only; set it to true"
+        )
     dtype = getattr(torch, model.dtype)
     gpu = use_transformer_engine()
     return TransformerConfig(
@@ -41,7 +57,8 @@ def transformer_config(
         ffn_hidden_size=arch.intermediate,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_eps,
-        activation_func=functional.silu,
+        layernorm_zero_centered_gamma=arch.zero_centred_norm,
+        activation_func=ACTIVATIONS[arch.activation],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
@@ -60,13 +77,38 @@ def transformer_config(
         # Weights come from a checkpoint: nothing is drawn.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        bias_activation_fusion=gpu,
+        # Megatron fuses the exact functions it knows.
+        bias_activation_fusion=gpu and arch.activation == "silu",
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
+        **_expert_options(arch.experts),
+    )
+
+
+def _expert_options(experts: Experts | None) -> dict[str, Any]:
+    """Every token reaches the experts its router chose: none is dropped, no loss balances them.
+
+    The router computes in the dtype of the model, as transformers and engines do; in FP32 it would
+    choose other experts than they where two are nearly equal.
+    """
+    if experts is None:
+        return {}
+    return dict(
+        num_moe_experts=experts.count,
+        moe_ffn_hidden_size=experts.intermediate,
+        moe_router_topk=experts.top_k,
+        # Softmax over the chosen ones is softmax over all of them, made to sum to one.
+        moe_router_pre_softmax=not experts.norm_topk_prob,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        # Each rank holds a slice of every expert: tokens are gathered before they are copied to
+        # their top_k experts, where "alltoall" would send every copy.
+        moe_token_dispatcher_type="allgather",
+        moe_grouped_gemm=False,
     )
 
 
@@ -92,7 +134,19 @@ def build_model(arch: Arch, config: TransformerConfig, ranks: Ranks) -> GPTModel
         rope_scaling=scaling is not None,
         rope_scaling_factor=scaling.factor if scaling else 8.0,
     )
+    if arch.embedding_scale != 1.0 and ranks.first_stage:
+        _scale_embedding(model, arch.embedding_scale)
     return model.to(ranks.device)
+
+
+def _scale_embedding(model: GPTModel, scale: float) -> None:
+    """Multiply what the first layer reads; GPTModel builds its embedding without such a switch.
+
+    The output layer reads the same weights unscaled where they are tied, so they stay as they are.
+    """
+    # Hugging Face rounds the factor to the weights' dtype before it multiplies.
+    rounded = torch.tensor(scale, dtype=model.config.params_dtype).item()
+    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
 
 
 def padded_vocab(arch: Arch, ranks: Ranks) -> int:

@@ -1,8 +1,8 @@
 """Layer specs: Transformer Engine's on a GPU that has it, else Megatron's local one, completed.
 
-Megatron's own local spec lacks two things that are needed without Transformer Engine: an RMSNorm
-that knows sequence parallelism, and a causal attention that takes no mask. Both are spec entries,
-not patches.
+Megatron's own local spec lacks three things that are needed without Transformer Engine: an RMSNorm
+that knows sequence parallelism, a causal attention that takes no mask, and a router whose product
+is torch's. All are spec entries, not patches.
 
 Shapes: s = sequence, b = batch, h = this rank's heads, g = its key/value groups, d = head size.
 """
@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -27,10 +28,27 @@ from qurl_megatron.runtime.env import use_transformer_engine
 def decoder_spec(
     config: TransformerConfig, *, qk_norm: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec that GPTModel builds its decoder from."""
+    """The spec that GPTModel builds its decoder from.
+
+    Experts are a list of MLPs in both specs, not one grouped product, so that their weights have
+    the same names everywhere.
+    """
+    experts = config.num_moe_experts
     if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=qk_norm,
+    )
+    if experts:
+        # Checkpoints use Transformer Engine's names. It cannot fuse the norm that router and
+        # experts read, but Megatron's local spec renames that norm as if it were fused.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        layer.submodules.mlp.submodules.router = Router
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
@@ -46,6 +64,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of marked weights over the tensor ranks: each saw a part of
         # the sequence.
@@ -54,7 +73,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centred:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * normed.to(x.dtype)
+
+
+class Router(TopKRouter):
+    """Megatron's router, whose product wants Transformer Engine even where that is absent."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.weight)
 
 
 class CausalAttention(MegatronModule):

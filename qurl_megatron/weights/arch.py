@@ -6,13 +6,46 @@ worst outcome.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qurl_megatron.errors import ConfigError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a ``model_type`` fixes by its name alone, or where ``config.json`` is silent."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    routed: bool = False  # every layer has experts in place of one MLP
+    activation: Activation = "silu"
+    zero_centred_norm: bool = False
+    scaled_embedding: bool = False  # by the square root of the hidden size
+    tied: bool = False  # unless the config says
+    window: int | None = None  # sliding attention window, unless the config says
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(window=4096),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, routed=True),
+    "gemma": Family(
+        activation="gelu_tanh", zero_centred_norm=True, scaled_embedding=True, tied=True
+    ),
+}
+
+# What configs call each activation. Gemma's first ones say "gelu" and mean its tanh form.
+ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
+    "silu": ("silu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +59,18 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The router of a layer and the MLPs it chooses from."""
+
+    count: int
+    top_k: int
+    intermediate: int  # of one expert
+    norm_topk_prob: bool  # the chosen experts' probabilities are made to sum to one
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arch:
-    """Sizes and switches of one dense decoder."""
+    """Sizes and switches of one decoder."""
 
     family: str
     num_layers: int
@@ -44,6 +87,10 @@ class Arch:
     tied: bool  # the output layer is the embedding
     qkv_bias: bool
     qk_norm: bool
+    experts: Experts | None = None  # every layer's, in place of its MLP
+    activation: Activation = "silu"  # of the gate
+    zero_centred_norm: bool = False  # norms store their gain minus one
+    embedding_scale: float = 1.0  # on what the first layer reads; the output layer is not scaled
 
     @property
     def queries_per_group(self) -> int:
@@ -51,15 +98,16 @@ class Arch:
 
     def check_parallel(self, tensor: int, pipeline: int) -> None:
         """Raise ``ConfigError`` unless the sizes divide over the ranks."""
-        for what, size in (
-            ("num_attention_heads", self.heads),
-            ("num_key_value_heads", self.kv_heads),
-            ("intermediate_size", self.intermediate),
-        ):
+        sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        if self.experts:
+            sizes["moe_intermediate_size"] = self.experts.intermediate
+        else:
+            sizes["intermediate_size"] = self.intermediate
+        for what, size in sizes.items():
             if size % tensor:
                 raise ConfigError(
                     f"parallel.tensor={tensor} does not divide the model's {what}={size}; "
-                    f"use one of {_divisors(self.heads, self.kv_heads, self.intermediate)}"
+                    f"use one of {_divisors(*sizes.values())}"
                 )
         if self.num_layers % pipeline:
             raise ConfigError(
@@ -95,14 +143,9 @@ def read_arch(config: dict[str, Any]) -> Arch:
     Raises:
         ConfigError: unknown family, missing key, or a switch this package does not compute.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"config.json: model_type {family!r} is not supported; known: {', '.join(FAMILIES)}"
-        )
-    if config.get("use_sliding_window"):
-        raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
-    if config.get("mlp_bias") or (family != "qwen2" and config.get("attention_bias")):
+    family = read_family(config)
+    _refuse_windows(config, family)
+    if config.get("mlp_bias") or (not family.qkv_bias and config.get("attention_bias")):
         raise ConfigError(
             "config.json: mlp_bias and attention_bias are not supported; the model needs them false"
         )
@@ -113,15 +156,22 @@ def read_arch(config: dict[str, Any]) -> Arch:
         )
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config.json: partial_rotary_factor is not supported; it must be 1.0")
-    if config.get("hidden_act", "silu") != "silu":
+    if config.get("use_bidirectional_attention"):
         raise ConfigError(
-            f"config.json: hidden_act {config['hidden_act']!r} is not supported; only silu is"
+            "config.json: use_bidirectional_attention=true is not supported; set it to false"
         )
+    for key in ("hidden_act", "hidden_activation"):
+        known = ACTIVATIONS[family.activation]
+        if (config.get(key) or known[0]) not in known:
+            raise ConfigError(
+                f"config.json: {key} {config[key]!r} is not supported; "
+                f"a {config['model_type']} model needs {' or '.join(known)}"
+            )
     try:
         heads = config["num_attention_heads"]
         rope_theta, rope_scaling = _rope(config)
         arch = Arch(
-            family=family,
+            family=config["model_type"],
             num_layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             heads=heads,
@@ -133,9 +183,13 @@ def read_arch(config: dict[str, Any]) -> Arch:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position=config.get("max_position_embeddings", 2048),
-            tied=config.get("tie_word_embeddings", False),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            tied=config.get("tie_word_embeddings", family.tied),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            experts=_experts(config) if family.routed else None,
+            activation=family.activation,
+            zero_centred_norm=family.zero_centred_norm,
+            embedding_scale=config["hidden_size"] ** 0.5 if family.scaled_embedding else 1.0,
         )
     except KeyError as error:
         raise ConfigError(f"config.json lacks the key {error}") from None
@@ -145,6 +199,20 @@ def read_arch(config: dict[str, Any]) -> Arch:
             f"num_key_value_heads={arch.kv_heads}"
         )
     return arch
+
+
+def read_family(config: Mapping[str, Any]) -> Family:
+    """The family a config names.
+
+    Raises:
+        ConfigError: it is not one of those this package computes.
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"config.json: model_type {name!r} is not supported; known: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
 
 
 def read_eos(folder: str | Path) -> tuple[int, ...]:
@@ -158,6 +226,43 @@ def read_eos(folder: str | Path) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _refuse_windows(config: dict[str, Any], family: Family) -> None:
+    if config.get("use_sliding_window"):
+        raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
+    window = config.get("sliding_window", family.window) if family.window else None
+    if window is not None:
+        raise ConfigError(
+            f"config.json: sliding_window={window} is not supported; set it to null, which changes "
+            "nothing where prompt and response together are shorter"
+        )
+    others = set(config.get("layer_types") or ()) - {"full_attention"}
+    if others:
+        raise ConfigError(
+            f"config.json: layer_types {', '.join(sorted(others))} are not supported; "
+            "every layer must be full_attention"
+        )
+
+
+def _experts(config: dict[str, Any]) -> Experts:
+    if config.get("mlp_only_layers"):
+        raise ConfigError(
+            f"config.json: mlp_only_layers={config['mlp_only_layers']} is not supported; "
+            "every layer must have experts"
+        )
+    if config.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            f"config.json: decoder_sparse_step={config['decoder_sparse_step']} is not supported; "
+            "every layer must have experts"
+        )
+    return Experts(
+        # transformers 5 writes the second name.
+        count=config["num_experts" if "num_experts" in config else "num_local_experts"],
+        top_k=config["num_experts_per_tok"],
+        intermediate=config["moe_intermediate_size"],
+        norm_topk_prob=config.get("norm_topk_prob", False),
+    )
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:

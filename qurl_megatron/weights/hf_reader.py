@@ -1,7 +1,10 @@
 """Read slices of a Hugging Face checkpoint: safetensors only, one tensor or part at a time."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,32 +13,74 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.families import is_vocabulary
 from qurl_megatron.weights.ops import HfTensor, Op
-from qurl_megatron.weights.uaq import folded
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# A file is opened anew after this many bytes: what was read stays mapped until it is closed.
+_MAPPED_BYTES = 256 << 20
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""The number formats of safetensors that checkpoints of this package may hold."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the header of a file says of one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class HfReader:
     """The tensors of a checkpoint folder by name, whole or as tensor-parallel slices."""
 
     def __init__(self, folder: str | Path) -> None:
+        """Read the headers of all files.
+
+        Raises:
+            ConfigError: no safetensors, one that is missing or cut off, or a format not in
+                ``DTYPES``.
+        """
         self.folder = Path(folder)
-        files = _files(self.folder)
-        try:
-            self._readers = {file: safe_open(file, framework="pt") for file in files}
-        except SafetensorError as error:
-            raise ConfigError(
-                f"a safetensors file in {self.folder} cannot be read: {error}"
-            ) from None
-        self._file_of = {
-            name: file
-            for file, reader in self._readers.items()
-            for name in reader.keys()  # noqa: SIM118  a reader is no dict: only keys() lists it
-        }
+        self._stored: dict[str, Stored] = {}
+        for file in safetensors_files(self.folder):
+            self._stored.update(_header(file))
+        self._open: tuple[Path, Any] | None = None
+        self._mapped = 0
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self.stored(name).shape
+
+    def stored(self, name: str) -> Stored:
+        if name not in self._stored:
+            raise ConfigError(f"tensor {name} is not in the checkpoint {self.folder}")
+        return self._stored[name]
+
+    def shards(
+        self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None
+    ) -> dict[str, Tensor]:
+        """The Hugging Face tensors of an op, or slice ``rank`` of ``size`` of each."""
+        return {
+            tensor.name: self.read(
+                tensor, rank, size, padded_vocab if is_vocabulary(tensor.name) else None
+            )
+            for tensor in op.hf
+        }
 
     def read(
         self, tensor: HfTensor, rank: int = 0, size: int = 1, rows: int | None = None
@@ -59,37 +104,61 @@ class HfReader:
             return part
         return torch.cat([part, part.new_zeros(step - part.shape[0], *part.shape[1:])])
 
+    def whole(self, name: str) -> Tensor:
+        """A tensor as it is stored, mapped from its file."""
+        return self._slice(name)[...]
+
     def _slice(self, name: str):
-        if name not in self._file_of:
-            raise ConfigError(f"tensor {name} is not in the checkpoint {self.folder}")
-        return self._readers[self._file_of[name]].get_slice(name)
+        stored = self.stored(name)
+        if self._open is None or self._open[0] != stored.file or self._mapped > _MAPPED_BYTES:
+            self._open = (stored.file, _opened(stored.file))
+            self._mapped = 0
+        self._mapped += stored.dtype.itemsize * torch.Size(stored.shape).numel()
+        return self._open[1].get_slice(name)
 
 
-def load_parameter(
-    op: Op, reader: HfReader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
-) -> Tensor:
-    """One Megatron parameter in FP32: this tensor rank's slices, folded by ``uaq_scale``, fused."""
-    slices = {}
-    for tensor in op.hf:
-        rows = padded_vocab if is_vocabulary(tensor.name) else None
-        slices[tensor.name] = folded(
-            tensor.name, reader.read(tensor, rank, size, rows).float(), uaq_scale
-        )
-    return op.to_megatron(slices)
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a Hugging Face folder.
 
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    Raises:
+        ConfigError: there are none, or the index names one that is missing.
+    """
+    index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index} is no safetensors index: {error!r}") from None
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ConfigError(f"{index} names {missing[0]}, which is not in {folder}")
         return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(p.name for ending in ("bin", "pt", "pth") for p in folder.glob(f"*.{ending}"))
+    found = f"; pickle files ({pickles[0]}) are never loaded" if pickles else ""
     raise ConfigError(
-        f"{folder} has no model.safetensors and no index; pickle checkpoints are not read, "
-        "save it as safetensors"
+        f"{folder} has no {SINGLE} and no {INDEX}{found}; save the model as safetensors"
     )
+
+
+def _header(file: Path) -> Iterable[tuple[str, Stored]]:
+    reader = _opened(file)
+    for name in reader.keys():  # noqa: SIM118  a reader is no dict: only keys() lists it
+        part = reader.get_slice(name)
+        dtype = DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise ConfigError(
+                f"tensor {name} in {file} is stored as {part.get_dtype()}; "
+                f"known are {', '.join(DTYPES)}"
+            )
+        yield name, Stored(file, tuple(part.get_shape()), dtype)
+
+
+def _opened(file: Path):
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}); it is damaged or cut off, copy it again"
+        ) from None

@@ -17,10 +17,11 @@ Params = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A Hugging Face tensor's name and the dimension split by tensor parallelism (None: copied)."""
+    """A Hugging Face tensor's name and what must be known to read a part of it."""
 
     name: str
-    split_dim: int | None
+    split_dim: int | None  # the dimension split by tensor parallelism; None: every rank has it all
+    zero_centred: bool = False  # a norm that stores its gain minus one
 
 
 class Op(Protocol):
@@ -43,10 +44,11 @@ class Same:
     megatron: str
     hf_name: str
     split_dim: int | None = None
+    zero_centred: bool = False
 
     @property
     def hf(self) -> tuple[HfTensor, ...]:
-        return (HfTensor(self.hf_name, self.split_dim),)
+        return (HfTensor(self.hf_name, self.split_dim, self.zero_centred),)
 
     def to_megatron(self, hf: Params) -> Tensor:
         return hf[self.hf_name]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
 from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
@@ -23,9 +24,6 @@ def hf_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def megatron_logits(device, folder, parallel, uaq_scale, ids) -> torch.Tensor | None:
-    """Whole logits [B, S, V] on the last pipeline stage, None on the others."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from qurl_megatron.model.build import build_model, load_weights, transformer_config
 
     with megatron_runtime(parallel) as ranks:
@@ -33,28 +31,34 @@ def megatron_logits(device, folder, parallel, uaq_scale, ids) -> torch.Tensor | 
         config = transformer_config(arch, ModelConfig(path=str(folder), dtype="float32"), parallel)
         model = build_model(arch, config, ranks)
         load_weights(model, arch, ranks, HfReader(folder), uaq_scale)
-        ids = ids.to(device)
-        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+        return forward(model, arch, ranks, ids.to(device))
 
-        def step(_, model):
-            return model(ids, positions, None), lambda logits, non_loss_data: logits
 
-        with torch.no_grad():
-            (logits,) = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=None,
-                model=model,
-                num_microbatches=1,
-                seq_length=ids.shape[1],
-                micro_batch_size=ids.shape[0],
-                forward_only=True,
-                collect_non_loss_data=True,
-            ) or (None,)
-        if logits is None:
-            return None
-        shards = [torch.empty_like(logits) for _ in range(ranks.tensor.size)]
-        dist.all_gather(shards, logits.contiguous(), group=ranks.tensor.group)
-        return torch.cat(shards, -1)[..., : arch.vocab].cpu()
+def forward(model, arch, ranks, ids) -> torch.Tensor | None:
+    """Whole logits [B, S, V] on the last pipeline stage, None on the others."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+    def step(_, model):
+        return model(ids, positions, None), lambda logits, non_loss_data: logits
+
+    with torch.no_grad():
+        (logits,) = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=1,
+            seq_length=ids.shape[1],
+            micro_batch_size=ids.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        ) or (None,)
+    if logits is None:
+        return None
+    shards = [torch.empty_like(logits) for _ in range(ranks.tensor.size)]
+    dist.all_gather(shards, logits.contiguous(), group=ranks.tensor.group)
+    return torch.cat(shards, -1)[..., : arch.vocab].cpu()
 
 
 def check_logits(device, folder, parallel, uaq_scale, ids, expected) -> None:
@@ -140,3 +144,94 @@ def test_llama3_rope_scaling_equals_hugging_face(tmp_path):
         ids,
         hf_logits(folder, ids),
     )
+
+
+def test_probabilities_of_experts_sum_to_less_than_one_where_the_config_says_so(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", norm_topk_prob=False)
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    parallel = ParallelConfig(tensor=2)
+    run_on_ranks(
+        check_logits, 2, "gloo", tmp_path, folder, parallel, 1.0, ids, hf_logits(folder, ids)
+    )
+
+
+def test_experts_split_over_ranks_without_sequence_parallelism_are_refused(tmp_path):
+    from qurl_megatron.model.build import transformer_config
+
+    arch = read_arch(read_config(tiny_checkpoint(tmp_path, "qwen3_moe")))
+    parallel = ParallelConfig(tensor=2, sequence=False)
+    with pytest.raises(ConfigError, match="parallel.sequence=false is not supported for models"):
+        transformer_config(arch, ModelConfig(path=str(tmp_path)), parallel)
+
+
+def check_checkpoint_keys(device, folder, expected) -> None:
+    from qurl_megatron.model.build import build_model, transformer_config
+
+    parallel = ParallelConfig()
+    with megatron_runtime(parallel) as ranks:
+        arch = read_arch(read_config(folder))
+        model = build_model(
+            arch, transformer_config(arch, ModelConfig(path=str(folder)), parallel), ranks
+        )
+        # One key for the tensors of all layers, and of all experts.
+        state = model.sharded_state_dict(metadata={"singleton_local_shards": False})
+        layer = "decoder.layers."
+        keys = {tensor.key.removeprefix(layer) for tensor in state.values() if layer in tensor.key}
+        assert {key for key in keys if not key.endswith("_extra_state")} == expected
+
+
+@pytest.mark.parametrize(
+    "family, mlp",
+    [
+        (
+            "gemma",
+            {
+                "mlp.linear_fc1.layer_norm_weight",
+                "mlp.linear_fc1.weight",
+                "mlp.linear_fc2.weight",
+            },
+        ),
+        (
+            "qwen3_moe",
+            {
+                "self_attention.q_layernorm.weight",
+                "self_attention.k_layernorm.weight",
+                "pre_mlp_layernorm.weight",
+                "mlp.router.weight",
+                "mlp.experts.experts.linear_fc1.weight",
+                "mlp.experts.experts.linear_fc2.weight",
+            },
+        ),
+    ],
+)
+def test_checkpoints_use_the_keys_of_transformer_engine(family, mlp, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    attention = {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+    }
+    run_on_ranks(check_checkpoint_keys, 1, "gloo", tmp_path, folder, attention | mlp)
+
+
+def check_embedding(device, folder, ids, expected_BSH) -> None:
+    from qurl_megatron.model.build import build_model, load_weights, transformer_config
+
+    parallel = ParallelConfig()
+    with megatron_runtime(parallel) as ranks:
+        arch = read_arch(read_config(folder))
+        model_config = ModelConfig(path=str(folder), dtype="bfloat16")
+        model = build_model(arch, transformer_config(arch, model_config, parallel), ranks)
+        load_weights(model, arch, ranks, HfReader(folder), 1.0)
+        actual = model.embedding(input_ids=ids, position_ids=None).transpose(0, 1)
+        assert torch.equal(actual, expected_BSH)
+
+
+def test_bf16_embeddings_are_scaled_by_the_factor_that_hugging_face_rounds(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_checkpoint(tmp_path / "model", "gemma")
+    ids = torch.arange(128)[None]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = model.get_input_embeddings()(ids).detach()
+    run_on_ranks(check_embedding, 1, "gloo", tmp_path, folder, ids, expected)

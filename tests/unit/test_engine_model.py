@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded.model import Decoder
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.weights.arch import read_arch, read_config, read_eos
-from tests.unit.engine_models import engine_for, finish, sequence, write_model
+from tests.unit.engine_models import CPU, TINY, engine_for, finish, sequence, write_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -21,6 +22,7 @@ MODELS = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-scaled": {"model_type": "llama", "rope_scaling": LLAMA3},
     "llama-v5-config": {"model_type": "llama", "rope_parameters": LLAMA3},
@@ -112,6 +114,31 @@ def test_a_config_that_asks_for_more_is_refused_by_name(changes, key, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=key):
         read_arch(read_config(folder))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+            },
+            "does not serve qwen3_moe models: it has no experts;",
+        ),
+        (
+            {"model_type": "gemma", "head_dim": 8},
+            "does not serve gemma models: it has no zero-centred norms, gelu_tanh gates, "
+            "scaled embeddings;",
+        ),
+    ],
+)
+def test_a_model_the_engine_would_compute_wrongly_is_not_served(changes, message):
+    with pytest.raises(ConfigError) as error:
+        Decoder(read_arch({**TINY, **changes}), "int8", torch.float32, CPU)
+    assert message in str(error.value)
 
 
 def test_generation_config_says_what_ends_a_response(tmp_path):

@@ -9,6 +9,7 @@ from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
 from qurl_megatron.weights import (
     HfReader,
     fold_uaq,
+    is_quantized,
     load_parameter,
     read_arch,
     read_config,
@@ -84,6 +85,53 @@ def test_folding_scales_norms_up_and_their_readers_down():
     assert all(torch.equal(back[name], state[name]) for name in state) and "qurl" not in config
 
 
+def test_folding_reaches_every_expert_and_their_router():
+    ones = torch.ones(2, 2)
+    mlp = "model.layers.1.mlp."
+    state = {
+        f"{mlp}gate.weight": ones,
+        **{
+            f"{mlp}experts.{expert}.{kind}_proj.weight": ones
+            for expert in (0, 10)
+            for kind in ("gate", "up", "down")
+        },
+    }
+    folded = fold_uaq(state, {"model_type": "qwen3_moe"}, 2.0)
+    assert {name.removeprefix(mlp): value[0, 0].item() for name, value in folded.items()} == {
+        "gate.weight": 0.5,
+        "experts.0.gate_proj.weight": 0.5,
+        "experts.0.up_proj.weight": 0.5,
+        "experts.0.down_proj.weight": 1.0,
+        "experts.10.gate_proj.weight": 0.5,
+        "experts.10.up_proj.weight": 0.5,
+        "experts.10.down_proj.weight": 1.0,
+    }
+
+
+def test_folding_a_zero_centred_norm_scales_its_gain():
+    config = {"model_type": "gemma"}
+    layer = "model.layers.0.input_layernorm.weight"
+    state = {layer: torch.tensor([0.0, -0.5, 1.0]), "model.norm.weight": torch.tensor([0.5])}
+    folded = fold_uaq(state, config, 1.5)
+    # 1.5 * (1 + g) - 1
+    torch.testing.assert_close(folded[layer], torch.tensor([0.5, -0.25, 2.0]))
+    assert folded["model.norm.weight"].item() == 0.5
+    back = unfold_uaq(folded, config)
+    torch.testing.assert_close(back[layer], state[layer])
+
+
+def test_folding_a_family_whose_norms_are_unknown_is_refused():
+    with pytest.raises(ConfigError, match="model_type 'gemma2' is not supported"):
+        fold_uaq({}, {"model_type": "gemma2"}, 1.5)
+
+
+def test_experts_are_quantized_and_their_router_is_not():
+    layer = "model.layers.0.mlp."
+    names = [f"{layer}experts.3.{kind}_proj.weight" for kind in ("gate", "up", "down")]
+    assert all(is_quantized(name) for name in names)
+    assert not is_quantized(layer + "gate.weight")
+
+
 def test_folding_twice_is_refused():
     config = {"model_type": "qwen2"}
     fold_uaq({}, config, 1.5)
@@ -109,7 +157,11 @@ def test_folding_leaves_int8_codes_from_fp32(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, qwen2, qwen3"),
+        (
+            {"model_type": "gemma2"},
+            "model_type 'gemma2' is not supported; "
+            "known: llama, mistral, qwen2, qwen3, qwen3_moe, gemma",
+        ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "give the checkpoint they were made from",
@@ -117,6 +169,26 @@ def test_folding_leaves_int8_codes_from_fp32(tmp_path):
         ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types sliding_attention are not supported",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 4096},
+            "sliding_window=4096 is not supported; set it to null",
+        ),
+        (
+            {"model_type": "gemma", "hidden_act": "silu"},
+            "hidden_act 'silu' is not supported; a gemma model needs gelu_pytorch_tanh or gelu",
+        ),
+        (
+            {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "relu"},
+            "hidden_activation 'relu' is not supported",
+        ),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not"),
+        ({"model_type": "qwen3_moe"}, "config.json lacks the key 'num_local_experts'"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused(change, message, tmp_path):
@@ -126,12 +198,35 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(change, message, tmp_
     assert message in str(error.value)
 
 
+def test_real_gemma_and_mistral_configs_are_understood():
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 18,
+        "num_key_value_heads": 1,
+        "vocab_size": 256000,
+    }
+    old_gemma = {"model_type": "gemma", "hidden_act": "gelu", "head_dim": 256, **sizes}
+    assert read_arch(old_gemma).activation == "gelu_tanh"
+    assert read_arch(old_gemma).tied  # their config.json does not say so
+    mistral = {"model_type": "mistral", "head_dim": None, "sliding_window": None, **sizes}
+    assert read_arch(mistral).head_dim == 256
+    assert not read_arch(mistral).tied
+    del mistral["sliding_window"]  # and transformers takes 4096
+    with pytest.raises(ConfigError, match="sliding_window=4096 is not supported; set it to null"):
+        read_arch(mistral)
+
+
 def test_layouts_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
     arch = read_arch(read_config(tiny_checkpoint(tmp_path, "qwen2")))
     with pytest.raises(ConfigError, match=r"tensor=3 does not divide .*use one of \[1, 2\]"):
         arch.check_parallel(3, 1)
     with pytest.raises(ConfigError, match=r"pipeline=3 does not divide .*use one of \[1, 2, 4\]"):
         arch.check_parallel(1, 3)
+    experts = read_config(tiny_checkpoint(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=3))
+    with pytest.raises(ConfigError, match=r"moe_intermediate_size=3; use one of \[1\]"):
+        read_arch(experts).check_parallel(2, 1)
 
 
 def test_checkpoints_that_are_not_there_or_not_safe(tmp_path):
@@ -141,7 +236,7 @@ def test_checkpoints_that_are_not_there_or_not_safe(tmp_path):
     with pytest.raises(ConfigError, match="not valid JSON"):
         read_config(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ConfigError, match="save it as safetensors"):
+    with pytest.raises(ConfigError, match="save the model as safetensors"):
         HfReader(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""One decoder for Qwen2, Qwen3 and Llama, and the named buffers its weights live in.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, and the named buffers its weights live in.
 
 q, k, v and gate, up are one matrix each: one activation quantization and one product instead of
 three and two. ``slots`` maps every Hugging Face name to the rows of the buffer that it fills, so an
@@ -72,6 +72,7 @@ class Decoder:
     def __init__(self, arch: Arch, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
         if scheme not in SCHEMES:
             raise ConfigError(f"scheme must be one of {list(SCHEMES)}, got {scheme!r}")
+        _refuse_unserved(arch)
         self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
         self.slots: dict[str, Slot] = {}
         self.embedding = self._float("model.embed_tokens.weight", arch.vocab, arch.hidden)
@@ -203,6 +204,21 @@ class Decoder:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.slots[name] = Slot(tensor, shape, FLOATS)
         return tensor
+
+
+def _refuse_unserved(arch: Arch) -> None:
+    unserved = {
+        "experts": arch.experts is not None,
+        "zero-centred norms": arch.zero_centred_norm,
+        f"{arch.activation} gates": arch.activation != "silu",
+        "scaled embeddings": arch.embedding_scale != 1.0,
+    }
+    if any(unserved.values()):
+        raise ConfigError(
+            f"the embedded engine does not serve {arch.family} models: it has no "
+            f"{', '.join(what for what, there in unserved.items() if there)}; "
+            "name servers that do in rollout.urls"
+        )
 
 
 def is_quantized_linear(name: str) -> bool:

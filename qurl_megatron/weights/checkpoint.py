@@ -1,0 +1,264 @@
+"""A checkpoint on disk, Hugging Face or Megatron, as one thing: a config, an arch, ops, a reader.
+
+A Megatron checkpoint of this package carries a folder ``hf`` with the model's config.json, which
+also records the UAQ factor, and its tokenizer; one made elsewhere is read with another folder's.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.arch import Arch, read_arch, read_config
+from qurl_megatron.weights.families import stage_ops
+from qurl_megatron.weights.hf_reader import HfReader
+from qurl_megatron.weights.megatron_reader import MegatronReader
+from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.torch_dist import is_torch_dist
+from qurl_megatron.weights.uaq import folded, folded_scale
+
+DESCRIPTION = "hf"
+"""The folder inside a Megatron checkpoint that holds config.json and the tokenizer."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Reader(Protocol):
+    """Where the Hugging Face tensors of an op come from."""
+
+    folder: Path
+
+    def shards(
+        self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None
+    ) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint in high precision; nothing but headers has been read."""
+
+    folder: Path
+    description: Path  # the folder with config.json and the tokenizer
+    config: dict[str, Any]
+    arch: Arch
+    reader: HfReader | MegatronReader
+
+    @property
+    def uaq_scale(self) -> float:
+        """The factor folded into the stored weights; 1.0 where none is."""
+        return folded_scale(self.config)
+
+    @property
+    def is_megatron(self) -> bool:
+        return isinstance(self.reader, MegatronReader)
+
+    def ops(self) -> list[Op]:
+        """All ops of the model, in the order of its layers, under Megatron's names on disk."""
+        return stage_ops(
+            self.arch, range(self.arch.num_layers), first=True, last=True, fused_norms=True
+        )
+
+    def dtype(self, op: Op) -> torch.dtype:
+        """The number format an op's tensors are stored in, the widest where they differ."""
+        if isinstance(self.reader, MegatronReader):
+            return self.reader.dtype(op)
+        found = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
+        return found.pop() if len(found) == 1 else torch.float32
+
+    def check(self) -> None:
+        """Hold every tensor's name, shape and format against the config, from headers alone.
+
+        Raises:
+            ConfigError: one is missing, or is left over, or has another shape or format.
+        """
+        shapes = hf_shapes(self.arch)
+        if isinstance(self.reader, MegatronReader):
+            self.reader.check(self.ops(), shapes)
+            return
+        names = self.reader.names()
+        missing = sorted(shapes.keys() - names)
+        if missing:
+            raise ConfigError(
+                f"tensor {missing[0]} is not in {self.folder}"
+                f"{_and_more(missing)}; config.json says it must be"
+            )
+        ignored = {"lm_head.weight"} if self.arch.tied else set()
+        extra = sorted(
+            name for name in names - shapes.keys() - ignored if not name.endswith(".inv_freq")
+        )
+        if extra:
+            raise ConfigError(
+                f"tensor {extra[0]} in {self.folder} is not part of a model of type "
+                f"{self.arch.family}{_and_more(extra)}; it would be lost"
+            )
+        for name, shape in shapes.items():
+            stored = self.reader.stored(name)
+            if stored.shape != shape:
+                raise ConfigError(
+                    f"tensor {name} in {stored.file} has shape {list(stored.shape)}, "
+                    f"config.json says {list(shape)}"
+                )
+            if stored.dtype not in FLOATS:
+                raise ConfigError(
+                    f"tensor {name} in {stored.file} is stored as {stored.dtype}, which is not "
+                    "high precision; give the checkpoint it was made from"
+                )
+
+
+def open_checkpoint(folder: str | Path, description: str | Path | None = None) -> Checkpoint:
+    """Open a Hugging Face folder, a ``torch_dist`` folder, or a run's newest checkpoint.
+
+    Args:
+        description: Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint
+            that carries none of its own.
+
+    Raises:
+        ConfigError: there is no checkpoint, or one that is not understood.
+    """
+    folder = Path(folder)
+    megatron = find_torch_dist(folder)
+    if megatron is None:
+        config = read_config(folder)
+        return Checkpoint(folder, folder, config, read_arch(config), HfReader(folder))
+    described = Path(description) if description else description_of(folder)
+    config = read_config(described)
+    arch = read_arch(config)
+    return Checkpoint(megatron, described, config, arch, MegatronReader(megatron, arch))
+
+
+def description_of(folder: str | Path) -> Path:
+    """The folder with config.json and tokenizer: a Hugging Face folder itself, else inside.
+
+    Raises:
+        ConfigError: a Megatron checkpoint carries none.
+    """
+    megatron = find_torch_dist(Path(folder))
+    if megatron is None:
+        return Path(folder)
+    described = megatron / DESCRIPTION
+    if not (described / "config.json").is_file():
+        raise ConfigError(
+            f"{megatron} does not say what model it is ({DESCRIPTION}/config.json is missing); "
+            "name the Hugging Face folder it was made from (--hf), or copy that folder's "
+            f"config.json and tokenizer files to {described}"
+        )
+    return described
+
+
+def find_torch_dist(folder: Path) -> Path | None:
+    """The ``torch_dist`` folder that ``folder`` is, or that it names as its newest; else None.
+
+    Understood are Megatron-LM's ``latest_checkpointed_iteration.txt`` and this package's run
+    directories.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; name a checkpoint")
+    if is_torch_dist(folder):
+        return folder
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if tracker.is_file():
+        newest = tracker.read_text(encoding="utf-8").strip()
+        inner = folder / (newest if newest == "release" else f"iter_{newest:0>7}")
+        if not is_torch_dist(inner):
+            raise ConfigError(f"{tracker} names {inner}, which is no torch_dist checkpoint")
+        return inner
+    steps = [path for path in (folder / "checkpoints").glob("step_*") if is_torch_dist(path)]
+    return max(steps, default=None)
+
+
+def load_parameter(
+    op: Op, reader: Reader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
+) -> Tensor:
+    """One Megatron parameter in FP32: this tensor rank's slices, folded by ``uaq_scale``, fused."""
+    slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)
+    return op.to_megatron(
+        {
+            tensor.name: folded(
+                tensor.name,
+                slices[tensor.name].float(),
+                uaq_scale,
+                zero_centred=tensor.zero_centred,
+            )
+            for tensor in op.hf
+        }
+    )
+
+
+def hf_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
+    """The shape a config gives to each Hugging Face tensor of the model."""
+    hidden, head = arch.hidden, arch.head_dim
+    rows = {
+        "model.embed_tokens": arch.vocab,
+        "lm_head": arch.vocab,
+        "q_proj": arch.heads * head,
+        "k_proj": arch.kv_heads * head,
+        "v_proj": arch.kv_heads * head,
+        "o_proj": hidden,
+        "down_proj": hidden,
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for op in stage_ops(arch, range(arch.num_layers), first=True, last=True):
+        for tensor in op.hf:
+            path, _, kind = tensor.name.rpartition(".")
+            module = path.rpartition(".")[2]
+            inner = arch.intermediate
+            if arch.experts and ".experts." in path:
+                inner = arch.experts.intermediate
+            if module in ("q_norm", "k_norm"):
+                shapes[tensor.name] = (head,)
+            elif module.endswith("norm"):
+                shapes[tensor.name] = (hidden,)
+            elif module == "gate" and arch.experts:
+                shapes[tensor.name] = (arch.experts.count, hidden)
+            elif kind == "bias":
+                shapes[tensor.name] = (rows[module],)
+            elif module in ("gate_proj", "up_proj"):
+                shapes[tensor.name] = (inner, hidden)
+            else:
+                columns = {"o_proj": arch.heads * head, "down_proj": inner}.get(module, hidden)
+                shapes[tensor.name] = (rows.get(module, rows.get(path, 0)), columns)
+    return shapes
+
+
+def parameter_count(arch: Arch) -> int:
+    return sum(math.prod(shape) for shape in hf_shapes(arch).values())
+
+
+def describe(source: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+    """Write ``config`` into a folder, beside copies of the source's tokenizer and generation files.
+
+    Weights are left out, and so is everything that could be code.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _companions(source.description):
+        shutil.copyfile(path, folder / path.name)
+    write_json(folder / "config.json", config)
+
+
+def write_json(path: Path, contents: dict[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def _companions(folder: Path) -> Iterator[Path]:
+    own = {"config.json", "hf_quant_config.json", "qurl_manifest.json"}
+    for path in sorted(folder.iterdir()):
+        text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
+        if path.is_file() and text and path.name not in own and "index.json" not in path.name:
+            yield path
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def with_scale(config: dict[str, Any], scale: float) -> dict[str, Any]:
+    """A config that records ``scale`` as folded, or nothing where it is 1."""
+    rest = {key: value for key, value in config.items() if key != "qurl"}
+    return rest if scale == 1.0 else {**rest, "qurl": {"uaq_scale": scale}}
