@@ -45,7 +45,10 @@ setup(
         # Needs a machine with CUDA: the bare wheel breaks `import megatron.core` elsewhere.
         "gpu": ["transformer-engine[pytorch]"],
         "sglang": ["sglang>=0.5"],
-        "modelopt": ["nvidia-modelopt", "requests"],
+        # ModelOpt's data helpers import requests, which it does not ask for.
+        "modelopt": ["nvidia-modelopt>=0.47", "requests"],
+        # For transformers to load what checkpoints_tools/quantize.py writes.
+        "compressed-tensors": ["compressed-tensors>=0.15"],
         "bench": ["liger-kernel"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },

@@ -21,6 +21,7 @@ LEVEL = {
     "runtime": 2,
     "model": 2,
     "rollout": 2,
+    "convert": 2,
     "sync": 3,
     "training": 4,
     "bench": 4,

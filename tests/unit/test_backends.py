@@ -1,0 +1,193 @@
+"""Other packages' quantizers against ours: ModelOpt bit for bit, Transformer Engine nearly so."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from qurl_megatron.convert.backends import BACKENDS, by_modelopt, check_backend, cropped
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant import SCHEMES, dequantize, quantize
+from qurl_megatron.quant.export import extra_files, quantization_config, stored
+
+NAME = "model.layers.0.mlp.down_proj.weight"
+# ModelOpt is imported by the tests that run it: that takes 7 s.
+modelopt = pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed"
+)
+
+
+IMPORTED = set(sys.modules)  # before a test imports more
+
+
+def weight(rows=300, columns=200, dtype=torch.float32):
+    """Random rows, and rows of zeros, of ties of both grids on a scale of 1, of tiny numbers."""
+    w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
+    w[0] = 0.0
+    w[1] = torch.arange(columns) % 254 - 126.5
+    w[1, 0] = -127.0
+    w[2] = torch.arange(columns) % 56 * 8.0 - 220  # steps of the grid: 16 from 128 on, 8 from 64
+    w[2, 0] = 448.0
+    w[3] = 1e-30
+    w[4, -1] = -1e4
+    return w.to(dtype)
+
+
+def assert_same(actual, expected):
+    assert actual.values.dtype == expected.values.dtype and actual.block == expected.block
+    assert torch.equal(actual.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert actual.scale.shape == expected.scale.shape
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=0, atol=0)
+
+
+@modelopt
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_modelopt_finds_the_same_codes_and_scales(scheme, dtype):
+    for shape in [(300, 200), (256, 128), (128, 384), (5, 3)]:
+        w = weight(*shape, dtype)
+        assert_same(by_modelopt(w, scheme), quantize(w, scheme))
+
+
+def test_the_weight_of_these_tests_hits_ties():
+    e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    grids = {"int8": torch.arange(-127.0, 128.0), "fp8": e4m3[e4m3.isfinite()].unique()}
+    for dtype in (torch.float32, torch.bfloat16):
+        for row, (scheme, grid) in enumerate(grids.items(), start=1):
+            w = weight(dtype=dtype)
+            assert quantize(w, scheme).scale[row] == 1
+            middles = (grid[1:] + grid[:-1]) / 2
+            assert torch.isin(w[row].float(), middles).sum() >= 10
+
+
+@modelopt
+def test_modelopt_finds_the_same_for_a_single_channel():
+    w = weight()[7:8]
+    assert_same(by_modelopt(w, "int8"), quantize(w, "int8"))
+
+
+@modelopt
+def test_modelopt_keeps_a_scale_that_native_finds_too_small():
+    w = torch.full((2, 4), 1e-36)
+    theirs, ours = by_modelopt(w, "int8"), quantize(w, "int8")
+    assert (ours.values == 0).all() and (ours.scale == 1).all()
+    assert (theirs.values == 127).all()
+    assert (theirs.scale < torch.finfo(torch.float32).tiny).all()
+
+
+@modelopt
+def test_modelopts_exporter_writes_the_same_config():
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+    from modelopt.torch.export.quant_utils import process_layer_quant_config
+
+    for scheme, kind in (("fp8", "fp8_pc_pt"), ("fp8_block", "fp8_pb_wo")):
+        layers = {"model.layers.0.mlp.down_proj.quantization": kind, "lm_head.quantization": None}
+        quantization = process_layer_quant_config(layers)
+        (ours,) = extra_files(scheme, "modelopt", ["lm_head"]).values()
+        assert ours["quantization"] == quantization
+        flat = convert_hf_quant_config_format({"quantization": quantization})
+        assert quantization_config(scheme, "modelopt", ["lm_head"]) == flat
+
+
+@modelopt
+@pytest.mark.filterwarnings("ignore:GPTModel.sharded_state_dict")  # of its Megatron plugin
+def test_modelopts_exporter_stores_scales_in_the_same_shape():
+    from modelopt.torch.export.quant_utils import get_weight_scaling_factor
+    from modelopt.torch.quantization import quantize as convert
+
+    linear = torch.nn.Linear(384, 256, bias=False)
+    for scheme, settings in (
+        ("fp8", {"num_bits": (4, 3), "axis": 0}),
+        ("fp8_block", {"num_bits": (4, 3), "block_sizes": {-1: 128, -2: 128}}),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(384, 256, bias=False))
+        model[0].load_state_dict(linear.state_dict())
+        rules = [
+            {"quantizer_name": "*", "enable": False},
+            {"quantizer_name": "*weight_quantizer", "cfg": settings},
+        ]
+        convert(model, {"quant_cfg": rules, "algorithm": "max"}, lambda m: m(torch.ones(1, 384)))
+        theirs = get_weight_scaling_factor(model[0])
+        ours = stored(NAME, quantize(linear.weight.detach(), scheme), "modelopt")
+        (scale,) = (tensor for name, tensor in ours.items() if name != NAME)
+        assert theirs.dtype == scale.dtype and torch.equal(theirs, scale)
+
+
+@modelopt
+def test_modelopt_refuses_what_native_refuses_in_the_same_words():
+    for w in (torch.full((2, 2), float("nan")), torch.zeros(3)):
+        with pytest.raises(ConfigError) as ours:
+            quantize(w, "int8")
+        with pytest.raises(ConfigError) as theirs:
+            by_modelopt(w, "int8")
+        assert str(theirs.value) == str(ours.value)
+
+
+def test_a_backend_that_cannot_run_here_says_what_to_use(monkeypatch):
+    for scheme in SCHEMES:
+        check_backend("native", scheme)
+    with pytest.raises(ConfigError, match="unknown backend 'tensorrt'"):
+        check_backend("tensorrt", "int8")
+    with pytest.raises(ConfigError, match="unknown quantization scheme"):
+        check_backend("modelopt", "int4")
+    with pytest.raises(ConfigError, match="fp8_block alone, not int8; use backend native"):
+        BACKENDS["te"](torch.ones(2, 2), "int8")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'qurl-megatron\[modelopt\]'"):
+        BACKENDS["modelopt"](torch.ones(2, 2), "int8")
+    with pytest.raises(ConfigError, match=r"pip install 'qurl-megatron\[gpu\]'"):
+        BACKENDS["te"](torch.ones(2, 2), "fp8_block")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="compute capability 9.0"):
+        check_backend("te", "fp8_block")
+
+
+def test_a_backend_is_imported_when_it_is_asked_for():
+    assert not IMPORTED & {"modelopt", "transformer_engine"}
+
+
+def te_arithmetic(w):
+    """(codes, scale) as Transformer Engine computes and stores them: reciprocals, padded scales."""
+    amax = w.view(w.shape[0] // 128, 128, -1, 128).abs().amax((1, 3))
+    factor = torch.where(amax == 0, 1.0, 448.0 / amax)
+    spread = factor.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    codes = (w * spread).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    padding = torch.full((len(amax), -amax.shape[1] % 4), torch.nan)
+    return codes, torch.cat([1 / factor, padding], dim=1)
+
+
+def assert_nearly_same(theirs, ours):
+    """Two reciprocals are two more roundings: of the scale, and of what lies next to a tie."""
+    torch.testing.assert_close(theirs.scale, ours.scale, rtol=2**-22, atol=0)
+    flipped = theirs.values.view(torch.uint8) != ours.values.view(torch.uint8)
+    # The same arithmetic on the CPU: less than 1 of 10^6 codes of random FP32 weights, 350 of BF16.
+    assert flipped.float().mean() < 2e-3
+    # E4M3 has 3 bits of mantissa: a neighbouring code is at most 1/8 away, or the smallest step.
+    step = torch.maximum(dequantize(ours).abs() / 8, dequantize(ours).abs().max() * 2**-17)
+    difference = (dequantize(theirs) - dequantize(ours)).abs()
+    assert (difference <= 1.01 * step).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_transformer_engine_pads_is_cropped(dtype):
+    w = weight(dtype=dtype)
+    w[128:256] = 0.0
+    codes, scale = te_arithmetic(torch.nn.functional.pad(w.float(), (0, 56, 0, 84)))
+    assert codes.shape == (384, 256) and scale.shape == (3, 4)
+    quantized = cropped(codes, scale, w.shape, w.device)
+    assert quantized.values.shape == (300, 200) and quantized.scale.shape == (3, 2)
+    assert_nearly_same(quantized, quantize(w, "fp8_block"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_transformer_engine_casts_to_nearly_the_same_codes(dtype):
+    pytest.importorskip("transformer_engine")
+    for shape in [(256, 384), (300, 200)]:
+        w = weight(*shape, dtype)
+        theirs = BACKENDS["te"](w, "fp8_block")
+        assert theirs.values.device == w.device
+        assert_nearly_same(theirs, quantize(w, "fp8_block"))
