@@ -21,7 +21,8 @@ class ModelConfig:
     """Which policy is trained."""
 
     path: str = ""
-    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer files."""
+    """Hugging Face folder (config.json, *.safetensors, tokenizer), or a Megatron checkpoint that
+    checkpoints_tools/hf_to_megatron.py or a run wrote."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Format of trained weights; bfloat16 keeps FP32 masters, float32 is for exactness tests."""
@@ -31,7 +32,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.path), "model.path is missing; set it to a Hugging Face checkpoint folder"
+            bool(self.path),
+            "model.path is missing; set it to a Hugging Face or Megatron checkpoint",
         )
 
 

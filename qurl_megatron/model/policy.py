@@ -34,11 +34,9 @@ from qurl_megatron.model.build import (
 )
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.weights import (
-    Arch,
-    HfReader,
+    Checkpoint,
     is_vocabulary,
-    read_arch,
-    read_config,
+    open_checkpoint,
     refuse_second_fold,
 )
 
@@ -62,18 +60,21 @@ class Policy:
 
     def __init__(
         self,
-        arch: Arch,
+        source: Checkpoint,
+        uaq_scale: float,
         ranks: Ranks,
         model: DistributedDataParallel,
         optimizer: Any,
         scheduler: OptimizerParamScheduler,
     ) -> None:
-        self.arch = arch
+        self.source = source  # what the weights were loaded from; its config describes the model
+        self.uaq_scale = uaq_scale  # folded into the weights, there or on the way
+        self.arch = source.arch
         self.ranks = ranks
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._ops = parameter_ops(arch, ranks)
+        self._ops = parameter_ops(self.arch, ranks)
         self._reference: list[Tensor] | None = None
 
     @staticmethod
@@ -89,19 +90,22 @@ class Policy:
         """Load ``model.path`` into the given layout, folding ``uaq_scale`` on the way.
 
         Args:
+            uaq_scale: the factor the weights shall have; a checkpoint that was converted with it
+                has it already.
             keep_reference: remember the loaded weights, for the KL term.
 
         Raises:
-            ConfigError: the checkpoint is unusable, already folded, or does not divide over the
-                ranks.
+            ConfigError: the checkpoint is unusable, folded by another factor, or does not divide
+                over the ranks.
         """
-        config = read_config(model.path)
-        arch = read_arch(config)
-        refuse_second_fold(config, uaq_scale)
+        source = open_checkpoint(model.path)
+        arch = source.arch
+        fold = 1.0 if source.uaq_scale == uaq_scale else uaq_scale
+        refuse_second_fold(source.config, fold)
         arch.check_parallel(parallel.tensor, parallel.pipeline)
         megatron_config = transformer_config(arch, model, parallel)
         gpt = build_model(arch, megatron_config, ranks)
-        fp32 = load_weights(gpt, arch, ranks, HfReader(model.path), uaq_scale)
+        fp32 = load_weights(gpt, arch, ranks, source.reader, fold)
         ddp = DistributedDataParallel(
             megatron_config,
             DistributedDataParallelConfig(
@@ -114,7 +118,7 @@ class Policy:
         chained, scheduler = _optimizer(optimizer, megatron_config.params_dtype, ddp)
         megatron_config.grad_scale_func = chained.scale_loss
         megatron_config.finalize_model_grads_func = finalize_model_grads
-        policy = Policy(arch, ranks, ddp, chained, scheduler)
+        policy = Policy(source, source.uaq_scale * fold, ranks, ddp, chained, scheduler)
         for name, parameter in gpt.named_parameters():
             policy._write_master(parameter, fp32.pop(name))
         if keep_reference:

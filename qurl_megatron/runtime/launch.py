@@ -24,12 +24,14 @@ PRELOAD = ["qurl_megatron.training.loop"]
 """Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
 
 
-def place_under_launcher(world_size: int) -> bool:
+def place_under_launcher(world_size: int | None = None) -> bool:
     """True where torchrun or srun started this process; torch's own variables are then set.
 
+    Args:
+        world_size: how many processes the recipe's parallel sizes need; None takes any number.
+
     Raises:
-        ConfigError: the launcher started another number of processes than the recipe's parallel
-            sizes need.
+        ConfigError: the launcher started another number of processes.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
@@ -54,8 +56,8 @@ def place_under_launcher(world_size: int) -> bool:
     return True
 
 
-def _check_count(launcher: str, started: int, needed: int) -> None:
-    if started != needed:
+def _check_count(launcher: str, started: int, needed: int | None) -> None:
+    if needed is not None and started != needed:
         raise ConfigError(
             f"{launcher} started {started} processes, but parallel.tensor * parallel.pipeline * "
             f"parallel.data = {needed}; make them equal"

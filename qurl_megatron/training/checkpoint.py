@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.training.state import TrainState, checkpoints
+from qurl_megatron.weights.checkpoint import DESCRIPTION, describe, with_scale
 
 
 def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path:
@@ -54,6 +55,9 @@ def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path
     )
     dist.barrier()
     if policy.ranks.leads:
+        # A checkpoint that says what it is: the converters need no other folder.
+        config = with_scale(policy.source.config, policy.uaq_scale)
+        describe(policy.source, aside / DESCRIPTION, config)
         state.write(aside)
         if final.exists():
             shutil.rmtree(final)

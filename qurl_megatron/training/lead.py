@@ -19,6 +19,7 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Sample
+from qurl_megatron.weights.checkpoint import description_of
 
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
 
@@ -51,7 +52,7 @@ class Lead:
         self.run_dir = run_dir
         self.stop = stop
         self.start_step = start_step
-        self.tokenizer = Tokenizer(config.model.path)
+        self.tokenizer = Tokenizer(description_of(config.model.path))
         self.prompts = PromptStream(config.data, self.tokenizer, seed=config.train.seed)
         if cursor:
             self.prompts.load_state_dict(cursor)

@@ -8,6 +8,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.launch import launch, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run
 from qurl_megatron.weights.arch import read_arch, read_config
+from qurl_megatron.weights.checkpoint import description_of
 
 
 def start(config: RunConfig) -> int:
@@ -28,11 +29,12 @@ def start(config: RunConfig) -> int:
         _make_model(config, path)
     if not path.exists():
         raise ConfigError(
-            f"model.path={path} does not exist; give a Hugging Face checkpoint folder, or set "
+            f"model.path={path} does not exist; give a Hugging Face or Megatron checkpoint, or set "
             "warmstart.steps to have a small model made there (by qurl train itself, not under "
             "torchrun or srun)"
         )
-    read_arch(read_config(path)).check_parallel(config.parallel.tensor, config.parallel.pipeline)
+    arch = read_arch(read_config(description_of(path)))
+    arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     if placed:
         return run_rank(config)
     # Threads that spin at barriers starve the ranks they wait for where there are more

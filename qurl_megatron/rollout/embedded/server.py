@@ -30,6 +30,7 @@ from qurl_megatron.rollout.embedded.protocol import Limits, parse_generate
 from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
 from qurl_megatron.weights.arch import read_arch, read_config, read_eos
+from qurl_megatron.weights.checkpoint import description_of
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 
@@ -85,14 +86,13 @@ def serve(
 def load_engine(
     model_dir: Path, *, scheme: str, dtype: str, cache_gb: float, device: str = "auto"
 ) -> Engine:
-    """Engine with the weights of a Hugging Face folder."""
+    """Engine with the weights of a Hugging Face folder or a Megatron checkpoint."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = Decoder(
-        read_arch(read_config(model_dir)), scheme, DTYPES[dtype], torch.device(device)
-    )
+    arch = read_arch(read_config(description_of(model_dir)))
+    decoder = Decoder(arch, scheme, DTYPES[dtype], torch.device(device))
     tensors, _ = read_weights(model_dir, decoder)
     decoder.load(tensors)
     return Engine(decoder, cache_gb)
@@ -129,7 +129,9 @@ class _Handlers:
         self.decoder, self.scheme = decoder, decoder.scheme
         self.dtype = str(decoder.dtype).removeprefix("torch.")
         self.limits = Limits(
-            decoder.arch.vocab, worker.engine.max_total_tokens, read_eos(model_path)
+            decoder.arch.vocab,
+            worker.engine.max_total_tokens,
+            read_eos(description_of(model_path)),
         )
         self._updating = asyncio.Lock()
 

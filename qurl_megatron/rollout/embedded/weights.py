@@ -1,4 +1,4 @@
-"""Weights from outside: a published version, a Hugging Face folder, or safetensors bytes.
+"""Weights from outside: a published version, a checkpoint of either kind, or safetensors bytes.
 
 Everything is read and joined first and checked by ``Decoder.check`` before the first copy, so a
 broken file leaves the engine on the version it has. Files are memory-mapped: reading a version
@@ -20,13 +20,14 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded.model import FLOATS, Decoder, is_quantized_linear
 from qurl_megatron.rollout.version import MANIFEST, Manifest, read_version
+from qurl_megatron.weights.checkpoint import find_torch_dist, open_checkpoint
 
 
 def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int | None]:
-    """Read a folder of either kind and check it against the decoder.
+    """Read a folder of any kind and check it against the decoder.
 
     Returns:
-        All tensors, and the version number that a manifest gives (None for a Hugging Face folder).
+        All tensors, and the version number that a manifest gives (None for a checkpoint).
 
     Raises:
         ConfigError: the folder does not hold exactly the weights of this engine.
@@ -41,7 +42,8 @@ def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int
         tensors = _collect(read_version(folder, manifest), folder)
         decoder.check(tensors)
         return tensors, manifest.version
-    tensors = _from_hugging_face(_collect(_hugging_face_tensors(folder), folder), decoder)
+    found = _megatron_tensors if find_torch_dist(folder) else _hugging_face_tensors
+    tensors = _from_hugging_face(_collect(found(folder), folder), decoder)
     decoder.check(tensors)
     return tensors, None
 
@@ -71,6 +73,12 @@ def _collect(named: Iterable[tuple[str, Tensor]], source: object) -> dict[str, T
     except SafetensorError as error:
         raise ConfigError(f"{source} holds a broken safetensors file: {error}") from None
     return tensors
+
+
+def _megatron_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    checkpoint = open_checkpoint(folder)
+    for op in checkpoint.ops():
+        yield from checkpoint.reader.shards(op).items()
 
 
 def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

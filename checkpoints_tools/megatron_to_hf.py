@@ -1,0 +1,65 @@
+"""Convert a Megatron torch_dist checkpoint, of any layout, into a Hugging Face one.
+
+Takes what hf_to_megatron.py wrote, a checkpoint of `qurl train` or its whole run directory (the
+newest is taken), or one of Megatron-LM with --hf. FP32 masters are read where the checkpoint has
+them. Writes safetensors of 5 GB, the index, config.json, tokenizer and generation config.
+"""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its inspect.py would hide Python's own
+
+import argparse
+from pathlib import Path
+
+from qurl_megatron.convert.command import (
+    DTYPES,
+    add_job_options,
+    convert,
+    file_bytes,
+    parser,
+    run_main,
+    torch_dtype,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(__doc__, "megatron_to_hf.py --ckpt runs/qwen14b --out qwen14b-rl --unfold-uaq")
+    command.add_argument("--ckpt", type=Path, required=True, help="checkpoint or run directory")
+    command.add_argument(
+        "--unfold-uaq",
+        action="store_true",
+        help="take the UAQ factor out again; else the weights stay folded and config.json says so",
+    )
+    command.add_argument(
+        "--hf", type=Path, help="folder with config.json and tokenizer, if the checkpoint has none"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="auto: the format the model came in, or the stored one where a factor stays folded",
+    )
+    add_job_options(command, file_gb=5.0)
+    return run_main(body, command.parse_args(argv))
+
+
+def body(arguments: argparse.Namespace) -> int:
+    from qurl_megatron.convert.to_huggingface import to_huggingface
+    from qurl_megatron.weights import open_checkpoint
+
+    return convert(
+        lambda: to_huggingface(
+            open_checkpoint(arguments.ckpt, arguments.hf),
+            arguments.out,
+            unfold=arguments.unfold_uaq,
+            dtype=torch_dtype(arguments.dtype),
+            file_bytes=file_bytes(arguments.file_gb),
+        ),
+        arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

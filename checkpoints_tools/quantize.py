@@ -1,0 +1,89 @@
+"""Quantize a checkpoint, Hugging Face or Megatron, into a W8A8 folder that engines load.
+
+Weights are quantized one tensor at a time from the widest numbers there are: the FP32 masters of a
+Megatron checkpoint, else what is stored. Activations are quantized by the engine, per token.
+
+  scheme       format               read by
+  int8, fp8    compressed-tensors   SGLang, vLLM, transformers (with the compressed-tensors package)
+  int8, fp8    sglang               SGLang
+  fp8_block    compressed-tensors, sglang   SGLang, vLLM, transformers
+  fp8, fp8_block   modelopt         vLLM, TensorRT-LLM
+"""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its inspect.py would hide Python's own
+
+import argparse
+from pathlib import Path
+
+from qurl_megatron.convert.command import (
+    DTYPES,
+    add_job_options,
+    convert,
+    file_bytes,
+    parser,
+    run_main,
+    torch_dtype,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(
+        __doc__,
+        "quantize.py --model Qwen2.5-14B --scheme int8 --format compressed-tensors --out qwen-int8",
+    )
+    command.add_argument("--model", type=Path, required=True, help="checkpoint of either kind")
+    command.add_argument("--scheme", choices=("int8", "fp8", "fp8_block"), required=True)
+    command.add_argument(
+        "--format",
+        dest="fmt",
+        choices=("compressed-tensors", "sglang", "modelopt"),
+        default="compressed-tensors",
+        help="layout of the folder (default %(default)s)",
+    )
+    command.add_argument(
+        "--backend",
+        choices=("native", "modelopt", "te"),
+        default="native",
+        help="whose arithmetic: ours, ModelOpt's (same bits), Transformer Engine's (fp8_block on a "
+        "GPU)",
+    )
+    command.add_argument(
+        "--uaq-scale", type=float, default=1.0, help="update-aware factor s to fold in first"
+    )
+    command.add_argument(
+        "--hf", type=Path, help="folder with config.json and tokenizer, if the checkpoint has none"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="format of what is not quantized; auto is the one the model came in",
+    )
+    add_job_options(command, file_gb=5.0)
+    return run_main(body, command.parse_args(argv))
+
+
+def body(arguments: argparse.Namespace) -> int:
+    from qurl_megatron.convert.quantize import to_quantized
+    from qurl_megatron.weights import open_checkpoint
+
+    return convert(
+        lambda: to_quantized(
+            open_checkpoint(arguments.model, arguments.hf),
+            arguments.out,
+            scheme=arguments.scheme,
+            fmt=arguments.fmt,
+            backend=arguments.backend,
+            uaq_scale=arguments.uaq_scale,
+            dtype=torch_dtype(arguments.dtype),
+            file_bytes=file_bytes(arguments.file_gb),
+        ),
+        arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A checkpoint of either kind -> a quantized Hugging Face folder that engines load.
+
+Weights are quantized from the widest numbers the source has (a Megatron checkpoint's FP32 masters),
+after folding and before any rounding. Norms, embeddings, biases, routers and the output layer keep
+the model's own format.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.convert.backends import BACKENDS, check_backend
+from qurl_megatron.convert.job import Job, OutputFile
+from qurl_megatron.convert.source import (
+    check_source,
+    config_dtype,
+    fingerprint,
+    read_tensors,
+    with_dtype,
+)
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant.export import (
+    extra_files,
+    layout,
+    quantization_config,
+    stored,
+    stored_shapes,
+)
+from qurl_megatron.weights.checkpoint import (
+    Checkpoint,
+    describe,
+    hf_shapes,
+    with_scale,
+    write_json,
+)
+from qurl_megatron.weights.families import is_quantized
+from qurl_megatron.weights.hf_writer import (
+    Group,
+    TensorSpec,
+    plan_files,
+    write_index,
+    write_safetensors,
+)
+from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.uaq import refuse_second_fold
+
+
+def to_quantized(
+    source: Checkpoint,
+    out: Path,
+    *,
+    scheme: str,
+    fmt: str,
+    backend: str = "native",
+    uaq_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5 << 30,
+) -> Job:
+    """The job that writes a quantized Hugging Face checkpoint.
+
+    Args:
+        scheme: "int8", "fp8" or "fp8_block".
+        fmt: the layout, one of ``quant.export.FORMATS``.
+        backend: whose arithmetic makes the codes, one of ``BACKENDS``.
+        uaq_scale: factor to fold in on the way (paper Eq. 11).
+        dtype: format of what is not quantized; None is the model's own.
+        file_bytes: where a file is full.
+
+    Raises:
+        ConfigError: no engine loads the scheme in the layout, or the backend does not make it, or
+            the checkpoint is not what its config says.
+    """
+    layout(scheme, fmt)
+    check_backend(backend, scheme)
+    refuse_second_fold(source.config, uaq_scale)
+    check_source(source)
+    shapes = hf_shapes(source.arch)
+    form = dtype or config_dtype(source)
+    quantizer = BACKENDS[backend]
+
+    def group(op: Op) -> Group:
+        specs = []
+        for name in (tensor.name for tensor in op.hf):
+            if is_quantized(name):
+                planned = stored_shapes(name, shapes[name], scheme, fmt)
+                specs += [TensorSpec(part, *facts) for part, facts in planned.items()]
+            else:
+                specs.append(TensorSpec(name, shapes[name], form))
+        return Group(op, tuple(specs))
+
+    def make(op: Op) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        for name, tensor in read_tensors(source, op, fold=uaq_scale).items():
+            if not is_quantized(name):
+                made[name] = tensor.to(form)
+                continue
+            try:
+                made |= stored(name, quantizer(tensor, scheme), fmt)
+            except ConfigError as error:
+                raise ConfigError(f"tensor {name}: {error}") from error
+        return made
+
+    planned = plan_files([group(op) for op in source.ops()], file_bytes)
+    kept = _kept_modules(source)
+    config = with_dtype(with_scale(source.config, source.uaq_scale * uaq_scale), form)
+    config["quantization_config"] = quantization_config(scheme, fmt, kept)
+
+    def finish(folder: Path, _: dict[str, Any]) -> None:
+        write_index(folder, planned)
+        describe(source, folder, config)
+        for name, contents in extra_files(scheme, fmt, kept).items():
+            write_json(folder / name, contents)
+
+    files = [
+        OutputFile(
+            file.name,
+            file.bytes,
+            lambda path, file=file: write_safetensors(path, file.groups, make),
+        )
+        for file in planned
+    ]
+    request = {
+        "kind": "quantized",
+        "source": fingerprint(source),
+        "scheme": scheme,
+        "format": fmt,
+        "backend": backend,
+        "uaq_scale": uaq_scale,
+        "dtype": str(dtype) if dtype else "auto",
+        "file_bytes": file_bytes,
+    }
+    return Job(out, request, files, finish)
+
+
+def _kept_modules(source: Checkpoint) -> list[str]:
+    """The linear modules that stay in high precision: the output layer and the routers."""
+    routers = [
+        f"model.layers.{layer}.mlp.gate"
+        for layer in range(source.arch.num_layers if source.arch.experts else 0)
+    ]
+    return ["lm_head", *routers]

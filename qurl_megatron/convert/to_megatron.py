@@ -1,0 +1,232 @@
+"""Hugging Face -> Megatron's ``torch_dist``: read an op's tensors, fold, fuse, cut, write.
+
+One op at a time: what is in memory is one parameter, whatever the size of the model. Weights are
+divided by s in FP32, before any rounding.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qurl_megatron.convert.job import Job, OutputFile
+from qurl_megatron.convert.source import (
+    check_source,
+    config_dtype,
+    fingerprint,
+    read_tensors,
+    with_dtype,
+)
+from qurl_megatron.weights.arch import Arch
+from qurl_megatron.weights.checkpoint import (
+    DESCRIPTION,
+    Checkpoint,
+    describe,
+    hf_shapes,
+    with_scale,
+)
+from qurl_megatron.weights.families import is_vocabulary, stage_ops
+from qurl_megatron.weights.megatron_reader import disk_key, stacked_parts
+from qurl_megatron.weights.ops import GateUp, Op
+from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
+from qurl_megatron.weights.uaq import refuse_second_fold
+
+# What Megatron's linear layers store beside their weights when they do not train in FP8.
+_NO_STATE: list[None] = [None]
+_STATE_BYTES = 1261  # of one such object, as torch.save writes it
+
+
+def to_megatron(
+    source: Checkpoint,
+    out: Path,
+    *,
+    uaq_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    file_bytes: int = 1 << 30,
+) -> Job:
+    """The job that writes a Megatron checkpoint of a model.
+
+    Args:
+        uaq_scale: factor to fold into norms and the linear layers that read them (paper Eq. 11).
+        dtype: format of the weights; None loses nothing: the source's own, or FP32 where dividing
+            needs it.
+        tensor: tensor-parallel size the chunks are cut for, and the vocabulary is padded to. Any
+            other layout loads too.
+        pipeline: pipeline stages that get files of their own.
+        file_bytes: where a file is full.
+
+    Raises:
+        ConfigError: the model is not what its config says, does not divide over the layout, or has
+            a factor folded in already.
+    """
+    refuse_second_fold(source.config, uaq_scale)
+    source.arch.check_parallel(tensor, pipeline)
+    check_source(source)
+
+    def stored(op: Op) -> torch.dtype:
+        return dtype or (source.dtype(op) if is_exact(uaq_scale) else torch.float32)
+
+    stages = _stages(source.arch, pipeline)
+    shapes = hf_shapes(source.arch)
+    chunks = {
+        op.megatron: _chunks(source.arch, op, shapes, tensor, stored(op))
+        for ops in stages
+        for op in ops
+    }
+
+    def write(path: Path, ops: Iterable[Op]) -> list[dict[str, Any]]:
+        def pieces() -> Iterator[tuple[Chunk, Tensor]]:
+            for op in ops:
+                made = read_tensors(source, op, fold=uaq_scale)
+                yield from _cut(op, made, chunks[op.megatron])
+
+        return write_chunks(path, pieces())
+
+    files = [
+        OutputFile(
+            f"__{stage}_{number}.distcp",
+            sum(_bytes(chunks[op.megatron]) for op in batch),
+            lambda path, batch=batch: write(path, batch),
+        )
+        for stage, ops in enumerate(stages)
+        for number, batch in enumerate(_batches(ops, chunks, file_bytes))
+    ]
+    objects = list(_extra_states(source.arch))
+    files.append(
+        OutputFile(
+            f"__{pipeline}_0.distcp",
+            _STATE_BYTES * len(objects),
+            lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
+        )
+    )
+    config = with_scale(source.config, source.uaq_scale * uaq_scale)
+
+    def finish(folder: Path, rows: dict[str, Any]) -> None:
+        write_table(folder, rows)
+        describe(source, folder / DESCRIPTION, with_dtype(config, config_dtype(source)))
+
+    request = {
+        "kind": "megatron",
+        "source": fingerprint(source),
+        "uaq_scale": uaq_scale,
+        "dtype": str(dtype) if dtype else "auto",
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "file_bytes": file_bytes,
+    }
+    return Job(out, request, files, finish)
+
+
+def is_exact(scale: float) -> bool:
+    """True where dividing by ``scale`` rounds nothing: it is a power of two."""
+    return math.frexp(scale)[0] == 0.5
+
+
+def _stages(arch: Arch, pipeline: int) -> list[list[Op]]:
+    """The ops of each pipeline stage; a tied output layer lies on disk as the embedding alone."""
+    each = arch.num_layers // pipeline
+    stages = [
+        stage_ops(
+            arch,
+            range(stage * each, (stage + 1) * each),
+            first=stage == 0,
+            last=stage == pipeline - 1,
+            fused_norms=True,  # the names on disk
+        )
+        for stage in range(pipeline)
+    ]
+    return [
+        [op for op in ops if not (arch.tied and op.megatron == "output_layer.weight")]
+        for ops in stages
+    ]
+
+
+def _batches(ops: list[Op], chunks: dict[str, list[Chunk]], file_bytes: int) -> Iterator[list[Op]]:
+    batch: list[Op] = []
+    filled = 0
+    for op in ops:
+        size = _bytes(chunks[op.megatron])
+        if batch and filled + size > file_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(op)
+        filled += size
+    yield batch
+
+
+def _bytes(chunks: list[Chunk]) -> int:
+    return sum(chunk.bytes for chunk in chunks)
+
+
+def _chunks(
+    arch: Arch, op: Op, shapes: dict[str, tuple[int, ...]], tensor: int, dtype: torch.dtype
+) -> list[Chunk]:
+    """How a parameter is cut: into what each of ``tensor`` ranks will read, part by part."""
+    key, index = disk_key(op.megatron)
+    extents = (arch.num_layers, arch.experts.count if arch.experts else 0)[: len(index)]
+    parts = [shapes[tensor.name] for tensor in op.hf]
+    whole = [sum(part[0] for part in parts), *parts[0][1:]]
+    split_dim, stacked = op.hf[0].split_dim, stacked_parts(op)
+    if is_vocabulary(op.hf[0].name):
+        whole[0] = -(-whole[0] // tensor) * tensor
+    sizes, count = list(whole), 1
+    if split_dim is not None:
+        count = stacked * tensor
+        sizes[split_dim] //= count
+    chunks = []
+    for number in range(count):
+        offsets = [0] * len(whole)
+        if split_dim is not None:
+            offsets[split_dim] = number * sizes[split_dim]
+        chunks.append(
+            Chunk(
+                key,
+                (*extents, *whole),
+                (*index, *offsets),
+                (*(1 for _ in index), *sizes),
+                dtype,
+            )
+        )
+    return chunks
+
+
+def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
+    """The tensors of ``_chunks``, in its order; gate and up need no joining to be cut."""
+    parts = [made[t.name] for t in op.hf] if isinstance(op, GateUp) else [op.to_megatron(made)]
+    split_dim, each = op.hf[0].split_dim, len(chunks) // len(parts)
+    for number, chunk in enumerate(chunks):
+        piece = parts[number // each]
+        if split_dim is not None:
+            step = chunk.sizes[split_dim - piece.ndim]
+            start = min((number % each) * step, piece.shape[split_dim])
+            length = min(step, piece.shape[split_dim] - start)
+            piece = piece.narrow(split_dim, start, length)
+            if length < step:  # a vocabulary that does not divide
+                piece = functional.pad(piece, (0, 0, 0, step - length))
+        yield chunk, piece.to(chunk.dtype)
+
+
+def _extra_states(arch: Arch) -> Iterator[Chunk]:
+    """The objects that Megatron's loader asks for beside the weights, one per linear layer."""
+    attention = ("core_attention", "linear_proj", "linear_qkv")
+    for layer in range(arch.num_layers):
+        for name in attention:
+            yield Chunk(_object(f"self_attention.{name}", (layer,), (arch.num_layers,)))
+        for name in ("linear_fc1", "linear_fc2"):
+            if arch.experts is None:
+                yield Chunk(_object(f"mlp.{name}", (layer,), (arch.num_layers,)))
+                continue
+            for expert in range(arch.experts.count):
+                at, extents = (layer, expert), (arch.num_layers, arch.experts.count)
+                yield Chunk(_object(f"mlp.experts.experts.{name}", at, extents))
+
+
+def _object(module: str, at: tuple[int, ...], extents: tuple[int, ...]) -> str:
+    where, whole = (".".join(map(str, numbers)) for numbers in (at, extents))
+    return f"decoder.layers.{module}._extra_state/shard_{where}_{whole}"

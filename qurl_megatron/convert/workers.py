@@ -1,0 +1,74 @@
+"""The processes that share a job: one alone, or the ranks torchrun or srun started."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from qurl_megatron.runtime.launch import place_under_launcher
+
+T = TypeVar("T")
+
+
+class AnotherFailed(Exception):
+    """Raised on the workers that did nothing wrong; the one that did says what."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This process' place among those that share the job."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: Sequence[T], *, size: Callable[[T], int]) -> list[T]:
+        """This worker's items, in order: largest first, each goes to whoever has least."""
+        load = [0] * self.size
+        mine: set[int] = set()
+        for index in sorted(range(len(items)), key=lambda i: (-size(items[i]), i)):
+            worker = load.index(min(load))
+            load[worker] += size(items[index])
+            if worker == self.rank:
+                mine.add(index)
+        return [items[index] for index in sorted(mine)]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A step that ends for all when all have ended; where one fails, all stop here."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self.size > 1:
+            failed = [False] * self.size
+            dist.all_gather_object(failed, failure is not None)
+            if failure is None and any(failed):
+                raise AnotherFailed(f"worker {failed.index(True)} failed")
+        if failure is not None:
+            raise failure
+
+
+ALONE = Workers()
+
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    """The workers a launcher started, or this process alone."""
+    if not place_under_launcher():
+        yield ALONE
+        return
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # All are on this machine; without it gloo looks the host's name up, which may fail.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", timeout=timedelta(hours=12))
+    yield Workers(dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""Converted checkpoints are what megatron-core itself writes and reads, in every layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.convert.job import run
+from qurl_megatron.convert.to_huggingface import to_huggingface
+from qurl_megatron.convert.to_megatron import to_megatron
+from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.training.state import TrainState, latest
+from qurl_megatron.weights import HfReader, open_checkpoint, read_arch, read_config
+from tests.distributed.test_model import LAYOUTS, forward, hf_logits
+from tests.distributed.test_policy import build, recipe, whole
+
+IDS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def check_logits(device, hf: Path, converted: Path, parallel: ParallelConfig, expected) -> None:
+    """Load ``converted`` as any user of megatron-core does, knowing nothing of this package."""
+    from megatron.core import dist_checkpointing
+
+    from qurl_megatron.model.build import build_model, transformer_config
+
+    with megatron_runtime(parallel) as ranks:
+        arch = read_arch(read_config(hf))
+        config = transformer_config(arch, ModelConfig(path=str(hf), dtype="float32"), parallel)
+        model = build_model(arch, config, ranks)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        state = model.sharded_state_dict(metadata={"singleton_local_shards": False})
+        loaded = dist_checkpointing.load({"model": state}, str(converted))
+        model.load_state_dict(loaded["model"])
+        logits = forward(model, arch, ranks, IDS.to(device))
+        if logits is not None:
+            assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatron_core_loads_a_conversion_in_every_layout(family, tmp_path):
+    # 101 rows do not divide over two ranks: the vocabulary is padded.
+    hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
+    expected = hf_logits(hf, IDS)
+    source = open_checkpoint(hf)
+    for scale, cut in ((1.0, (1, 1)), (1.5, (2, 2))):
+        out = tmp_path / f"megatron-{scale}"
+        run(
+            to_megatron(
+                source, out, uaq_scale=scale, tensor=cut[0], pipeline=cut[1], file_bytes=20_000
+            )
+        )
+        for tensor, pipeline in LAYOUTS if scale == 1.0 else [(1, 1), (2, 1)]:
+            parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+            run_on_ranks(
+                check_logits, parallel.world_size, "gloo", tmp_path, hf, out, parallel, expected
+            )
+
+
+def train_and_save(device, config, run_dir, weights) -> None:
+    from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.step import improve
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        advantages = torch.linspace(-1, 1, 16).tolist()
+        improve(policy, random_samples(16), advantages, config, step=1, timer=Timer())
+        checkpoint.save(run_dir, policy, TrainState(step=1), keep=1)
+        found = whole(policy)
+        if ranks.leads:
+            torch.save(found, weights)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma"])
+@pytest.mark.parametrize(
+    "layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict()], ids=str
+)
+@pytest.mark.parametrize("distributed", [True, False], ids=["sharded optimizer", "whole optimizer"])
+def test_a_trained_checkpoint_converts_from_its_fp32_masters(family, layout, distributed, tmp_path):
+    if not distributed and (layout or family != "qwen2"):
+        pytest.skip("one case is enough: the names of the masters alone differ")
+    hf = tiny_checkpoint(tmp_path / "hf", family)
+    config = recipe(hf, layout, dtype="bfloat16", distributed=distributed)
+    saved = tmp_path / "weights.pt"
+    run_on_ranks(
+        train_and_save,
+        config.parallel.world_size,
+        "gloo",
+        tmp_path,
+        config,
+        tmp_path / "run",
+        saved,
+    )
+    masters = torch.load(saved)
+
+    trained = open_checkpoint(tmp_path / "run")
+    assert trained.folder == latest(tmp_path / "run") and trained.uaq_scale == 1.5
+    run(to_huggingface(trained, tmp_path / "folded"))
+    folded = HfReader(tmp_path / "folded")
+    assert folded.names() == masters.keys()
+    for name, value in masters.items():
+        assert torch.equal(folded.whole(name), value), name
+    assert read_config(tmp_path / "folded")["qurl"] == {"uaq_scale": 1.5}
+
+
+def check_start(device, a: dict, b: dict) -> None:
+    """Two recipes begin with the same FP32 masters."""
+    found = []
+    for config, scale in (a, b):
+        with megatron_runtime(config.parallel) as ranks:
+            policy = build(config, ranks, uaq_scale=scale)
+            assert policy.uaq_scale == 1.5
+            found.append(whole(policy))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma"])
+def test_training_starts_alike_from_hugging_face_and_from_its_conversion(family, tmp_path):
+    hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
+    run(to_megatron(open_checkpoint(hf), tmp_path / "megatron", uaq_scale=1.5, tensor=2))
+    layout = dict(tensor=2, pipeline=2)
+    recipes = [
+        (recipe(folder, layout, dtype="bfloat16"), scale)
+        for folder, scale in ((hf, 1.5), (tmp_path / "megatron", 1.5))
+    ]
+    run_on_ranks(check_start, 4, "gloo", tmp_path, *recipes)
