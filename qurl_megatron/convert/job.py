@@ -171,7 +171,10 @@ def _is_done(out: Path, request: dict[str, Any]) -> bool:
 
 def _claim(aside: Path) -> TextIO:
     """Make or reopen the aside folder and lock it; the lock lasts until it is closed."""
-    aside.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {aside}: {error.strerror}; name another --out") from error
     lock = (aside / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -267,14 +267,20 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[s
         The rows of the table of contents for this file, as JSON; for ``write_table``.
     """
     rows = []
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb") as file:
         for chunk, value in chunks:
             start = file.tell()
             if isinstance(value, Tensor):
                 value = value.detach().reshape(chunk.sizes)
                 if value.untyped_storage().nbytes() != value.nbytes:
                     value = value.clone()  # torch.save would write the whole storage of a view
-            torch.save(value, file)
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:
+                # A full disk: torch reports that its archive cannot be closed after that.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
             rows.append(
                 {
                     "key": chunk.key,

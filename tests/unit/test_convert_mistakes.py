@@ -1,0 +1,280 @@
+"""What users get wrong: one sentence that names it, exit code 2, and nothing half-written."""
+
+import importlib
+import json
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qurl_megatron.convert.job import partial_folder
+from qurl_megatron.testing.models import tiny_checkpoint
+
+TOOLS = Path(__file__).parents[2] / "checkpoints_tools"
+
+
+def tool(name: str, *arguments: object) -> int:
+    return importlib.import_module(f"checkpoints_tools.{name}").main([str(a) for a in arguments])
+
+
+@pytest.fixture
+def hf(tmp_path) -> Path:
+    return tiny_checkpoint(tmp_path / "model", "qwen2")
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Run a tool, check that it refuses in one sentence and leaves nothing; the sentence."""
+
+    def refuse(name: str, *arguments: object) -> str:
+        out = tmp_path / "out"
+        capsys.readouterr()  # what making the model said
+        assert tool(name, *arguments, "--out", out) == 2
+        assert not out.exists()
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "Traceback" not in said
+        return said
+
+    return refuse
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_safetensors_file_that_is_cut_off(hf, refused, tmp_path):
+    file = hf / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model.safetensors cannot be read" in (said := refused("hf_to_megatron", "--hf", hf))
+    assert "copy it again" in said
+    assert not partial_folder(tmp_path / "out").exists()
+
+
+def test_a_missing_tensor(hf, refused):
+    rewrite(hf, lambda t: t.pop("model.layers.2.self_attn.k_proj.bias"))
+    said = refused("hf_to_megatron", "--hf", hf)
+    assert "tensor model.layers.2.self_attn.k_proj.bias is not in" in said
+
+
+def test_a_tensor_that_would_be_lost(hf, refused):
+    rewrite(hf, lambda t: t.update({"model.layers.0.mlp.gate_proj.bias": torch.ones(96)}))
+    said = refused("quantize", "--model", hf, "--scheme", "int8")
+    assert "gate_proj.bias" in said and "is not part of a model of type qwen2" in said
+
+
+def test_a_vocabulary_of_another_size(hf, refused):
+    configure(hf, vocab_size=130)
+    said = refused("hf_to_megatron", "--hf", hf)
+    assert "model.embed_tokens.weight" in said and "[128, 64], config.json says [130, 64]" in said
+
+
+def test_ranks_that_do_not_divide_the_key_heads(hf, refused):
+    said = refused("hf_to_megatron", "--hf", hf, "--tensor", 4)
+    assert "does not divide the model's num_key_value_heads=2; use one of [1, 2]" in said
+
+
+def test_folding_twice(hf, refused, tmp_path):
+    once = tmp_path / "once"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", once, "--uaq-scale", 1.5) == 0
+    said = refused("quantize", "--model", once, "--scheme", "int8", "--uaq-scale", 1.5)
+    assert "already has quant.uaq_scale=1.5 folded in" in said
+    assert tool("megatron_to_hf", "--ckpt", once, "--out", tmp_path / "folded") == 0
+    said = refused("hf_to_megatron", "--hf", tmp_path / "folded", "--uaq-scale", 2)
+    assert "cannot be folded again by 2.0" in said
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["hf_to_megatron", "quantize"])
+def test_a_weight_that_is_no_number(name, value, hf, refused):
+    rewrite(hf, lambda t: t["model.layers.3.mlp.down_proj.weight"][5].fill_(value))
+    source = ("--hf", hf) if name == "hf_to_megatron" else ("--model", hf, "--scheme", "fp8")
+    said = refused(name, *source)
+    assert "tensor model.layers.3.mlp.down_proj.weight" in said and "has inf or nan" in said
+
+
+def test_a_disk_with_too_little_room(hf, refused, monkeypatch, tmp_path):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 10**6 - 1000, 1000))
+    said = refused("hf_to_megatron", "--hf", hf)
+    assert "needs" in said and "GB more; free some space" in said
+
+
+def test_a_disk_that_fills_up_on_the_way_and_has_room_again_later(hf, refused, tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        said = refused("hf_to_megatron", "--hf", hf, "--file-gb", 1e-4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "cannot write" in said and "run again to continue" in said
+    out = tmp_path / "out"
+    assert tool("hf_to_megatron", "--hf", hf, "--file-gb", 1e-4, "--out", out) == 0
+    assert tool("inspect", out, "--verify") == 0
+
+
+def test_an_output_nobody_can_write(hf, capsys):
+    assert tool("hf_to_megatron", "--hf", hf, "--out", "/proc/out") == 2
+    assert "cannot write /proc" in capsys.readouterr().err
+
+
+def test_an_output_below_a_file(hf, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert tool("hf_to_megatron", "--hf", hf, "--out", tmp_path / "file" / "out") == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_an_architecture_nobody_taught_it(hf, refused):
+    configure(hf, model_type="mamba")
+    said = refused("hf_to_megatron", "--hf", hf)
+    assert "model_type 'mamba' is not supported; known: llama, mistral, qwen2" in said
+
+
+def test_a_pickle_checkpoint_is_not_loaded(hf, refused):
+    (hf / "model.safetensors").unlink()
+    torch.save({}, hf / "pytorch_model.bin")
+    said = refused("hf_to_megatron", "--hf", hf)
+    assert "pickle files (pytorch_model.bin) are never loaded" in said
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_megatron_checkpoint_is_not_run(hf, refused, tmp_path):
+    megatron = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    gone_off = tmp_path / "gone_off"
+    (megatron / ".metadata").write_bytes(pickle.dumps(Bomb(gone_off)))
+    said = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "is no table of contents of a torch_dist checkpoint" in said
+    assert not gone_off.exists()
+
+
+def test_a_megatron_file_that_is_cut_off(hf, refused, tmp_path):
+    megatron = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    file = megatron / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-3000])
+    said = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "cannot be read from" in said and "the file is damaged" in said
+    file.unlink()
+    assert "names __0_0.distcp, which is not in" in refused("megatron_to_hf", "--ckpt", megatron)
+
+
+def test_a_megatron_checkpoint_of_nobody_knows_what(hf, refused, tmp_path):
+    megatron = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    shutil.rmtree(megatron / "hf")
+    said = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "does not say what model it is" in said and "--hf" in said
+    other = tiny_checkpoint(tmp_path / "other", "qwen2", intermediate_size=128)
+    said = refused("megatron_to_hf", "--ckpt", megatron, "--hf", other)
+    assert "linear_fc1.weight" in said and "[192, 64] where config.json says [256, 64]" in said
+    assert tool("megatron_to_hf", "--ckpt", megatron, "--hf", hf, "--out", tmp_path / "back") == 0
+
+
+def test_a_quantized_source(hf, refused, tmp_path):
+    quantized = tmp_path / "quantized"
+    assert tool("quantize", "--model", hf, "--scheme", "int8", "--out", quantized) == 0
+    said = refused("quantize", "--model", quantized, "--scheme", "fp8")
+    assert "give the checkpoint they were made from" in said
+
+
+def test_a_tied_output_layer_that_is_not(tmp_path, refused):
+    hf = tiny_checkpoint(tmp_path / "tied", "llama")
+    rewrite(hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    said = refused("hf_to_megatron", "--hf", hf)
+    assert "lm_head.weight" in said and "set it to false" in said
+
+
+def test_folders_that_are_not_there(refused, tmp_path):
+    assert "is not a folder" in refused("hf_to_megatron", "--hf", tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "config.json is missing" in refused("hf_to_megatron", "--hf", tmp_path / "empty")
+
+
+@pytest.mark.parametrize("fmt", ["modelopt"])
+def test_a_layout_no_engine_loads(fmt, hf, refused):
+    said = refused("quantize", "--model", hf, "--scheme", "int8", "--format", fmt)
+    assert "use format compressed-tensors or sglang" in said
+
+
+# -- the tools themselves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["hf_to_megatron", "megatron_to_hf", "quantize", "inspect", "diff"]
+)
+def test_a_tool_runs_as_a_script_and_explains_itself(name):
+    done = subprocess.run(
+        [sys.executable, TOOLS / f"{name}.py", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "example:" in done.stdout, done.stderr
+
+
+def test_a_dry_run_writes_nothing(hf, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    arguments = ("--hf", hf, "--out", tmp_path / "deep" / "out", "--dry-run", "--tensor", 2)
+    assert tool("hf_to_megatron", *arguments) == 0
+    said = capsys.readouterr().out
+    assert "would write" in said and "__0_0.distcp" in said and "free on that disk" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_inspect_knows_all_three_kinds(hf, tmp_path, capsys):
+    megatron, quantized = tmp_path / "megatron", tmp_path / "quantized"
+    arguments = ("--hf", hf, "--out", megatron, "--uaq-scale", 1.5, "--tensor", 2)
+    assert tool("hf_to_megatron", *arguments) == 0
+    assert tool("quantize", "--model", megatron, "--scheme", "int8", "--out", quantized) == 0
+    facts = {}
+    for folder in (hf, megatron, quantized):
+        capsys.readouterr()
+        assert tool("inspect", folder, "--json") == 0
+        facts[folder] = json.loads(capsys.readouterr().out)
+    assert [f["kind"] for f in facts.values()] == ["huggingface", "megatron", "quantized"]
+    assert [f["uaq_scale"] for f in facts.values()] == [1.0, 1.5, 1.5]
+    assert len({f["parameters"] for f in facts.values()}) == 1
+    assert facts[megatron]["layout"] == {"tensor": 2, "padded_vocab": 128}
+    assert facts[megatron]["weights"] == {"float32": 10}
+    assert (facts[quantized]["scheme"], facts[quantized]["format"]) == (
+        "int8",
+        "compressed-tensors",
+    )
+    assert tool("inspect", megatron, "--verify", "--tensors") == 0
+    said = capsys.readouterr().out
+    assert "s = 1.5 folded in" in said and "decoder.layers.mlp.linear_fc1.weight" in said
+    assert "every file is what was written" in said
+
+
+def test_diff_exits_1_where_checkpoints_differ(hf, tmp_path, capsys):
+    megatron, quantized = tmp_path / "megatron", tmp_path / "quantized"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    assert tool("quantize", "--model", hf, "--scheme", "int8", "--out", quantized) == 0
+    assert tool("diff", hf, megatron) == 0
+    capsys.readouterr()
+    assert tool("diff", hf, quantized) == 1
+    assert "model.layers.0.self_attn.q_proj.weight: max abs" in capsys.readouterr().out
+    assert tool("diff", hf, quantized, "--tol", 0.05) == 0
