@@ -66,7 +66,7 @@ def to_megatron(
             a factor folded in already.
     """
     refuse_second_fold(source.config, uaq_scale)
-    source.arch.check_parallel(tensor, pipeline)
+    source.arch.check_parallel(tensor, pipeline, ("--tensor", "--pipeline"))
     check_source(source)
 
     def stored(op: Op) -> torch.dtype:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class AnotherFailed(Exception):
-    """Raised on the workers that did nothing wrong; the one that did says what."""
+    """Raised on all workers but the first that failed; that one says what went wrong."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class Workers:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A step that ends for all when all have ended; where one fails, all stop here."""
+        """A step that ends for all when all have ended; where some fail, all stop here.
+
+        The first of them raises its own error, the others ``AnotherFailed``.
+        """
         failure: BaseException | None = None
         try:
             yield
@@ -51,8 +54,8 @@ class Workers:
         if self.size > 1:
             failed = [False] * self.size
             dist.all_gather_object(failed, failure is not None)
-            if failure is None and any(failed):
-                raise AnotherFailed(f"worker {failed.index(True)} failed")
+            if any(failed) and failed.index(True) != self.rank:
+                raise AnotherFailed(f"worker {failed.index(True)} failed") from failure
         if failure is not None:
             raise failure
 

@@ -38,7 +38,7 @@ PACKAGES = (
     Package(
         "nvidia-modelopt",
         "modelopt",
-        "nothing yet",
+        "checkpoints_tools/quantize.py --backend modelopt",
         "the quantizers of this package alone",
     ),
     Package(

@@ -96,8 +96,20 @@ class Arch:
     def queries_per_group(self) -> int:
         return self.heads // self.kv_heads
 
-    def check_parallel(self, tensor: int, pipeline: int) -> None:
-        """Raise ``ConfigError`` unless the sizes divide over the ranks."""
+    def check_parallel(
+        self,
+        tensor: int,
+        pipeline: int,
+        keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline"),
+    ) -> None:
+        """Raise ``ConfigError`` unless the sizes divide over the ranks.
+
+        Args:
+            keys: what the user calls the two numbers.
+        """
+        for key, value in zip(keys, (tensor, pipeline), strict=True):
+            if value < 1:
+                raise ConfigError(f"{key} must be 1 or more, got {value}")
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
         if self.experts:
             sizes["moe_intermediate_size"] = self.experts.intermediate
@@ -106,12 +118,12 @@ class Arch:
         for what, size in sizes.items():
             if size % tensor:
                 raise ConfigError(
-                    f"parallel.tensor={tensor} does not divide the model's {what}={size}; "
+                    f"{keys[0]}={tensor} does not divide the model's {what}={size}; "
                     f"use one of {_divisors(*sizes.values())}"
                 )
         if self.num_layers % pipeline:
             raise ConfigError(
-                f"parallel.pipeline={pipeline} does not divide the model's "
+                f"{keys[1]}={pipeline} does not divide the model's "
                 f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
 

@@ -98,10 +98,12 @@ def folded_scale(config: Mapping[str, Any]) -> float:
 
 
 def refuse_second_fold(config: Mapping[str, Any], scale: float) -> None:
-    """Raise ``ConfigError`` where ``scale`` would be folded on top of another factor."""
+    """Raise ``ConfigError`` where ``scale`` is no factor, or would be folded on top of another."""
+    if not scale >= 1.0:
+        raise ConfigError(f"the UAQ factor must be 1.0 or more, got {scale}")
     already = folded_scale(config)
     if already != 1.0 and scale != 1.0:
         raise ConfigError(
-            f"the checkpoint already has quant.uaq_scale={already} folded in and cannot be "
-            f"folded again by {scale}; set quant.uaq_scale=1.0 to use it as it is"
+            f"the checkpoint already has the UAQ factor {already} folded in and cannot be folded "
+            f"again by {scale}; use {already} in a recipe (quant.uaq_scale) and none in a tool"
         )

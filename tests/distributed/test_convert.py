@@ -21,7 +21,9 @@ from tests.distributed.test_policy import build, recipe, whole
 IDS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def check_logits(device, hf: Path, converted: Path, parallel: ParallelConfig, expected) -> None:
+def check_logits(
+    device, hf: Path, converted: Path, parallel: ParallelConfig, ids, expected
+) -> None:
     """Load ``converted`` as any user of megatron-core does, knowing nothing of this package."""
     from megatron.core import dist_checkpointing
 
@@ -37,7 +39,7 @@ def check_logits(device, hf: Path, converted: Path, parallel: ParallelConfig, ex
         state = model.sharded_state_dict(metadata={"singleton_local_shards": False})
         loaded = dist_checkpointing.load({"model": state}, str(converted))
         model.load_state_dict(loaded["model"])
-        logits = forward(model, arch, ranks, IDS.to(device))
+        logits = forward(model, arch, ranks, ids.to(device))
         if logits is not None:
             assert (logits - expected).abs().max() < 1e-4
 
@@ -58,7 +60,15 @@ def test_megatron_core_loads_a_conversion_in_every_layout(family, tmp_path):
         for tensor, pipeline in LAYOUTS if scale == 1.0 else [(1, 1), (2, 1)]:
             parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
             run_on_ranks(
-                check_logits, parallel.world_size, "gloo", tmp_path, hf, out, parallel, expected
+                check_logits,
+                parallel.world_size,
+                "gloo",
+                tmp_path,
+                hf,
+                out,
+                parallel,
+                IDS,
+                expected,
             )
 
 

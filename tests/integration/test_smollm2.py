@@ -6,7 +6,10 @@ from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.weights import HfReader, is_quantized
+from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
+from tests.unit.test_convert_mistakes import tool
 
 TEXT = (
     "Reinforcement learning with verifiable rewards asks a model to solve problems whose answers "
@@ -42,3 +45,47 @@ def test_logits_on_real_text_equal_hugging_face(smollm2, tensor, pipeline, uaq_s
         expected,
         timeout_s=300,
     )
+
+
+def test_the_tools_take_real_weights_there_and_back(smollm2, tmp_path):
+    """Folded, cut for three ranks, loaded by megatron-core in two layouts, unfolded: the same."""
+    import torch
+
+    ids = torch.tensor([Tokenizer(smollm2).encode(TEXT)])
+    ids = ids[:, : ids.shape[1] // 6 * 6]
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    fold = ("--uaq-scale", 1.5, "--tensor", 3, "--file-gb", 0.1)
+    assert tool("hf_to_megatron", "--hf", smollm2, "--out", megatron, *fold) == 0
+    for parallel in (ParallelConfig(tensor=3), ParallelConfig(pipeline=2)):
+        run_on_ranks(
+            test_convert.check_logits,
+            parallel.world_size,
+            "gloo",
+            tmp_path,
+            smollm2,
+            megatron,
+            parallel,
+            ids,
+            hf_logits(smollm2, ids),
+            timeout_s=300,
+        )
+    assert tool("megatron_to_hf", "--ckpt", megatron, "--out", back, "--unfold-uaq") == 0
+    assert tool("diff", smollm2, back) == 0
+    assert torch.equal(hf_logits(back, ids), hf_logits(smollm2, ids))
+    for name, source in (("plain", smollm2), ("folded", megatron)):
+        out = tmp_path / name
+        assert tool("quantize", "--model", source, "--scheme", "int8", "--out", out) == 0
+    check_codes(HfReader(smollm2), HfReader(tmp_path / "plain"), HfReader(tmp_path / "folded"))
+
+
+def check_codes(weights: HfReader, plain: HfReader, folded: HfReader) -> None:
+    """Folding moves no INT8 code but at ties, which BF16 weights are full of: 0.1 % of them."""
+    moved = count = 0
+    for name in filter(is_quantized, weights.names()):
+        before, after = plain.whole(name), folded.whole(name)
+        ties = weights.whole(name).float() / plain.whole(f"{name}_scale")
+        at_a_tie = (ties - ties.floor() - 0.5).abs() < 1e-4
+        assert bool(at_a_tie[before != after].all()), name
+        moved += int((before != after).sum())
+        count += before.numel()
+    assert moved / count < 2e-3

@@ -92,7 +92,7 @@ def test_folding_twice(hf, refused, tmp_path):
     once = tmp_path / "once"
     assert tool("hf_to_megatron", "--hf", hf, "--out", once, "--uaq-scale", 1.5) == 0
     said = refused("quantize", "--model", once, "--scheme", "int8", "--uaq-scale", 1.5)
-    assert "already has quant.uaq_scale=1.5 folded in" in said
+    assert "already has the UAQ factor 1.5 folded in" in said
     assert tool("megatron_to_hf", "--ckpt", once, "--out", tmp_path / "folded") == 0
     said = refused("hf_to_megatron", "--hf", tmp_path / "folded", "--uaq-scale", 2)
     assert "cannot be folded again by 2.0" in said
@@ -220,6 +220,19 @@ def test_folders_that_are_not_there(refused, tmp_path):
 def test_a_layout_no_engine_loads(fmt, hf, refused):
     said = refused("quantize", "--model", hf, "--scheme", "int8", "--format", fmt)
     assert "use format compressed-tensors or sglang" in said
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        (("--uaq-scale", 0.5), "the UAQ factor must be 1.0 or more, got 0.5"),
+        (("--tensor", 0), "--tensor must be 1 or more, got 0"),
+        (("--pipeline", 3), "--pipeline=3 does not divide the model's num_hidden_layers=4"),
+        (("--file-gb", 0), "--file-gb must be positive, got 0.0"),
+    ],
+)
+def test_numbers_that_make_no_sense(option, message, hf, refused):
+    assert message in refused("hf_to_megatron", "--hf", hf, *option)
 
 
 # -- the tools themselves ------------------------------------------------------------------------

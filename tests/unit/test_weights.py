@@ -135,7 +135,7 @@ def test_experts_are_quantized_and_their_router_is_not():
 def test_folding_twice_is_refused():
     config = {"model_type": "qwen2"}
     fold_uaq({}, config, 1.5)
-    with pytest.raises(ConfigError, match=r"already has quant.uaq_scale=1.5"):
+    with pytest.raises(ConfigError, match=r"already has the UAQ factor 1.5"):
         fold_uaq({}, config, 1.5)
 
 
