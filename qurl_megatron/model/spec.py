@@ -8,6 +8,7 @@ Shapes: s = sequence, b = batch, h = this rank's heads, g = its key/value groups
 """
 
 import math
+from functools import partial
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -48,7 +49,9 @@ def decoder_spec(
         # Checkpoints use Transformer Engine's names. It cannot fuse the norm that router and
         # experts read, but Megatron's local spec renames that norm as if it were fused.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-        layer.submodules.mlp.submodules.router = Router
+        mlp = layer.submodules.mlp  # a builder from Megatron-Core 0.18 on
+        parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+        parts.router = Router
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
