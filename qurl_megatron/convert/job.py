@@ -237,13 +237,15 @@ def _write_share(job: Job, aside: Path, workers: Workers, checksums: bool) -> No
 
 
 def _seal(file: OutputFile, unsealed: Path, aside: Path, kept: Any, checksums: bool) -> None:
-    """Hash what is on disk, sync it, move it into place, and only then say that it is there."""
-    record = {
-        "bytes": unsealed.stat().st_size,
-        "sha256": _sha256(unsealed) if checksums else None,
-        "kept": kept,
-    }
-    _sync(unsealed)
+    """Hash what was written, sync it, move it into place, and only then say that it is there."""
+    with ThreadPoolExecutor(1) as disk:  # is busy while this thread hashes
+        synced = disk.submit(_sync, unsealed)
+        record = {
+            "bytes": unsealed.stat().st_size,
+            "sha256": _sha256(unsealed) if checksums else None,
+            "kept": kept,
+        }
+        synced.result()
     unsealed.rename(aside / file.name)
     _write_synced(_record(aside, file), json.dumps(record))
 

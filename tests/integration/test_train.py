@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.unit.test_convert_mistakes import tool
 
 RECIPE = """
 [model]
@@ -104,6 +107,27 @@ def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted
 def test_started_again_a_finished_run_says_so(recipe, uninterrupted):
     again = qurl("train", recipe, "parallel.tensor=2", f"train.run_dir={uninterrupted}")
     assert again.returncode == 0 and "has all 4 steps" in again.stdout
+
+
+def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
+    recipe, uninterrupted
+):
+    """Folded at conversion or while loading, the run is one; its checkpoint becomes a model."""
+    root = recipe.parent
+    folded, exported = root / "folded", root / "exported"
+    fold = ("--hf", root / "model", "--out", folded, "--uaq-scale", 1.5, "--pipeline", 2)
+    assert tool("hf_to_megatron", *fold) == 0
+    run_dir = root / "from-megatron"
+    done = qurl(
+        "train", recipe, "parallel.tensor=2", f"model.path={folded}", f"train.run_dir={run_dir}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert metrics(run_dir) == metrics(uninterrupted)
+    unfold = ("--ckpt", run_dir, "--out", exported, "--unfold-uaq")
+    assert tool("megatron_to_hf", *unfold) == 0
+    assert tool("diff", uninterrupted, exported, "--tol", 1e-6) == 0
+    assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 1000
+    assert AutoTokenizer.from_pretrained(exported).encode("1 + 2")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
