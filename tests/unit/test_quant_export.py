@@ -7,8 +7,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
+from qurl_megatron.convert.job import run
+from qurl_megatron.convert.quantize import to_quantized
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import SCHEMES, dequantize, quantize, quantize_tokens
 from qurl_megatron.quant.export import (
@@ -23,9 +25,10 @@ from qurl_megatron.quant.export import (
     stored_shapes,
 )
 from qurl_megatron.rollout.embedded.model import Decoder
+from qurl_megatron.weights import open_checkpoint
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.families import is_quantized
-from tests.unit.engine_models import CPU, random_tensors, write_model
+from tests.unit.engine_models import CPU, write_model
 
 COMBINATIONS = [(scheme, fmt) for fmt, layouts in FORMATS.items() for scheme in layouts]
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -219,22 +222,6 @@ MODELS = {
 IDS = torch.arange(2, 34)
 
 
-def write_quantized(plain, folder, scheme):
-    """A checkpoint as a tool writes it, with the functions under test."""
-    folder.mkdir()
-    tensors = {}
-    for name, tensor in random_tensors(plain, 0).items():
-        if is_quantized(name):
-            tensors |= stored(name, quantize(tensor, scheme), "compressed-tensors")
-        else:
-            tensors[name] = tensor
-    save_file(tensors, folder / "model.safetensors")
-    config = read_config(plain)
-    config["quantization_config"] = quantization_config(scheme, "compressed-tensors", ["lm_head"])
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return tensors
-
-
 @torch.inference_mode()
 def transformers_logits(folder, prepare=lambda model: None):
     transformers = pytest.importorskip("transformers")
@@ -290,7 +277,16 @@ def distance(a, b):
 def test_transformers_and_the_engine_compute_a_checkpoint_as_a_fake_quant_model(scheme, tmp_path):
     pytest.importorskip("compressed_tensors")
     plain = write_model(tmp_path / "plain", **MODELS[scheme])
-    tensors = write_quantized(plain, tmp_path / "quantized", scheme)
+    run(
+        to_quantized(
+            open_checkpoint(plain),
+            tmp_path / "quantized",
+            scheme=scheme,
+            fmt="compressed-tensors",
+            dtype=torch.float32,
+        )
+    )
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
     expected = fake_quant_logits(plain, scheme)
     error = distance(expected, transformers_logits(plain))  # of the quantization itself
 
