@@ -40,16 +40,17 @@ def body(arguments: argparse.Namespace) -> int:
     if a.uaq_scale != b.uaq_scale and not arguments.as_stored:
         print(f"A has s = {a.uaq_scale:g} folded in, B {b.uaq_scale:g}: compared without")
     count = beyond = 0
-    worst = None
+    worst = ""
+    furthest = -1.0
     for difference in differences(a, b, as_stored=arguments.as_stored):
         count += 1
         far = difference.beyond(arguments.tol)
         beyond += far
         if far or arguments.all:
             print(row(difference))
-        if worst is None or difference.relative > worst.relative:
-            worst = difference
-    print(f"{count} tensors, {beyond} differ beyond {arguments.tol:g}; furthest: {row(worst)}")
+        if difference.relative > furthest:
+            furthest, worst = difference.relative, row(difference)
+    print(f"{count} tensors, {beyond} differ beyond {arguments.tol:g}; furthest: {worst}")
     return 1 if beyond else 0
 
 

@@ -60,7 +60,7 @@ def body(arguments: argparse.Namespace) -> int:
     return convert(
         lambda: to_megatron(
             open_checkpoint(arguments.hf),
-            arguments.out,
+            arguments.out.absolute(),
             uaq_scale=arguments.uaq_scale,
             dtype=torch_dtype(arguments.dtype),
             tensor=arguments.tensor,

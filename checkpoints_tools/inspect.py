@@ -34,13 +34,15 @@ def body(arguments: argparse.Namespace) -> int:
 
     found = open_any(arguments.dir, arguments.hf)
     facts = inspect(found)
-    print(json.dumps(facts, indent=1) if arguments.json else text(facts))
+    wrong = verify(found.folder) if arguments.verify else []
+    if arguments.json:
+        print(json.dumps({**facts, "wrong": wrong} if arguments.verify else facts, indent=1))
+        return 1 if wrong else 0
+    print(text(facts))
     if arguments.tensors:
         print("\n".join(tensor_rows(found)))
-    if not arguments.verify:
-        return 0
-    wrong = verify(found.folder)
-    print("\n".join(wrong) or "  verified    every file is what was written")
+    if arguments.verify:
+        print("\n".join(wrong) or "  verified    every file is what was written")
     return 1 if wrong else 0
 
 

@@ -52,7 +52,7 @@ def body(arguments: argparse.Namespace) -> int:
     return convert(
         lambda: to_huggingface(
             open_checkpoint(arguments.ckpt, arguments.hf),
-            arguments.out,
+            arguments.out.absolute(),
             unfold=arguments.unfold_uaq,
             dtype=torch_dtype(arguments.dtype),
             file_bytes=file_bytes(arguments.file_gb),

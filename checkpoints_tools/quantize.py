@@ -73,7 +73,7 @@ def body(arguments: argparse.Namespace) -> int:
     return convert(
         lambda: to_quantized(
             open_checkpoint(arguments.model, arguments.hf),
-            arguments.out,
+            arguments.out.absolute(),
             scheme=arguments.scheme,
             fmt=arguments.fmt,
             backend=arguments.backend,

@@ -11,6 +11,7 @@ from qurl_megatron.quant import QuantizedWeight
 from qurl_megatron.quant.export import loaded, read_quantization, scale_name
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.checkpoint import Checkpoint, find_torch_dist, open_checkpoint
+from qurl_megatron.weights.families import is_quantized
 from qurl_megatron.weights.hf_reader import HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import HfTensor, Op
@@ -47,6 +48,9 @@ class AnyCheckpoint:
             if tensor.name in left:
                 left -= {tensor.name, self._scale_of(tensor.name)}
                 yield tensor, op
+        if self.checkpoint.arch.tied:
+            left.discard("lm_head.weight")  # the embedding once more
+        left = {name for name in left if not name.endswith(".inv_freq")}
         yield from ((HfTensor(name, None), None) for name in sorted(left))
 
     def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
@@ -55,10 +59,10 @@ class AnyCheckpoint:
         if isinstance(reader, MegatronReader):
             assert op is not None
             return reader.shards(op)[tensor.name]
-        scale = self._scale_of(tensor.name)
-        if scale not in reader.names():
+        if self.kind != "quantized" or not is_quantized(tensor.name):
             return reader.whole(tensor.name)
-        parts = {name: reader.whole(name) for name in (tensor.name, scale)}
+        names = {tensor.name, self._scale_of(tensor.name)} & reader.names()
+        parts = {name: reader.whole(name) for name in names}
         return loaded(tensor.name, parts, self.scheme, self.fmt)
 
     def _scale_of(self, name: str) -> str:

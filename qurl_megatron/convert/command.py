@@ -58,16 +58,18 @@ def run_main(body: Callable[[argparse.Namespace], int], arguments: argparse.Name
     """Run a command; a mistake is one sentence on stderr and exit code 2."""
     try:
         return body(arguments)
-    except ConfigError as error:
+    except (ConfigError, PermissionError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of our output has seen enough
+        return 0
     except KeyboardInterrupt:
         return 130
 
 
 def convert(make: Callable[[], "Job"], arguments: argparse.Namespace) -> int:
     """Plan a job and run it, alone or with the ranks a launcher started."""
-    from qurl_megatron.convert.job import run
+    from qurl_megatron.convert.job import is_done, run
     from qurl_megatron.convert.workers import AnotherFailed, workers
 
     started = time.monotonic()
@@ -77,7 +79,8 @@ def convert(make: Callable[[], "Job"], arguments: argparse.Namespace) -> int:
                 job = make()
             if arguments.dry_run:
                 if ranks.leads:
-                    print(preview(job, ranks.size))
+                    done = is_done(job, checksums=arguments.checksums)
+                    print(f"{job.out} is there already" if done else preview(job, ranks.size))
                 return 0
             with _progress(job, ranks):
                 written = run(
@@ -93,7 +96,7 @@ def convert(make: Callable[[], "Job"], arguments: argparse.Namespace) -> int:
 
 def file_bytes(gigabytes: float) -> int:
     """--file-gb as bytes."""
-    if gigabytes <= 0:
+    if not 0 < gigabytes < math.inf:
         raise ConfigError(f"--file-gb must be positive, got {gigabytes}")
     return int(gigabytes * 1e9)
 

@@ -4,6 +4,7 @@ What is compared are the numbers the model computes with: fused Megatron paramet
 codes are multiplied by their scales, and a UAQ factor that one side has folded in is taken out.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,12 +77,16 @@ def _compare(name: str, a: Tensor, b: Tensor, flips: float | None) -> Difference
         return Difference(name, shapes=(tuple(a.shape), tuple(b.shape)))
     largest = squares = own = 0.0
     for left, right in zip(_chunks(a), _chunks(b), strict=True):
+        if not left.numel():
+            continue
         difference = right.double() - left.double()
         # A nan, or an inf beside anything else, makes nan: that is a difference, whatever else.
         largest = max(largest, difference.abs().max().nan_to_num(torch.inf).item())
         squares += difference.dot(difference).item()
         own += left.double().square().sum().item()
-    relative = (squares / own) ** 0.5 if own else (squares and float("inf"))
+    if math.isnan(squares) or squares and not own:
+        squares, own = math.inf, 1.0
+    relative = (squares / own) ** 0.5 if own else 0.0
     return Difference(name, max_abs=largest, relative=relative, flips=flips)
 
 

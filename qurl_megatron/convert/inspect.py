@@ -1,6 +1,5 @@
 """What a checkpoint is, from its headers: kind, model, layout, formats, UAQ factor, files."""
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from qurl_megatron.convert.anykind import AnyCheckpoint
 from qurl_megatron.convert.job import read_manifest
+from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.checkpoint import parameter_count
 from qurl_megatron.weights.megatron_reader import MegatronReader, stacked_parts
 
@@ -69,7 +69,7 @@ def layout(found: AnyCheckpoint) -> dict[str, int]:
 def step(folder: Path) -> int | None:
     """The training step of a checkpoint of ``qurl train``; None for a converted one."""
     state = folder / "state.json"
-    return json.loads(state.read_text("utf-8"))["step"] if state.is_file() else None
+    return read_json(state).get("step") if state.is_file() else None
 
 
 def text(facts: dict[str, Any], *, files: int = 12) -> str:

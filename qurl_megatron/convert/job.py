@@ -3,8 +3,8 @@
     .OUT.partial/            what a killed job leaves; no reader takes it for a checkpoint
       job.json               what was asked for: only the same job continues here
       records/FILE.json      written when FILE is whole, synced and in place
-      FILE
-    OUT/                     the same folder, renamed in the end
+      data/FILE
+    OUT/                     the folder ``data``, renamed in the end
       qurl_manifest.json     what was asked for; size and SHA-256 of every file
 
 Files are independent of each other, so several ranks share them; the first one does the rest.
@@ -16,9 +16,10 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any, TextIO
 
 from qurl_megatron.convert.workers import ALONE, Workers
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.arch import read_json
 
 MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-checkpoint-1"
@@ -42,7 +44,12 @@ _MENDABLE = (
     errno.EACCES,
     errno.EPERM,
     errno.ENOTDIR,
+    errno.EISDIR,
     errno.EEXIST,
+    errno.ENOTEMPTY,
+    errno.EBUSY,
+    errno.EXDEV,
+    errno.ENAMETOOLONG,
 )
 
 
@@ -72,12 +79,30 @@ class Job:
         return sum(file.bytes for file in self.files)
 
 
+@dataclass(frozen=True)
+class _Aside:
+    """The folder beside OUT that the job works in."""
+
+    root: Path
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    def record(self, file: OutputFile) -> dict[str, Any] | None:
+        """What is known of a whole file; None where it is still to be written."""
+        path = self.root / "records" / f"{file.name}.json"
+        if not path.is_file():
+            return None
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:  # a crash of the machine: the file is simply written again
+            return None
+        return record if _size(self.data / file.name) == record["bytes"] else None
+
+
 def run(
-    job: Job,
-    *,
-    workers: Workers = ALONE,
-    restart: bool = False,
-    checksums: bool = True,
+    job: Job, *, workers: Workers = ALONE, restart: bool = False, checksums: bool = True
 ) -> bool:
     """Write the folder, or what is left of it; all workers call it together.
 
@@ -93,51 +118,86 @@ def run(
             cannot be made. What is finished stays, and the next run continues from there.
     """
     request = json.loads(json.dumps({**job.request, "checksums": checksums}))
+    aside = _Aside(partial_folder(job.out))
     with workers.together(), _disk_errors(job.out):
-        if _is_done(job.out, request):
-            return False
-    aside = partial_folder(job.out)
-    lock = None
-    with workers.together(), _disk_errors(aside):
+        done = is_done(job, checksums=checksums)
+    if done:
+        if workers.leads:
+            shutil.rmtree(aside.root, ignore_errors=True)  # of a job killed after its last step
+        return False
+    lock: TextIO | None = None
+    with workers.together(), _disk_errors(aside.root):
         if workers.leads:
             lock = _claim(aside)
             _reopen(aside, request, restart)
             _check_space(job, aside)
-    with lock or nullcontext():
-        with workers.together(), _disk_errors(aside):
+            _hold(lock, fcntl.LOCK_SH, aside)
+    with workers.together(), _disk_errors(aside.root):
+        if not workers.leads:
+            lock = (aside.root / ".lock").open("w")
+            _hold(lock, fcntl.LOCK_SH, aside)
+    assert lock is not None
+    with lock:
+        with workers.together(), _disk_errors(aside.root):
             _write_share(job, aside, workers, checksums)
-        with workers.together(), _disk_errors(aside):
+        with workers.together(), _disk_errors(aside.root):
             if workers.leads:
                 _finish(job, aside, request, checksums)
     return True
 
 
+def is_done(job: Job, *, checksums: bool = True) -> bool:
+    """True where the folder is there, written for the same request, and nothing of it is lost.
+
+    Raises:
+        ConfigError: something else is there, or what is there is damaged.
+    """
+    out = job.out
+    if out.is_symlink() or out == Path.cwd():
+        raise ConfigError(f"{out} is a link or the current folder; name another --out")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    manifest = read_manifest(out) if out.is_dir() else None
+    request = json.loads(json.dumps({**job.request, "checksums": checksums}))
+    if manifest is None or manifest["request"] != request:
+        raise ConfigError(f"{out} exists already; remove it or name another --out")
+    wrong = verify(out, hashes=False)
+    if wrong:
+        raise ConfigError(f"{out} is damaged ({wrong[0]}); remove it and run again")
+    return True
+
+
 def bytes_on_disk(job: Job) -> int:
     """How much of a job's large files is written, by all workers; for showing progress."""
-    aside = partial_folder(job.out)
-    names = [name for file in job.files for name in (file.name, f"{file.name}.tmp")]
-    return sum(_size(aside / name) for name in names)
+    data = _Aside(partial_folder(job.out)).data
+    return sum(_size(data / name) for f in job.files for name in (f.name, f"{f.name}.tmp"))
 
 
 def partial_folder(out: Path) -> Path:
-    """Where a job writes before its folder is whole."""
+    """Where a job works before its folder is whole."""
     return out.parent / f".{out.name}.partial"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder a job wrote; None where it has none."""
+    """The manifest of a folder a job wrote; None where it has none.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is damaged ({error}); convert the checkpoint again") from None
-    return found if found.get("format") == FORMAT else None
+    found = read_json(path)
+    if found.get("format") != FORMAT or not {"request", "files"} <= found.keys():
+        raise ConfigError(f"{path} is damaged; convert the checkpoint again")
+    return found
 
 
-def verify(folder: Path) -> list[str]:
+def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     """What is wrong with the files of a folder, by its manifest: one sentence per file.
+
+    Args:
+        hashes: read and hash every file; without, their sizes are compared.
 
     Raises:
         ConfigError: the folder has no manifest.
@@ -150,9 +210,9 @@ def verify(folder: Path) -> list[str]:
         path = folder / name
         if not path.is_file():
             wrong.append(f"{name} is missing")
-        elif path.stat().st_size != entry["bytes"]:
-            wrong.append(f"{name} has {path.stat().st_size} bytes, written were {entry['bytes']}")
-        elif entry["sha256"] and _sha256(path) != entry["sha256"]:
+        elif _size(path) != entry["bytes"]:
+            wrong.append(f"{name} has {_size(path)} bytes, written were {entry['bytes']}")
+        elif hashes and entry["sha256"] and _sha256(path) != entry["sha256"]:
             wrong.append(f"{name} has changed: its SHA-256 is not the one of the manifest")
     return wrong
 
@@ -160,73 +220,79 @@ def verify(folder: Path) -> list[str]:
 # -- steps ---------------------------------------------------------------------------------------
 
 
-def _is_done(out: Path, request: dict[str, Any]) -> bool:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
-    manifest = read_manifest(out) if out.is_dir() else None
-    if manifest and manifest["request"] == request:
-        return True
-    raise ConfigError(f"{out} exists already; remove it or name another --out")
-
-
-def _claim(aside: Path) -> TextIO:
-    """Make or reopen the aside folder and lock it; the lock lasts until it is closed."""
+def _claim(aside: _Aside) -> TextIO:
+    """Make or reopen the aside folder, and be the only job in it."""
     try:
-        aside.mkdir(parents=True, exist_ok=True)
+        aside.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot write {aside}: {error.strerror}; name another --out") from error
-    lock = (aside / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
         raise ConfigError(
-            f"another job is writing {aside}; wait for it or name another --out"
-        ) from None
+            f"cannot write {aside.root}: {error.strerror}; name another --out"
+        ) from error
+    lock = (aside.root / ".lock").open("w")
+    _hold(lock, fcntl.LOCK_EX, aside)
     return lock
 
 
-def _reopen(aside: Path, request: dict[str, Any], restart: bool) -> None:
-    asked = aside / "job.json"
-    if asked.is_file():
-        before = json.loads(asked.read_text(encoding="utf-8"))
-        if before == request:
-            return
-        if not restart:
-            changed = sorted(
-                key for key in before.keys() | request.keys() if before.get(key) != request.get(key)
-            )
-            raise ConfigError(
-                f"{aside} holds an unfinished job with another {' and '.join(changed)}; "
-                "give --restart to throw it away, or name another --out"
-            )
-    for path in aside.iterdir():
-        if path.name != ".lock":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (aside / "records").mkdir()
+def _hold(lock: TextIO, kind: int, aside: _Aside) -> None:
+    """Lock out other jobs until the file is closed; the workers of one job share the lock."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"another job is writing {aside.root}; wait for it or name another --out"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        print(
+            f"{aside.root} is on a file system without locks: see to it that no other job "
+            "writes there",
+            file=sys.stderr,
+        )
+
+
+def _reopen(aside: _Aside, request: dict[str, Any], restart: bool) -> None:
+    """Keep what the same job left; throw away what is asked to be, or is of no use."""
+    asked = aside.root / "job.json"
+    before = None if restart or not asked.is_file() else read_json(asked)
+    if before is not None and before != request:
+        changed = sorted(
+            key for key in before.keys() | request.keys() if before.get(key) != request.get(key)
+        )
+        raise ConfigError(
+            f"{aside.root} holds an unfinished job with another {' and '.join(changed)}; "
+            "give --restart to throw it away, or name another --out"
+        )
+    if before is None:
+        for path in aside.root.iterdir():
+            if path.name != ".lock":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for folder in (aside.data, aside.root / "records"):
+        folder.mkdir(exist_ok=True)
     _write_synced(asked, json.dumps(request))
 
 
-def _check_space(job: Job, aside: Path) -> None:
-    needed = sum(file.bytes for file in job.files if not _record(aside, file).is_file())
-    free = shutil.disk_usage(aside).free
+def _check_space(job: Job, aside: _Aside) -> None:
+    needed = sum(file.bytes for file in job.files if aside.record(file) is None)
+    free = shutil.disk_usage(aside.root).free
     if needed > free:
         raise ConfigError(
-            f"{aside.parent} has {free / 1e9:.2f} GB free, {job.out.name} needs "
+            f"{aside.root.parent} has {free / 1e9:.2f} GB free, {job.out.name} needs "
             f"{needed / 1e9:.2f} GB more; free some space or name another --out"
         )
 
 
-def _write_share(job: Job, aside: Path, workers: Workers, checksums: bool) -> None:
+def _write_share(job: Job, aside: _Aside, workers: Workers, checksums: bool) -> None:
     """Write this worker's files; whole ones are hashed and synced while the next is written."""
     with ThreadPoolExecutor(_SEALERS) as pool:
         sealing: list[Future] = []
         try:
             for file in workers.share(job.files, size=lambda file: file.bytes):
-                if _record(aside, file).is_file():
+                if aside.record(file) is not None:
                     continue
                 while len(sealing) >= _SEALERS:
                     sealing.pop(0).result()
-                unsealed = aside / f"{file.name}.tmp"
+                unsealed = aside.data / f"{file.name}.tmp"
                 kept = file.write(unsealed)
                 sealing.append(pool.submit(partial(_seal, file, unsealed, aside, kept, checksums)))
             for future in sealing:
@@ -236,49 +302,40 @@ def _write_share(job: Job, aside: Path, workers: Workers, checksums: bool) -> No
             raise
 
 
-def _seal(file: OutputFile, unsealed: Path, aside: Path, kept: Any, checksums: bool) -> None:
-    """Hash what was written, sync it, move it into place, and only then say that it is there."""
-    with ThreadPoolExecutor(1) as disk:  # is busy while this thread hashes
-        synced = disk.submit(_sync, unsealed)
-        record = {
-            "bytes": unsealed.stat().st_size,
-            "sha256": _sha256(unsealed) if checksums else None,
-            "kept": kept,
-        }
-        synced.result()
-    unsealed.rename(aside / file.name)
-    _write_synced(_record(aside, file), json.dumps(record))
+def _seal(file: OutputFile, unsealed: Path, aside: _Aside, kept: Any, checksums: bool) -> None:
+    """Hash what is on disk, sync it, move it into place, and only then say that it is there."""
+    record = {**_entry(unsealed, checksums), "kept": kept}
+    _sync(unsealed)
+    unsealed.rename(aside.data / file.name)
+    _sync(aside.data)
+    _write_synced(aside.root / "records" / f"{file.name}.json", json.dumps(record))
 
 
-def _finish(job: Job, aside: Path, request: dict[str, Any], checksums: bool) -> None:
+def _finish(job: Job, aside: _Aside, request: dict[str, Any], checksums: bool) -> None:
     # Read back even what this process wrote: a continued job must end in the same bytes.
-    records = {file.name: json.loads(_record(aside, file).read_text("utf-8")) for file in job.files}
-    job.finish(aside, {name: record["kept"] for name, record in records.items()})
+    records = {file.name: aside.record(file) for file in job.files}
+    lost = [name for name, record in records.items() if record is None]
+    if lost:
+        raise ConfigError(f"{lost[0]} in {aside.data} is gone or cut off; run again")
+    for path in aside.data.iterdir():  # small files of a job that was killed in this function
+        if path.name not in records:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    job.finish(aside.data, {name: record["kept"] for name, record in records.items()})
     entries = {n: {"bytes": r["bytes"], "sha256": r["sha256"]} for n, r in records.items()}
-    for path in sorted(aside.rglob("*")):
-        name = str(path.relative_to(aside))
-        if path.is_file() and name not in entries and not _is_own(name):
+    for path in sorted(aside.data.rglob("*")):
+        name = str(path.relative_to(aside.data))
+        if path.is_file() and name not in entries:
             _sync(path)
-            entries[name] = {
-                "bytes": path.stat().st_size,
-                "sha256": _sha256(path) if checksums else None,
-            }
+            entries[name] = _entry(path, checksums)
     manifest = {"format": FORMAT, "request": request, "files": dict(sorted(entries.items()))}
-    _write_synced(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    shutil.rmtree(aside / "records")
-    (aside / "job.json").unlink()
-    (aside / ".lock").unlink()
-    _sync(aside)
-    os.rename(aside, job.out)  # an empty folder at ``out`` is replaced
+    _write_synced(aside.data / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    os.rename(aside.data, job.out)  # an empty folder at ``out`` is replaced
     _sync(job.out.parent)
+    shutil.rmtree(aside.root)
 
 
-def _is_own(name: str) -> bool:
-    return name in ("job.json", ".lock", MANIFEST) or name.startswith("records/")
-
-
-def _record(aside: Path, file: OutputFile) -> Path:
-    return aside / "records" / f"{file.name}.json"
+def _entry(path: Path, checksums: bool) -> dict[str, Any]:
+    return {"bytes": _size(path), "sha256": _sha256(path) if checksums else None}
 
 
 def _size(path: Path) -> int:
@@ -298,6 +355,7 @@ def _write_synced(path: Path, text: str) -> None:
     unfinished.write_text(text, encoding="utf-8")
     _sync(unfinished)
     unfinished.rename(path)
+    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

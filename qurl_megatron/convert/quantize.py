@@ -15,8 +15,8 @@ from qurl_megatron.convert.backends import BACKENDS, check_backend
 from qurl_megatron.convert.job import Job, OutputFile
 from qurl_megatron.convert.source import (
     check_source,
-    config_dtype,
     fingerprint,
+    folding,
     read_tensors,
     with_dtype,
 )
@@ -32,7 +32,6 @@ from qurl_megatron.weights.checkpoint import (
     Checkpoint,
     describe,
     hf_shapes,
-    with_scale,
     write_json,
 )
 from qurl_megatron.weights.families import is_quantized
@@ -77,7 +76,7 @@ def to_quantized(
     refuse_second_fold(source.config, uaq_scale)
     check_source(source)
     shapes = hf_shapes(source.arch)
-    form = dtype or config_dtype(source)
+    form = dtype or source.natural_dtype(source.ops()[0])  # of the embedding
     quantizer = BACKENDS[backend]
 
     def group(op: Op) -> Group:
@@ -92,9 +91,10 @@ def to_quantized(
 
     def make(op: Op) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
-        for name, tensor in read_tensors(source, op, fold=uaq_scale).items():
+        kept = None if is_quantized(op.hf[0].name) else form
+        for name, tensor in read_tensors(source, op, folding(uaq_scale), kept).items():
             if not is_quantized(name):
-                made[name] = tensor.to(form)
+                made[name] = tensor
                 continue
             try:
                 made |= stored(name, quantizer(tensor, scheme), fmt)
@@ -103,14 +103,14 @@ def to_quantized(
         return made
 
     planned = plan_files([group(op) for op in source.ops()], file_bytes)
-    kept = _kept_modules(source)
-    config = with_dtype(with_scale(source.config, source.uaq_scale * uaq_scale), form)
-    config["quantization_config"] = quantization_config(scheme, fmt, kept)
+    ignored = _ignored_modules(source)
+    config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), form)
+    config["quantization_config"] = quantization_config(scheme, fmt, ignored)
 
     def finish(folder: Path, _: dict[str, Any]) -> None:
         write_index(folder, planned)
         describe(source, folder, config)
-        for name, contents in extra_files(scheme, fmt, kept).items():
+        for name, contents in extra_files(scheme, fmt, ignored).items():
             write_json(folder / name, contents)
 
     files = [
@@ -134,7 +134,7 @@ def to_quantized(
     return Job(out, request, files, finish)
 
 
-def _kept_modules(source: Checkpoint) -> list[str]:
+def _ignored_modules(source: Checkpoint) -> list[str]:
     """The linear modules that stay in high precision: the output layer and the routers."""
     routers = [
         f"model.layers.{layer}.mlp.gate"

@@ -3,25 +3,43 @@
 import hashlib
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.checkpoint import Checkpoint
+from qurl_megatron.weights.checkpoint import Checkpoint, companions
 from qurl_megatron.weights.hf_reader import HfReader
-from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.ops import HfTensor, Op
 from qurl_megatron.weights.uaq import folded, takes_part, unfolded
+
+Change = Callable[[HfTensor, Tensor], Tensor]
+"""What happens to a tensor between reading and rounding, in FP32."""
+
+
+def folding(scale: float) -> Change:
+    """Fold ``scale`` into the tensors that take part."""
+    return _change(folded, scale)
+
+
+def unfolding(scale: float) -> Change:
+    """Take ``scale`` out of the tensors that take part."""
+    return _change(unfolded, scale)
 
 
 def read_tensors(
-    source: Checkpoint, op: Op, *, fold: float = 1.0, unfold: float = 1.0
+    source: Checkpoint, op: Op, change: Change, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The whole Hugging Face tensors of an op; those that (un)folding changes are in FP32.
+    """The whole Hugging Face tensors of an op, changed in FP32, then rounded to ``dtype``.
+
+    Args:
+        dtype: None leaves them as wide as they are.
 
     Raises:
-        ConfigError: a tensor has inf or nan.
+        ConfigError: a tensor has inf or nan, as it is stored or as it is rounded.
     """
     tensors = source.reader.shards(op)
     for tensor in op.hf:
@@ -31,11 +49,20 @@ def read_tensors(
                 f"tensor {name} in {source.folder} has inf or nan; the checkpoint is of a run that "
                 "diverged, or is damaged"
             )
-        if takes_part(name) and not fold == unfold == 1.0:
-            centred = tensor.zero_centred
-            wide = folded(name, tensors[name].float(), fold, zero_centred=centred)
-            tensors[name] = unfolded(name, wide, unfold, zero_centred=centred)
+        changed = change(tensor, tensors[name])
+        tensors[name] = changed if dtype is None else changed.to(dtype)
+        if dtype == torch.float16 and not is_finite(tensors[name]):
+            raise ConfigError(f"tensor {name} has values that float16 cannot hold; use bfloat16")
     return tensors
+
+
+def _change(function: Callable[..., Tensor], scale: float) -> Change:
+    def change(tensor: HfTensor, value: Tensor) -> Tensor:
+        if scale == 1.0 or not takes_part(tensor.name):
+            return value
+        return function(tensor.name, value.float(), scale, zero_centred=tensor.zero_centred)
+
+    return change
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -60,13 +87,6 @@ def check_source(source: Checkpoint) -> None:
             )
 
 
-def config_dtype(source: Checkpoint) -> torch.dtype:
-    """The number format config.json names, else the embedding's."""
-    name = source.config.get("dtype") or source.config.get("torch_dtype")
-    named = getattr(torch, str(name).removeprefix("torch."), None)
-    return named if isinstance(named, torch.dtype) else source.dtype(source.ops()[0])
-
-
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """A config that names ``dtype``, under the key it uses for that."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
@@ -77,14 +97,17 @@ def fingerprint(source: Checkpoint) -> dict[str, Any]:
     """What tells a source from another one without reading it: names, sizes and times of files."""
     reader = source.reader
     files = (
-        sorted({reader.stored(name).file for name in reader.names()})
+        {reader.stored(name).file for name in reader.names()}
         if isinstance(reader, HfReader)
-        else [reader.folder / name for name in reader.table.files]
+        else {reader.folder / name for name in reader.table.files}
     )
-    stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
     config = json.dumps(source.config, sort_keys=True)
     return {
-        "folder": source.folder.name,
+        "folder": source.folder.absolute().name,
         "config": hashlib.sha256(config.encode()).hexdigest()[:16],
-        "files": stats,
+        "files": dict(sorted(map(_stat, [*files, *companions(source.description)]))),
     }
+
+
+def _stat(path: Path) -> tuple[str, list[int]]:
+    return path.name, [path.stat().st_size, path.stat().st_mtime_ns]

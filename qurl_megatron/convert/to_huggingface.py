@@ -9,12 +9,12 @@ from torch import Tensor
 from qurl_megatron.convert.job import Job, OutputFile
 from qurl_megatron.convert.source import (
     check_source,
-    config_dtype,
     fingerprint,
     read_tensors,
+    unfolding,
     with_dtype,
 )
-from qurl_megatron.weights.checkpoint import Checkpoint, describe, hf_shapes, with_scale
+from qurl_megatron.weights.checkpoint import Checkpoint, describe, hf_shapes
 from qurl_megatron.weights.hf_writer import (
     Group,
     TensorSpec,
@@ -51,15 +51,16 @@ def to_huggingface(
     shapes = hf_shapes(source.arch)
 
     def group(op: Op) -> Group:
-        form = dtype or (config_dtype(source) if left == 1.0 else source.dtype(op))
+        form = dtype or (source.natural_dtype(op) if left == 1.0 else source.dtype(op))
         return Group(op, tuple(TensorSpec(t.name, shapes[t.name], form) for t in op.hf))
 
     def make(op: Op) -> dict[str, Tensor]:
-        made = read_tensors(source, op, unfold=scale if unfold else 1.0)
-        return {spec.name: made[spec.name].to(spec.dtype) for spec in group(op).tensors}
+        form = group(op).tensors[0].dtype
+        return read_tensors(source, op, unfolding(scale if unfold else 1.0), form)
 
     planned = plan_files([group(op) for op in source.ops()], file_bytes)
-    config = with_dtype(with_scale(source.config, left), planned[0].groups[0].tensors[0].dtype)
+    formats = [t.dtype for file in planned for g in file.groups for t in g.tensors]
+    config = with_dtype(source.folded_config(left), max(formats, key=lambda form: form.itemsize))
 
     def finish(folder: Path, _: dict[str, Any]) -> None:
         write_index(folder, planned)

@@ -16,8 +16,8 @@ from torch.nn import functional
 from qurl_megatron.convert.job import Job, OutputFile
 from qurl_megatron.convert.source import (
     check_source,
-    config_dtype,
     fingerprint,
+    folding,
     read_tensors,
     with_dtype,
 )
@@ -27,7 +27,6 @@ from qurl_megatron.weights.checkpoint import (
     Checkpoint,
     describe,
     hf_shapes,
-    with_scale,
 )
 from qurl_megatron.weights.families import is_vocabulary, stage_ops
 from qurl_megatron.weights.megatron_reader import disk_key, stacked_parts
@@ -70,7 +69,8 @@ def to_megatron(
     check_source(source)
 
     def stored(op: Op) -> torch.dtype:
-        return dtype or (source.dtype(op) if is_exact(uaq_scale) else torch.float32)
+        own = source.dtype(op)
+        return dtype or (own if folds_exactly(op, uaq_scale, own) else torch.float32)
 
     stages = _stages(source.arch, pipeline)
     shapes = hf_shapes(source.arch)
@@ -83,7 +83,7 @@ def to_megatron(
     def write(path: Path, ops: Iterable[Op]) -> list[dict[str, Any]]:
         def pieces() -> Iterator[tuple[Chunk, Tensor]]:
             for op in ops:
-                made = read_tensors(source, op, fold=uaq_scale)
+                made = read_tensors(source, op, folding(uaq_scale), stored(op))
                 yield from _cut(op, made, chunks[op.megatron])
 
         return write_chunks(path, pieces())
@@ -105,11 +105,12 @@ def to_megatron(
             lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
         )
     )
-    config = with_scale(source.config, source.uaq_scale * uaq_scale)
+    config = source.folded_config(source.uaq_scale * uaq_scale)
+    widest = max((stored(op) for ops in stages for op in ops), key=lambda form: form.itemsize)
 
     def finish(folder: Path, rows: dict[str, Any]) -> None:
         write_table(folder, rows)
-        describe(source, folder / DESCRIPTION, with_dtype(config, config_dtype(source)))
+        describe(source, folder / DESCRIPTION, with_dtype(config, widest))
 
     request = {
         "kind": "megatron",
@@ -123,9 +124,13 @@ def to_megatron(
     return Job(out, request, files, finish)
 
 
-def is_exact(scale: float) -> bool:
-    """True where dividing by ``scale`` rounds nothing: it is a power of two."""
-    return math.frexp(scale)[0] == 0.5
+def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:
+    """True where folding rounds nothing: a power of two moves the exponent alone.
+
+    FP16 has too few of them, and a zero-centred norm is added to.
+    """
+    moved = math.frexp(scale)[0] == 0.5 and dtype != torch.float16
+    return scale == 1.0 or moved and not op.hf[0].zero_centred
 
 
 def _stages(arch: Arch, pipeline: int) -> list[list[Op]]:
@@ -209,7 +214,7 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
             piece = piece.narrow(split_dim, start, length)
             if length < step:  # a vocabulary that does not divide
                 piece = functional.pad(piece, (0, 0, 0, step - length))
-        yield chunk, piece.to(chunk.dtype)
+        yield chunk, piece
 
 
 def _extra_states(arch: Arch) -> Iterator[Chunk]:

@@ -13,6 +13,8 @@ from qurl_megatron.runtime.launch import place_under_launcher
 
 T = TypeVar("T")
 
+_MEETING, _WORK = timedelta(minutes=5), timedelta(hours=12)
+
 
 class AnotherFailed(Exception):
     """Raised on all workers but the first that failed; that one says what went wrong."""
@@ -24,6 +26,7 @@ class Workers:
 
     rank: int = 0
     size: int = 1
+    group: dist.ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -49,11 +52,11 @@ class Workers:
         failure: BaseException | None = None
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # the others must not wait for one that was interrupted
             failure = error
         if self.size > 1:
             failed = [False] * self.size
-            dist.all_gather_object(failed, failure is not None)
+            dist.all_gather_object(failed, failure is not None, group=self.group)
             if any(failed) and failed.index(True) != self.rank:
                 raise AnotherFailed(f"worker {failed.index(True)} failed") from failure
         if failure is not None:
@@ -72,6 +75,9 @@ def workers() -> Iterator[Workers]:
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # All are on this machine; without it gloo looks the host's name up, which may fail.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", timeout=timedelta(hours=12))
-    yield Workers(dist.get_rank(), dist.get_world_size())
+    # All must come within minutes; from then on a worker may be hours behind another.
+    dist.init_process_group("gloo", timeout=_MEETING)
+    group = dist.new_group(timeout=_WORK)
+    yield Workers(dist.get_rank(), dist.get_world_size(), group)
+    # Only after success: where this worker failed, tearing down would wait for the others.
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.build import (
     build_model,
     load_weights,
@@ -37,7 +38,6 @@ from qurl_megatron.weights import (
     Checkpoint,
     is_vocabulary,
     open_checkpoint,
-    refuse_second_fold,
 )
 
 Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, dict[str, Any]]]
@@ -100,8 +100,13 @@ class Policy:
         """
         source = open_checkpoint(model.path)
         arch = source.arch
-        fold = 1.0 if source.uaq_scale == uaq_scale else uaq_scale
-        refuse_second_fold(source.config, fold)
+        if source.uaq_scale not in (1.0, uaq_scale):
+            raise ConfigError(
+                f"{model.path} has the UAQ factor {source.uaq_scale} folded in, the recipe says "
+                f"quant.uaq_scale={uaq_scale}; set it to {source.uaq_scale}, or unfold the "
+                "checkpoint with checkpoints_tools/megatron_to_hf.py"
+            )
+        fold = uaq_scale / source.uaq_scale
         arch.check_parallel(parallel.tensor, parallel.pipeline)
         megatron_config = transformer_config(arch, model, parallel)
         gpt = build_model(arch, megatron_config, ranks)

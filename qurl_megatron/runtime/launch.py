@@ -34,7 +34,7 @@ def place_under_launcher(world_size: int | None = None) -> bool:
         ConfigError: the launcher started another number of processes.
     """
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
         return True
     # A batch script or an interactive shell is a step of one task: there the ranks are

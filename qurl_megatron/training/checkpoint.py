@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.training.state import TrainState, checkpoints
-from qurl_megatron.weights.checkpoint import DESCRIPTION, describe, with_scale
+from qurl_megatron.weights.checkpoint import DESCRIPTION, describe
 
 
 def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path:
@@ -56,7 +56,7 @@ def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path
     dist.barrier()
     if policy.ranks.leads:
         # A checkpoint that says what it is: the converters need no other folder.
-        config = with_scale(policy.source.config, policy.uaq_scale)
+        config = policy.source.folded_config(policy.uaq_scale)
         describe(policy.source, aside / DESCRIPTION, config)
         state.write(aside)
         if final.exists():

@@ -136,25 +136,43 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise ConfigError(
-            f"model.path={folder} is not a folder; set it to a Hugging Face checkpoint"
-        )
+        raise ConfigError(f"{folder} is not a folder; name a Hugging Face checkpoint")
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing; {folder} must be a Hugging Face checkpoint folder")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds one object.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} is missing; model.path must be a Hugging Face checkpoint folder"
-        ) from None
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(found).__name__}")
+    return found
 
 
 def read_arch(config: dict[str, Any]) -> Arch:
     """Interpret a Hugging Face config.
 
     Raises:
-        ConfigError: unknown family, missing key, or a switch this package does not compute.
+        ConfigError: unknown family, missing key, a value of the wrong type, or a switch this
+            package does not compute.
     """
+    try:
+        return _arch(config)
+    except KeyError as error:
+        raise ConfigError(f"config.json lacks the key {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"config.json has a value of the wrong type ({error})") from None
+
+
+def _arch(config: dict[str, Any]) -> Arch:
     family = read_family(config)
     _refuse_windows(config, family)
     if config.get("mlp_bias") or (not family.qkv_bias and config.get("attention_bias")):
@@ -179,38 +197,44 @@ def read_arch(config: dict[str, Any]) -> Arch:
                 f"config.json: {key} {config[key]!r} is not supported; "
                 f"a {config['model_type']} model needs {' or '.join(known)}"
             )
-    try:
-        heads = config["num_attention_heads"]
-        rope_theta, rope_scaling = _rope(config)
-        arch = Arch(
-            family=config["model_type"],
-            num_layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            rms_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            max_position=config.get("max_position_embeddings", 2048),
-            tied=config.get("tie_word_embeddings", family.tied),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            experts=_experts(config) if family.routed else None,
-            activation=family.activation,
-            zero_centred_norm=family.zero_centred_norm,
-            embedding_scale=config["hidden_size"] ** 0.5 if family.scaled_embedding else 1.0,
-        )
-    except KeyError as error:
-        raise ConfigError(f"config.json lacks the key {error}") from None
+    heads, hidden = (_count(config, key) for key in ("num_attention_heads", "hidden_size"))
+    rope_theta, rope_scaling = _rope(config)
+    arch = Arch(
+        family=config["model_type"],
+        num_layers=_count(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_count(config, "num_key_value_heads", heads),
+        head_dim=_count(config, "head_dim", hidden // heads),
+        intermediate=_count(config, "intermediate_size"),
+        vocab=_count(config, "vocab_size"),
+        rms_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        max_position=_count(config, "max_position_embeddings", 2048),
+        tied=config.get("tie_word_embeddings", family.tied),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        experts=_experts(config) if family.routed else None,
+        activation=family.activation,
+        zero_centred_norm=family.zero_centred_norm,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
+    )
     if arch.heads % arch.kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads={arch.heads} is no multiple of "
             f"num_key_value_heads={arch.kv_heads}"
         )
     return arch
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config[key] if default is None else config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {key} must be a positive whole number, got {value!r}")
+    return value
 
 
 def read_family(config: Mapping[str, Any]) -> Family:
@@ -220,7 +244,7 @@ def read_family(config: Mapping[str, Any]) -> Family:
         ConfigError: it is not one of those this package computes.
     """
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"config.json: model_type {name!r} is not supported; known: {', '.join(FAMILIES)}"
         )
@@ -232,7 +256,7 @@ def read_eos(folder: str | Path) -> tuple[int, ...]:
     generation = Path(folder) / "generation_config.json"
     eos = None
     if generation.is_file():
-        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        eos = read_json(generation).get("eos_token_id")
     if eos is None:
         eos = read_config(folder).get("eos_token_id")
     if eos is None:
@@ -270,9 +294,9 @@ def _experts(config: dict[str, Any]) -> Experts:
         )
     return Experts(
         # transformers 5 writes the second name.
-        count=config["num_experts" if "num_experts" in config else "num_local_experts"],
-        top_k=config["num_experts_per_tok"],
-        intermediate=config["moe_intermediate_size"],
+        count=_count(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        top_k=_count(config, "num_experts_per_tok"),
+        intermediate=_count(config, "moe_intermediate_size"),
         norm_topk_prob=config.get("norm_topk_prob", False),
     )
 
@@ -280,16 +304,18 @@ def _experts(config: dict[str, Any]) -> Experts:
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     """Base and scaling, from transformers 5's ``rope_parameters`` or the older two keys."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
+    if not isinstance(theta, int | float):
+        raise ConfigError(f"config.json: rope_theta must be a number, got {theta!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
-        return theta, None
+        return float(theta), None
     if kind == "llama3":
         names = Llama3Rope.__dataclass_fields__
         missing = [name for name in names if name not in parameters]
         if missing:
             raise ConfigError(f"config.json: rope scaling of type llama3 lacks {missing}")
-        return theta, Llama3Rope(**{name: parameters[name] for name in names})
+        return float(theta), Llama3Rope(**{name: parameters[name] for name in names})
     raise ConfigError(f"config.json: rope_type {kind!r} is not supported; known: default, llama3")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import Arch, read_arch, read_config
 from qurl_megatron.weights.families import stage_ops
-from qurl_megatron.weights.hf_reader import HfReader
+from qurl_megatron.weights.hf_reader import FLOATS, HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.torch_dist import is_torch_dist
@@ -27,7 +27,7 @@ from qurl_megatron.weights.uaq import folded, folded_scale
 DESCRIPTION = "hf"
 """The folder inside a Megatron checkpoint that holds config.json and the tokenizer."""
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 class Reader(Protocol):
@@ -71,6 +71,23 @@ class Checkpoint:
             return self.reader.dtype(op)
         found = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
         return found.pop() if len(found) == 1 else torch.float32
+
+    def natural_dtype(self, op: Op) -> torch.dtype:
+        """The format the model came in, before folding needed a wider one."""
+        recorded = self.config.get("qurl", {}).get("dtype")
+        return DTYPES_BY_NAME[recorded] if recorded in DTYPES_BY_NAME else self.dtype(op)
+
+    def folded_config(self, scale: float) -> dict[str, Any]:
+        """The config of this model with ``scale`` in its weights in all: it says so, and in which
+        format the model came. A model that is not folded needs no record."""
+        rest = {key: value for key, value in self.config.items() if key != "qurl"}
+        if scale == 1.0:
+            return rest
+        record: dict[str, Any] = {"uaq_scale": scale}
+        formats = {self.natural_dtype(op) for op in self.ops()}
+        if len(formats) == 1:
+            record["dtype"] = str(formats.pop()).removeprefix("torch.")
+        return {**rest, "qurl": record}
 
     def check(self) -> None:
         """Hold every tensor's name, shape and format against the config, from headers alone.
@@ -195,7 +212,7 @@ def hf_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
     """The shape a config gives to each Hugging Face tensor of the model."""
     hidden, head = arch.hidden, arch.head_dim
     rows = {
-        "model.embed_tokens": arch.vocab,
+        "embed_tokens": arch.vocab,
         "lm_head": arch.vocab,
         "q_proj": arch.heads * head,
         "k_proj": arch.kv_heads * head,
@@ -207,7 +224,7 @@ def hf_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
     for op in stage_ops(arch, range(arch.num_layers), first=True, last=True):
         for tensor in op.hf:
             path, _, kind = tensor.name.rpartition(".")
-            module = path.rpartition(".")[2]
+            module = path.rpartition(".")[2]  # of "lm_head", itself
             inner = arch.intermediate
             if arch.experts and ".experts." in path:
                 inner = arch.experts.intermediate
@@ -223,7 +240,7 @@ def hf_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
                 shapes[tensor.name] = (inner, hidden)
             else:
                 columns = {"o_proj": arch.heads * head, "down_proj": inner}.get(module, hidden)
-                shapes[tensor.name] = (rows.get(module, rows.get(path, 0)), columns)
+                shapes[tensor.name] = (rows[module], columns)
     return shapes
 
 
@@ -237,7 +254,7 @@ def describe(source: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
     Weights are left out, and so is everything that could be code.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for path in _companions(source.description):
+    for path in companions(source.description):
         shutil.copyfile(path, folder / path.name)
     write_json(folder / "config.json", config)
 
@@ -246,8 +263,9 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
     path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
-def _companions(folder: Path) -> Iterator[Path]:
-    own = {"config.json", "hf_quant_config.json", "qurl_manifest.json"}
+def companions(folder: Path) -> Iterator[Path]:
+    """The tokenizer and generation files beside a config.json."""
+    own = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json"}
     for path in sorted(folder.iterdir()):
         text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
         if path.is_file() and text and path.name not in own and "index.json" not in path.name:
@@ -256,9 +274,3 @@ def _companions(folder: Path) -> Iterator[Path]:
 
 def _and_more(names: list[str]) -> str:
     return f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def with_scale(config: dict[str, Any], scale: float) -> dict[str, Any]:
-    """A config that records ``scale`` as folded, or nothing where it is 1."""
-    rest = {key: value for key, value in config.items() if key != "qurl"}
-    return rest if scale == 1.0 else {**rest, "qurl": {"uaq_scale": scale}}

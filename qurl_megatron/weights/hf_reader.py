@@ -1,6 +1,5 @@
 """Read slices of a Hugging Face checkpoint: safetensors only, one tensor or part at a time."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.families import is_vocabulary
 from qurl_megatron.weights.ops import HfTensor, Op
 
@@ -32,6 +32,9 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 """The number formats of safetensors that checkpoints of this package may hold."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Those of weights in high precision."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,23 @@ class HfReader:
         self.folder = Path(folder)
         self._stored: dict[str, Stored] = {}
         for file in safetensors_files(self.folder):
-            self._stored.update(_header(file))
+            for name, stored in _header(file):
+                if name in self._stored:
+                    raise ConfigError(
+                        f"tensor {name} is in {self._stored[name].file} and in {file}; remove one"
+                    )
+                self._stored[name] = stored
+        self._check_index()
         self._open: tuple[Path, Any] | None = None
         self._mapped = 0
+
+    def _check_index(self) -> None:
+        path = self.folder / INDEX
+        if not path.is_file():
+            return
+        for name, file in read_json(path)["weight_map"].items():
+            if name not in self._stored or self._stored[name].file.name != file:
+                raise ConfigError(f"{path} says that {file} has tensor {name}, which it has not")
 
     def names(self) -> set[str]:
         return set(self._stored)
@@ -125,10 +142,11 @@ def safetensors_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is no safetensors index: {error!r}") from None
+        places = read_json(index).get("weight_map")
+        names = list(places.values()) if isinstance(places, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ConfigError(f"{index} has no weight_map from tensors to files beside it")
+        names = sorted(set(names))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ConfigError(f"{index} names {missing[0]}, which is not in {folder}")

@@ -10,11 +10,15 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import Arch
 from qurl_megatron.weights.families import is_vocabulary, stage_ops
+from qurl_megatron.weights.hf_reader import FLOATS
 from qurl_megatron.weights.ops import GateUp, Op
 from qurl_megatron.weights.torch_dist import TorchDistReader
 
 # Where an optimizer keeps FP32 masters: with and without Megatron's distributed optimizer.
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+
+# Megatron-LM pads a vocabulary to 128 rows for each of at most 64 tensor-parallel ranks.
+_MOST_PADDING = 128 * 64
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
@@ -79,7 +83,9 @@ class MegatronReader:
         return op.to_hf(self._parameter(op, rank, size))
 
     def dtype(self, op: Op) -> torch.dtype:
-        return self.table.dtype(self._place(op)[0])
+        """The format the model has a parameter in; its master is FP32 all the same."""
+        key, _ = self._place(op)
+        return self.table.dtype(key.removeprefix(self.masters or ""))
 
     def shape(self, op: Op) -> tuple[int, ...]:
         """Of the whole Megatron parameter; an embedding's as it was padded."""
@@ -96,22 +102,47 @@ class MegatronReader:
         return self.table.cuts(key, index)
 
     def check(self, ops: Iterable[Op], shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise ``ConfigError`` unless every parameter is there in the shape its config gives it.
+        """Hold every tensor against the config.
 
         Args:
             shapes: the shape of each Hugging Face tensor.
+
+        Raises:
+            ConfigError: one is missing, or is left over, or has another shape or format.
         """
+        experts = self.arch.experts.count if self.arch.experts else 0
+        expected: set[str] = set()
         for op in ops:
-            key, _ = self._place(op)
+            key, index = self._place(op)
+            expected.add(key.removeprefix(self.masters or ""))
             parts = [shapes[tensor.name] for tensor in op.hf]
-            expected = (sum(part[0] for part in parts), *parts[0][1:])
-            found = self.shape(op)
-            padded = is_vocabulary(op.hf[0].name) and found[0] >= expected[0]
-            if found[1:] != expected[1:] or not (padded or found[0] == expected[0]):
+            whole = (sum(part[0] for part in parts), *parts[0][1:])
+            whole = ((self.arch.num_layers, experts)[: len(index)]) + whole
+            found = self.table.shape(key)
+            rows = len(index)
+            padding = found[rows] - whole[rows] if len(found) == len(whole) else -1
+            padded = is_vocabulary(op.hf[0].name) and 0 <= padding < _MOST_PADDING
+            same = found == whole or padded and found[rows + 1 :] == whole[rows + 1 :]
+            if not same:
                 raise ConfigError(
                     f"tensor {key} in {self.folder} has shape {list(found)} where config.json "
-                    f"says {list(expected)} ({op.megatron}); give the config of this model"
+                    f"says {list(whole)}; give the config of this model"
                 )
+            if self.table.dtype(key) not in FLOATS:
+                raise ConfigError(
+                    f"tensor {key} in {self.folder} is stored as {self.table.dtype(key)}, which is "
+                    "not high precision"
+                )
+        extra = [
+            key
+            for key in self.table.keys()  # noqa: SIM118  not a dict
+            if key not in expected and not key.startswith(("optimizer.", "chained_", "rng"))
+        ]
+        if extra:
+            raise ConfigError(
+                f"tensor {extra[0]} in {self.folder} is not part of a model of type "
+                f"{self.arch.family} as config.json has it; it would be lost"
+            )
 
     def _parameter(self, op: Op, rank: int, size: int) -> Tensor:
         key, index = self._place(op)

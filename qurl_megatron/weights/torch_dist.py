@@ -10,11 +10,12 @@ Megatron's own loader needs the whole model's modules and its saver needs their 
 converter has neither. The layout is torch.distributed.checkpoint's, and a test loads what is
 written here with megatron-core, and reads here what megatron-core wrote.
 
-Nothing that a file names is ever executed: ``.metadata`` may only name the classes listed below,
-and chunks are loaded as weights alone.
+Nothing that a file names is ever executed: ``.metadata`` becomes inert records, and chunks are
+loaded as weights alone.
 """
 
 import io
+import itertools
 import json
 import math
 import pickle
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import filesystem, metadata
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.arch import read_json
 
 METADATA = ".metadata"
 _CONFIG = {
@@ -65,6 +67,35 @@ def is_torch_dist(folder: Path) -> bool:
     return (folder / METADATA).is_file() and (folder / "metadata.json").is_file()
 
 
+@dataclass(frozen=True)
+class StoredChunk:
+    """A box of a tensor and where it lies."""
+
+    box: Box
+    file: str
+    start: int
+    length: int
+
+
+class StoredTensor:
+    """What the table of contents says of one tensor."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[StoredChunk]):
+        self.shape, self.dtype, self.chunks = shape, dtype, chunks
+        # Layers and experts are leading axes of which a chunk holds one: found by them, a chunk of
+        # a hundred thousand need not be searched for.
+        self._depth = min(_ones(chunk.box) for chunk in chunks) if chunks else 0
+        self._at: dict[tuple[int, ...], list[StoredChunk]] = {}
+        for chunk in chunks:
+            self._at.setdefault(chunk.box[0][: self._depth], []).append(chunk)
+
+    def touched(self, box: Box) -> list[StoredChunk]:
+        """The chunks that share elements with a box."""
+        at = box[0][: self._depth]
+        near = self._at.get(at, []) if _ones(box) >= self._depth else self.chunks
+        return [chunk for chunk in near if _overlap(chunk.box, box)]
+
+
 class TorchDistReader:
     """The tensors of a ``torch_dist`` folder by key; any box of them."""
 
@@ -72,30 +103,18 @@ class TorchDistReader:
         """Read the table of contents.
 
         Raises:
-            ConfigError: the folder is not of this format, or names classes that tables of contents
-                have no use for.
+            ConfigError: the folder is not of this format, or is damaged.
         """
         self.folder = folder
-        config = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-        if config.get("sharded_backend") != "torch_dist":
+        backend = read_json(folder / "metadata.json").get("sharded_backend")
+        if backend != "torch_dist":
             raise ConfigError(
-                f"{folder} is of Megatron's format {config.get('sharded_backend')!r}; "
-                "only torch_dist is read"
+                f"{folder} is of Megatron's format {backend!r}; only torch_dist is read"
             )
-        table = _read_table(folder / METADATA)
-        self._tensors = {
-            key: entry
-            for key, entry in table.state_dict_metadata.items()
-            if isinstance(entry, metadata.TensorStorageMetadata)
-        }
-        self._place = {
-            (index.fqn, tuple(index.offset)): info
-            for index, info in table.storage_data.items()
-            if index.offset is not None
-        }
-        self.files = sorted({info.relative_path for info in table.storage_data.values()})
+        self._tensors = _read_table(folder / METADATA)
+        self.files = sorted({c.file for t in self._tensors.values() for c in t.chunks})
         for file in self.files:
-            if not (folder / file).is_file():
+            if Path(file).name != file or not (folder / file).is_file():
                 raise ConfigError(f"{folder / METADATA} names {file}, which is not in {folder}")
 
     def __contains__(self, key: str) -> bool:
@@ -105,67 +124,72 @@ class TorchDistReader:
         return list(self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._tensor(key).size)
+        return self._tensor(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        return self._tensor(key).properties.dtype
+        return self._tensor(key).dtype
+
+    def chunks(self, key: str) -> list[StoredChunk]:
+        return self._tensor(key).chunks
 
     def cuts(self, key: str, index: Sequence[int] = ()) -> int:
         """How many chunks lie under the leading indices ``index`` of a tensor."""
-        chunks = self._tensor(key).chunks
-        return sum(tuple(chunk.offsets[: len(index)]) == tuple(index) for chunk in chunks)
+        return sum(c.box[0][: len(index)] == tuple(index) for c in self._tensor(key).chunks)
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of a tensor, joined from the chunks it touches.
 
         Raises:
-            ConfigError: the chunks do not cover the box, or a file is damaged.
+            ConfigError: the chunks do not tile the box, or a file is damaged.
         """
-        entry, box = self._tensor(key), (tuple(offsets), tuple(sizes))
-        out: Tensor | None = None
-        covered = 0
-        for chunk in entry.chunks:
-            own = (tuple(chunk.offsets), tuple(chunk.sizes))
-            shared = _overlap(own, box)
-            if shared is None:
-                continue
-            tensor = self._load(key, own)
-            if own == box:
-                return tensor
-            if out is None:
-                out = torch.empty(box[1], dtype=entry.properties.dtype)
-            out[_within(shared, box)] = tensor[_within(shared, own)]
-            covered += math.prod(shared[1])
-        if out is None or covered != math.prod(box[1]):
+        tensor, box = self._tensor(key), (tuple(offsets), tuple(sizes))
+        touched = tensor.touched(box)
+        shared = [_overlap(chunk.box, box) for chunk in touched]
+        # Without overlap, as many elements as the box has are all of them.
+        apart = not any(_overlap(a, b) for a, b in itertools.combinations(shared, 2))
+        if not apart or sum(math.prod(part[1]) for part in shared) != math.prod(box[1]):
             raise ConfigError(
-                f"tensor {key} in {self.folder} is not whole: no chunk holds all of "
+                f"tensor {key} in {self.folder} is not whole: its chunks do not tile "
                 f"{list(box[1])} at {list(box[0])}"
             )
+        if [chunk.box for chunk in touched] == [box]:
+            return self._load(key, tensor, touched[0])
+        out = torch.empty(box[1], dtype=tensor.dtype)
+        for chunk, part in zip(touched, shared, strict=True):
+            out[_within(part, box)] = self._load(key, tensor, chunk)[_within(part, chunk.box)]
         return out
 
-    def _tensor(self, key: str) -> metadata.TensorStorageMetadata:
+    def _tensor(self, key: str) -> StoredTensor:
         if key not in self._tensors:
             raise ConfigError(f"tensor {key} is not in the checkpoint {self.folder}")
         return self._tensors[key]
 
-    def _load(self, key: str, box: Box) -> Tensor:
-        place = self._place[key, box[0]]
-        path = self.folder / place.relative_path
+    def _load(self, key: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
+        path = self.folder / chunk.file
         try:
             with path.open("rb", buffering=0) as file:
-                window = _Window(file, place.offset, place.length)
-                tensor = torch.load(window, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                window = _Window(file, chunk.start, chunk.length)
+                loaded = torch.load(window, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise ConfigError(
                 f"tensor {key} cannot be read from {path} ({str(error).splitlines()[0]}); "
                 "the file is damaged, copy the checkpoint again"
             ) from None
-        if tuple(tensor.shape) != box[1]:
+        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (
+            chunk.box[1],
+            tensor.dtype,
+        ):
             raise ConfigError(
-                f"tensor {key} in {path} has shape {list(tensor.shape)}, "
-                f"{METADATA} says {list(box[1])}"
+                f"tensor {key} in {path} is not the {tensor.dtype} {list(chunk.box[1])} that "
+                f"{METADATA} says; the checkpoint is damaged"
             )
-        return tensor
+        return loaded
+
+
+def _ones(box: Box) -> int:
+    """How many leading axes of a box have length 1; the last axis is none of them."""
+    leading = box[1][:-1]
+    return next((axis for axis, size in enumerate(leading) if size != 1), len(leading))
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
@@ -210,51 +234,80 @@ class _Window(io.RawIOBase):
         return count
 
 
-_DATACLASSES = {
-    name: getattr(module, name)
-    for module, names in (
-        (
-            metadata,
-            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
-            "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
-        ),
-        (filesystem, "_StorageInfo"),
-        (planner, "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"),
-    )
-    for name in names.split()
-    if hasattr(module, name)
-}
+class _Record:
+    """Stands in for whatever class a table of contents names: holds what it was given."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.state: Any = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state[name]
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Unpickles tables of contents and nothing else: no name outside the list is looked up."""
+    """Unpickles a table of contents into inert records; nothing it names is looked up.
+
+    But for torch's number formats and ``torch.Size``, which cannot be changed, every name becomes a
+    class made for this one load. So there is nothing to call, and nothing to set an attribute on
+    that anybody else sees.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._made: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _DATACLASSES.get(name)
-        if found is not None and found.__module__ == module:
-            return found
         if module == "torch":
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype) or found is torch.Size:
                 return found
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return torch.serialization._get_layout
-        if module.startswith("pathlib") and name in ("PosixPath", "Path"):
-            return Path
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        if not module.startswith(("torch.", "pathlib")):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self._made.setdefault(f"{module}.{name}", type(name, (_Record,), {}))
 
 
-def _read_table(path: Path) -> metadata.Metadata:
+def _read_table(path: Path) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             table = _TableUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError) as error:
+        places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+        for index, place in table["storage_data"].items():
+            if index.state.get("offset") is not None:
+                found = (str(place["relative_path"]), int(place["offset"]), int(place["length"]))
+                places[index["fqn"], tuple(index["offset"])] = found
+        return {
+            str(key): _stored(key, entry, places)
+            for key, entry in table["state_dict_metadata"].items()
+            if type(entry).__name__ == "TensorStorageMetadata"
+        }
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged pickle fails in any way there is
         raise ConfigError(
-            f"{path} is no table of contents of a torch_dist checkpoint: {error}"
+            f"{path} is no table of contents of a torch_dist checkpoint: {error!r}"
         ) from None
-    if not isinstance(table, metadata.Metadata):
-        raise ConfigError(f"{path} is no table of contents of a torch_dist checkpoint")
-    return table
+
+
+def _stored(key: str, entry: _Record, places: dict) -> StoredTensor:
+    shape = tuple(map(int, entry["size"]))
+    dtype = entry["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"tensor {key} is of no number format of torch")
+    chunks = []
+    for chunk in entry["chunks"]:
+        box = (tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["sizes"])))
+        inside = len(box[0]) == len(box[1]) == len(shape) and all(
+            0 <= start <= start + size <= extent
+            for start, size, extent in zip(*box, shape, strict=True)
+        )
+        file, start, length = places[key, box[0]]
+        if not inside or start < 0 or length < 0:
+            raise ConfigError(f"tensor {key}: a chunk at {box} lies outside of {list(shape)}")
+        chunks.append(StoredChunk(box, file, start, length))
+    return StoredTensor(shape, dtype, chunks)
 
 
 # -- writing -------------------------------------------------------------------------------------

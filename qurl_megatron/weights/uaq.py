@@ -7,6 +7,7 @@ norm and stay; so do biases and q/k-norms. A zero-centred norm stores g and mult
 becomes s(1 + g) - 1. ``config["qurl"]["uaq_scale"]`` records the fold; folding twice is refused.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_family
+
+_LARGEST = 1000.0  # the paper's are 1.5 and 2; far beyond, FP32 has no room
 
 _LAYER = r"model\.layers\.\d+\."
 _NORM = re.compile(_LAYER + r"(input|post_attention)_layernorm\.weight")
@@ -93,14 +96,22 @@ def _all(
 
 
 def folded_scale(config: Mapping[str, Any]) -> float:
-    """The factor a config says is folded into its weights; 1.0 where none is."""
-    return float(config.get("qurl", {}).get("uaq_scale", 1.0))
+    """The factor a config says is folded into its weights; 1.0 where none is.
+
+    Raises:
+        ConfigError: what the config says is no factor.
+    """
+    record = config.get("qurl", {})
+    found = record.get("uaq_scale", 1.0) if isinstance(record, dict) else None
+    if not isinstance(found, int | float) or not 1.0 <= found < math.inf:
+        raise ConfigError(f"config.json: qurl={record!r} does not name a UAQ factor of 1.0 or more")
+    return float(found)
 
 
 def refuse_second_fold(config: Mapping[str, Any], scale: float) -> None:
     """Raise ``ConfigError`` where ``scale`` is no factor, or would be folded on top of another."""
-    if not scale >= 1.0:
-        raise ConfigError(f"the UAQ factor must be 1.0 or more, got {scale}")
+    if not 1.0 <= scale <= _LARGEST:
+        raise ConfigError(f"the UAQ factor must lie between 1.0 and {_LARGEST:g}, got {scale}")
     already = folded_scale(config)
     if already != 1.0 and scale != 1.0:
         raise ConfigError(

@@ -113,7 +113,7 @@ def test_a_trained_checkpoint_converts_from_its_fp32_masters(family, layout, dis
     assert folded.names() == masters.keys()
     for name, value in masters.items():
         assert torch.equal(folded.whole(name), value), name
-    assert read_config(tmp_path / "folded")["qurl"] == {"uaq_scale": 1.5}
+    assert read_config(tmp_path / "folded")["qurl"]["uaq_scale"] == 1.5
 
 
 def check_start(device, a: dict, b: dict) -> None:

@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 from qurl_megatron.quant import quantize
 from qurl_megatron.rollout.client import EngineClient
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
-from qurl_megatron.rollout.embedded.model import Decoder, is_quantized_linear
+from qurl_megatron.rollout.embedded.model import Decoder
 from qurl_megatron.rollout.embedded.server import build_app
 from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.rollout.version import Manifest, Slice, TensorEntry, write_shard
 from qurl_megatron.weights.arch import read_arch, read_config
+from qurl_megatron.weights.families import is_quantized
 
 TINY = {
     "model_type": "qwen2",
@@ -78,7 +79,7 @@ def write_version(
 def published_tensors(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
     published = {}
     for name, tensor in tensors.items():
-        if scheme != "none" and is_quantized_linear(name):
+        if scheme != "none" and is_quantized(name):
             quantized = quantize(tensor, scheme)
             published[name], published[name + "_scale"] = quantized.values, quantized.scale
         else:

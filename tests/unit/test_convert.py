@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from qurl_megatron.convert.anykind import open_any
 from qurl_megatron.convert.diff import differences
-from qurl_megatron.convert.job import MANIFEST, partial_folder, read_manifest, run, verify
+from qurl_megatron.convert.job import MANIFEST, Job, partial_folder, read_manifest, run, verify
 from qurl_megatron.convert.quantize import to_quantized
 from qurl_megatron.convert.to_huggingface import to_huggingface
 from qurl_megatron.convert.to_megatron import to_megatron
@@ -86,13 +86,48 @@ def test_a_bf16_model_comes_back_exactly_even_folded_and_unfolded(tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def store(hf: Path, dtypes: dict[str, torch.dtype], default: torch.dtype) -> dict:
+    """Rewrite a model in other number formats, by endings of names; its tensors."""
+    found = {
+        name: x.to(next((d for end, d in dtypes.items() if name.endswith(end)), default))
+        for name, x in tensors(hf).items()
+    }
+    save_file(found, hf / "model.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5, 2.0])
+def test_formats_are_those_of_the_tensors_whatever_the_config_says(scale, tmp_path):
+    hf = tiny_checkpoint(tmp_path / "model", "llama")
+    formats = {"norm.weight": torch.float32, "o_proj.weight": torch.float16}
+    before = store(hf, formats if scale == 1.0 else {}, torch.bfloat16)
+    (hf / "config.json").write_text(json.dumps({**read_config(hf), "dtype": "float16"}))
+    after = tensors(there_and_back(hf, tmp_path, scale=scale, unfold=True))
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype and torch.equal(after[name], value), name
+
+
+@pytest.mark.parametrize("family, dtype", [("gemma", "bfloat16"), ("llama", "float16")])
+def test_a_power_of_two_does_not_fold_exactly_into_everything(family, dtype, tmp_path):
+    hf = tiny_checkpoint(tmp_path / "model", family)
+    small = {name: x * 1e-3 for name, x in tensors(hf).items()}  # FP16 has few exponents there
+    save_file(small, hf / "model.safetensors")
+    before = store(hf, {}, getattr(torch, dtype))
+    after = tensors(there_and_back(hf, tmp_path, scale=4.0, unfold=True))
+    for name, value in before.items():
+        error = (after[name].double() - value.double()).abs()
+        # (1 + g) in FP32 keeps g to 6e-8, to which the format adds its own rounding.
+        near = 1e-7 + 2**-8 * value.double().abs()
+        assert (error <= (near if "norm" in name and family == "gemma" else 0.0)).all(), name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_unfolding_the_folded_model_is_written_and_says_so(family, tmp_path):
     hf = tiny_checkpoint(tmp_path / "model", family)
     config = read_config(hf)
     expected = fold_uaq(tensors(hf), config, 1.5)
     back = there_and_back(hf, tmp_path, scale=1.5)
-    assert read_config(back)["qurl"] == {"uaq_scale": 1.5} == config["qurl"]
+    assert read_config(back)["qurl"] == {**config["qurl"], "dtype": "float32"}
     after = tensors(back)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
 
@@ -124,7 +159,7 @@ def test_codes_are_those_of_the_whole_fp32_weight_before_and_after_folding(
         run(job)
     plain, folded = (tensors(tmp_path / name) for name in ("plain", "folded"))
     config = read_config(tmp_path / "folded")
-    assert config["qurl"] == {"uaq_scale": 1.5}
+    assert config["qurl"]["uaq_scale"] == 1.5
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     for name, weight in tensors(hf).items():
         if "_proj" not in name or not name.endswith("weight"):
@@ -204,7 +239,10 @@ def test_a_killed_job_goes_on_where_it_stopped_and_ends_in_the_same_bytes(kind, 
 
     aside = partial_folder(out)
     assert not out.exists()
-    done = {path.stem: (aside / path.stem).stat() for path in (aside / "records").glob("*.json")}
+    done = {
+        path.stem: (aside / "data" / path.stem).stat()
+        for path in (aside / "records").glob("*.json")
+    }
     assert 1 <= len(done) <= 4
     job = JOBS[kind](hf, tmp_path / "megatron", out)
     assert run(job)
@@ -258,6 +296,68 @@ def test_a_changed_file_is_found(tmp_path):
     (tmp_path / "out" / "common.pt").unlink()
     wrong = verify(tmp_path / "out")
     assert any("__0_1.distcp has" in line for line in wrong) and "common.pt is missing" in wrong
+
+
+def stopped(job: Job) -> None:
+    """Run a job that comes to an end in its last step, with all large files written."""
+
+    def stop(folder: Path, kept: dict) -> None:
+        (folder / "stray").write_text("half of a small file")
+        raise ConfigError("stop")
+
+    with pytest.raises(ConfigError, match="stop"):
+        run(replace(job, finish=stop))
+
+
+def test_stopped_in_its_last_step_a_job_only_repeats_that(tmp_path):
+    source = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen2"))
+    job = to_megatron(source, tmp_path / "out", file_bytes=SMALL)
+    stopped(job)
+    never = [replace(file, write=lambda path: 1 / 0) for file in job.files]
+    assert run(replace(job, files=never))
+    assert verify(tmp_path / "out") == [] and not (tmp_path / "out" / "stray").exists()
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut off", "record cut off", "job.json cut off"])
+def test_what_a_crash_damaged_is_written_again(damage, tmp_path):
+    source = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen2"))
+    job = to_megatron(source, tmp_path / "out", file_bytes=SMALL)
+    stopped(job)
+    aside = partial_folder(tmp_path / "out")
+    victim = {
+        "gone": aside / "data" / "__0_1.distcp",
+        "cut off": aside / "data" / "__0_1.distcp",
+        "record cut off": aside / "records" / "__0_1.distcp.json",
+        "job.json cut off": aside / "job.json",
+    }[damage]
+    victim.unlink() if damage == "gone" else victim.write_bytes(victim.read_bytes()[:10])
+    if damage == "job.json cut off":
+        with pytest.raises(ConfigError, match="job.json is not valid JSON"):
+            run(job)
+    assert run(job, restart=damage == "job.json cut off")
+    run(to_megatron(source, tmp_path / "plain", file_bytes=SMALL))
+    assert read_manifest(tmp_path / "out")["files"] == read_manifest(tmp_path / "plain")["files"]
+
+
+def test_a_finished_folder_that_lost_a_file_is_not_called_done(tmp_path):
+    source = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen2"))
+    job = to_megatron(source, tmp_path / "out", file_bytes=SMALL)
+    run(job)
+    (tmp_path / "out" / "__0_1.distcp").unlink()
+    with pytest.raises(ConfigError, match="is damaged .__0_1.distcp is missing"):
+        run(job)
+
+
+def test_a_second_job_in_the_same_folder_is_refused(tmp_path):
+    source = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen2"))
+    job = to_megatron(source, tmp_path / "out", file_bytes=SMALL)
+
+    def intrude(path: Path) -> list:
+        with pytest.raises(ConfigError, match="another job is writing"):
+            run(job)
+        return job.files[0].write(path)
+
+    assert run(replace(job, files=[replace(job.files[0], write=intrude), *job.files[1:]]))
 
 
 def share_a_job(device, hf: Path, out: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from qurl_megatron.convert.job import partial_folder
 from qurl_megatron.testing.models import tiny_checkpoint
+from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
 
 TOOLS = Path(__file__).parents[2] / "checkpoints_tools"
 
@@ -173,6 +174,128 @@ def test_code_in_a_megatron_checkpoint_is_not_run(hf, refused, tmp_path):
     assert not gone_off.exists()
 
 
+def test_a_table_of_contents_changes_no_class(hf, refused, tmp_path):
+    """Pickle sets attributes on what a name stands for; here it stands for nothing shared."""
+    megatron = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    for module, name in (
+        ("pathlib", "Path"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch", "Size"),
+    ):
+        attack = (
+            b"\x80\x04"
+            + b"".join(b"\x8c" + bytes([len(x)]) + x.encode() for x in (module, name))
+            + b"\x93N}\x8c\x05taint\x88s\x86b."  # STACK_GLOBAL, BUILD (None, {"taint": True})
+        )
+        (megatron / ".metadata").write_bytes(attack)
+        assert "is no table of contents" in refused("megatron_to_hf", "--ckpt", megatron)
+        assert not hasattr(getattr(importlib.import_module(module), name), "taint")
+
+
+def test_a_damaged_table_of_contents(hf, refused, tmp_path):
+    megatron = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    table = (megatron / ".metadata").read_bytes()
+    for position in range(20, len(table), len(table) // 40):
+        (megatron / ".metadata").write_bytes(
+            table[:position] + bytes([table[position] ^ 0x55]) + table[position + 1 :]
+        )
+        out = tmp_path / "flipped"
+        assert tool("megatron_to_hf", "--ckpt", megatron, "--out", out, "--restart") in (0, 2)
+        shutil.rmtree(out, ignore_errors=True)
+    (megatron / ".metadata").write_bytes(table)
+    (megatron / "metadata.json").write_text("[]")
+    assert "must hold a JSON object" in refused("megatron_to_hf", "--ckpt", megatron)
+
+
+def test_chunks_with_a_hole_between_them(hf, refused, tmp_path):
+    """The first half twice and the second not at all are as many elements as the whole."""
+    megatron = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    table = TorchDistReader(megatron)
+    rows: dict[str, list] = {}
+    for key in table.keys():  # noqa: SIM118
+        for chunk in table.chunks(key):
+            offsets, sizes = chunk.box
+            row = {"key": key, "shape": table.shape(key), "offsets": offsets, "sizes": sizes}
+            row |= {"dtype": "float32", "start": chunk.start, "length": chunk.length}
+            if key != "output_layer.weight":
+                rows.setdefault(chunk.file, []).append(row)
+    halves = [
+        Chunk("output_layer.weight", (128, 64), (start, 0), (64, 64), torch.float32)
+        for start in (0, 32)
+    ]
+    half = torch.ones(64, 64)
+    rows["__9_0.distcp"] = write_chunks(megatron / "__9_0.distcp", ((h, half) for h in halves))
+    write_table(megatron, rows)
+    said = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "tensor output_layer.weight" in said and "is not whole" in said
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_hidden_layers": 2}, "[4, 64] where config.json says [2, 64]"),
+        ({"tie_word_embeddings": True}, "tensor output_layer.weight"),
+        ({"model_type": "llama"}, "linear_qkv.bias"),
+        ({"vocab_size": 200}, "[128, 64] where config.json says [200, 64]"),
+        ({"qurl": {"uaq_scale": 0}}, "does not name a UAQ factor"),
+        ({"qurl": None}, "does not name a UAQ factor"),
+    ],
+)
+def test_a_config_of_another_model_beside_megatron_weights(change, message, hf, refused, tmp_path):
+    megatron = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+    configure(megatron / "hf", **change)
+    assert message in refused("megatron_to_hf", "--ckpt", megatron)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers must be a positive whole number"),
+        ({"model_type": ["qwen2"]}, "model_type ['qwen2'] is not supported"),
+        ({"rope_parameters": [1]}, "has a value of the wrong type"),
+        ({"layer_types": 5}, "has a value of the wrong type"),
+    ],
+)
+def test_a_config_with_values_of_the_wrong_type(change, message, hf, refused):
+    configure(hf, **change)
+    assert message in refused("hf_to_megatron", "--hf", hf)
+
+
+def test_a_config_that_is_no_object(hf, refused):
+    for content in (b"[]", b"{", b"\xff"):
+        (hf / "config.json").write_bytes(content)
+        assert "config.json" in refused("hf_to_megatron", "--hf", hf)
+
+
+def test_an_index_that_does_not_fit_its_files(hf, refused):
+    tensors = load_file(hf / "model.safetensors")
+    (hf / "model.safetensors").unlink()
+    save_file(tensors, hf / "a.safetensors")
+    save_file({"model.norm.weight": torch.zeros(64)}, hf / "b.safetensors")
+    index = hf / "model.safetensors.index.json"
+    places = dict.fromkeys(tensors, "a.safetensors")
+    index.write_text(json.dumps({"weight_map": places | {"model.norm.weight": "b.safetensors"}}))
+    assert "tensor model.norm.weight is in" in refused("hf_to_megatron", "--hf", hf)
+    (hf / "b.safetensors").unlink()
+    index.write_text(json.dumps({"weight_map": places | {"model.extra": "a.safetensors"}}))
+    assert "tensor model.extra, which it has not" in refused("hf_to_megatron", "--hf", hf)
+    for broken in ({}, [], {"weight_map": {"x": "../a.safetensors"}}, {"weight_map": {"x": 5}}):
+        index.write_text(json.dumps(broken))
+        assert "index.json" in refused("hf_to_megatron", "--hf", hf)
+
+
+def test_a_value_that_the_asked_format_cannot_hold(hf, refused):
+    rewrite(hf, lambda t: t["model.layers.3.mlp.down_proj.weight"][5].fill_(1e6))
+    said = refused("hf_to_megatron", "--hf", hf, "--dtype", "float16")
+    assert "down_proj.weight has values that float16 cannot hold" in said
+
+
 def test_a_megatron_file_that_is_cut_off(hf, refused, tmp_path):
     megatron = tmp_path / "megatron"
     assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
@@ -192,7 +315,9 @@ def test_a_megatron_checkpoint_of_nobody_knows_what(hf, refused, tmp_path):
     assert "does not say what model it is" in said and "--hf" in said
     other = tiny_checkpoint(tmp_path / "other", "qwen2", intermediate_size=128)
     said = refused("megatron_to_hf", "--ckpt", megatron, "--hf", other)
-    assert "linear_fc1.weight" in said and "[192, 64] where config.json says [256, 64]" in said
+    assert (
+        "linear_fc1.weight" in said and "[4, 192, 64] where config.json says [4, 256, 64]" in said
+    )
     assert tool("megatron_to_hf", "--ckpt", megatron, "--hf", hf, "--out", tmp_path / "back") == 0
 
 
@@ -225,7 +350,8 @@ def test_a_layout_no_engine_loads(fmt, hf, refused):
 @pytest.mark.parametrize(
     "option, message",
     [
-        (("--uaq-scale", 0.5), "the UAQ factor must be 1.0 or more, got 0.5"),
+        (("--uaq-scale", "inf"), "the UAQ factor must lie between 1.0 and 1000, got inf"),
+        (("--uaq-scale", 0.5), "the UAQ factor must lie between 1.0 and 1000, got 0.5"),
         (("--tensor", 0), "--tensor must be 1 or more, got 0"),
         (("--pipeline", 3), "--pipeline=3 does not divide the model's num_hidden_layers=4"),
         (("--file-gb", 0), "--file-gb must be positive, got 0.0"),

@@ -219,8 +219,3 @@ def _refuse_unserved(arch: Arch) -> None:
             f"{', '.join(what for what, there in unserved.items() if there)}; "
             "name servers that do in rollout.urls"
         )
-
-
-def is_quantized_linear(name: str) -> bool:
-    """True for the weights that a scheme quantizes: the seven projections of a block."""
-    return name.startswith("model.layers.") and name.endswith("_proj.weight")

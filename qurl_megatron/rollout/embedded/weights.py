@@ -18,9 +18,10 @@ from safetensors.torch import load as load_bytes
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded.model import FLOATS, Decoder, is_quantized_linear
+from qurl_megatron.rollout.embedded.model import FLOATS, Decoder
 from qurl_megatron.rollout.version import MANIFEST, Manifest, read_version
 from qurl_megatron.weights.checkpoint import find_torch_dist, open_checkpoint
+from qurl_megatron.weights.families import is_quantized
 
 
 def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int | None]:
@@ -106,7 +107,7 @@ def _from_hugging_face(found: dict[str, Tensor], decoder: Decoder) -> dict[str, 
             continue
         if tensor.dtype is torch.float16:
             tensor = tensor.float()
-        quantize_it = decoder.scheme != "none" and is_quantized_linear(name)
+        quantize_it = decoder.scheme != "none" and is_quantized(name)
         if quantize_it and tensor.dtype in FLOATS:
             # Imported here: an engine that only ever receives published versions needs no
             # quantizer.
