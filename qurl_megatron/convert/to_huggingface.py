@@ -51,7 +51,7 @@ def to_huggingface(
     shapes = hf_shapes(source.arch)
 
     def group(op: Op) -> Group:
-        form = dtype or (source.natural_dtype(op) if left == 1.0 else source.dtype(op))
+        form = dtype or (source.natural_dtype(op) if left == 1.0 else source.widest(op))
         return Group(op, tuple(TensorSpec(t.name, shapes[t.name], form) for t in op.hf))
 
     def make(op: Op) -> dict[str, Tensor]:

@@ -66,11 +66,16 @@ class Checkpoint:
         )
 
     def dtype(self, op: Op) -> torch.dtype:
-        """The number format an op's tensors are stored in, the widest where they differ."""
+        """The number format the model has an op's tensors in; FP32 where they differ."""
         if isinstance(self.reader, MegatronReader):
             return self.reader.dtype(op)
         found = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
         return found.pop() if len(found) == 1 else torch.float32
+
+    def widest(self, op: Op) -> torch.dtype:
+        """The format in which an op's tensors are read: of FP32 masters where there are any."""
+        reader = self.reader
+        return reader.widest(op) if isinstance(reader, MegatronReader) else self.dtype(op)
 
     def natural_dtype(self, op: Op) -> torch.dtype:
         """The format the model came in, before folding needed a wider one."""

@@ -82,6 +82,10 @@ class MegatronReader:
             return op.to_hf(self._vocabulary(op, rank * (rows // size), rows // size))
         return op.to_hf(self._parameter(op, rank, size))
 
+    def widest(self, op: Op) -> torch.dtype:
+        """The format ``shards`` are in: the master's where there is one."""
+        return self.table.dtype(self._place(op)[0])
+
     def dtype(self, op: Op) -> torch.dtype:
         """The format the model has a parameter in; its master is FP32 all the same."""
         key, _ = self._place(op)

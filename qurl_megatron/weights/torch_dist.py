@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_json
@@ -354,6 +353,9 @@ def write_table(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
     Args:
         rows: what ``write_chunks`` returned for each file of the folder.
     """
+    # A second to import, for which reading need not wait.
+    from torch.distributed.checkpoint import filesystem, metadata
+
     tensors: dict[str, Any] = {}
     places: dict[metadata.MetadataIndex, Any] = {}
     for file, row in _flat(rows):
