@@ -3,11 +3,12 @@
 Weights are quantized one tensor at a time from the widest numbers there are: the FP32 masters of a
 Megatron checkpoint, else what is stored. Activations are quantized by the engine, per token.
 
-  scheme       format               read by
-  int8, fp8    compressed-tensors   SGLang, vLLM, transformers (with the compressed-tensors package)
-  int8, fp8    sglang               SGLang
-  fp8_block    compressed-tensors, sglang   SGLang, vLLM, transformers
-  fp8, fp8_block   modelopt         vLLM, TensorRT-LLM
+  scheme       format                read by
+  int8, fp8    compressed-tensors    SGLang, vLLM, transformers (with the package compressed-tensors)
+  int8, fp8    sglang                SGLang
+  fp8_block    compressed-tensors    SGLang, vLLM, transformers
+  fp8_block    sglang                SGLang, vLLM
+  fp8 (both)   modelopt              vLLM
 """
 
 import sys
