@@ -1,6 +1,6 @@
 """Convert a Hugging Face checkpoint into a Megatron one, folding UAQ on the way.
 
-Safetensors are streamed: memory is bounded by the largest parameter, not by the model. The result is
+Safetensors are streamed: memory is bounded by the largest parameter, not the model. The result is
 Megatron's torch_dist format, which loads at any tensor- and pipeline-parallel size, in this package
 and in Megatron-LM. Killed and started again, the conversion goes on where it stopped. Under
 torchrun or srun several processes share the work.

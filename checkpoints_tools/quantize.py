@@ -4,7 +4,7 @@ Weights are quantized one tensor at a time from the widest numbers there are: th
 Megatron checkpoint, else what is stored. Activations are quantized by the engine, per token.
 
   scheme       format                read by
-  int8, fp8    compressed-tensors    SGLang, vLLM, transformers (with the package compressed-tensors)
+  int8, fp8    compressed-tensors    SGLang, vLLM, transformers (with compressed-tensors)
   int8, fp8    sglang                SGLang
   fp8_block    compressed-tensors    SGLang, vLLM, transformers
   fp8_block    sglang                SGLang, vLLM
