@@ -49,7 +49,9 @@ setup(
         "modelopt": ["nvidia-modelopt>=0.47", "requests"],
         # For transformers to load what checkpoints_tools/quantize.py writes.
         "compressed-tensors": ["compressed-tensors>=0.15"],
-        "bench": ["liger-kernel"],
+        # llmcompressor pins transformers and compressed-tensors: give it an environment of its own,
+        # or a folder for `bench.convert --peers`.
+        "bench": ["liger-kernel", "llmcompressor", "mbridge"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={"console_scripts": ["qurl = qurl_megatron.cli:main"]},

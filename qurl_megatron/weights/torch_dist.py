@@ -20,6 +20,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,7 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[s
         The rows of the table of contents for this file, as JSON; for ``write_table``.
     """
     rows = []
-    with path.open("wb") as file:
+    with _without_crc32(), path.open("wb") as file:
         for chunk, value in chunks:
             start = file.tell()
             if isinstance(value, Tensor):
@@ -345,6 +346,17 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[s
                 }
             )
     return rows
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Files have SHA-256 sums; torch's own of every chunk would take longer than writing it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def write_table(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
