@@ -7,7 +7,8 @@ quickstart: .venv/installed  ## make a small model and train it with INT8 rollou
 	$(BIN)/qurl train launch/recipes/quickstart.toml
 
 test: .venv/installed  ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest tests/distributed tests/integration
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

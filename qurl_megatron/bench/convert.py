@@ -30,19 +30,14 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from qurl_megatron.bench.random_model import SIZES
+
 # No torch up here: the peak memory of a child starts from what its parent has.
 
 ROOT = Path(__file__).parents[2]
 PEERS = ("mbridge", "llmcompressor", "compressed_tensors")
 MIB = 1 << 20
 
-# Layers, hidden, heads, KV heads, intermediate, vocabulary: as Qwen2.5 has them, but the first two.
-SIZES = {
-    "tiny": (1, 64, 4, 2, 128, 256),
-    "0.1B": (12, 512, 8, 2, 1408, 151936),
-    "0.5B": (24, 896, 14, 2, 4864, 151936),
-    "1.5B": (28, 1536, 12, 2, 8960, 151936),
-}
 COPY = "cp -r --reflink=never $1 $2"
 SYNC = "find $2 -type f -exec sync {} +"
 # Python's SHA-256, which the converters use too: that of coreutils takes twice as long here.
@@ -102,8 +97,7 @@ class Bench:
         Args:
             copies: time plain copies of what was written, and runs without checksums, too.
         """
-        module = [sys.executable, "-m", "qurl_megatron.bench.convert"]
-        self.child([*module, "--make", size, str(self.work / "HF")])
+        self.child(self.command(f"-m qurl_megatron.bench.random_model {size}", "HF"))
         self.child(self.command("checkpoints_tools/hf_to_megatron.py --hf HF --out", "MEGATRON"))
         results = {}
         for name in tasks:
@@ -210,42 +204,6 @@ def add_beyond(tasks: dict, startup: dict, torch: dict) -> dict:
     return tasks
 
 
-def make_model(folder: Path, size: str) -> None:
-    """Write a random BF16 Qwen2.5 of a size, a tensor at a time."""
-    import torch
-
-    from qurl_megatron.weights import read_arch
-    from qurl_megatron.weights.checkpoint import hf_shapes, write_json
-    from qurl_megatron.weights.hf_writer import Group, TensorSpec, plan_files, write_safetensors
-
-    layers, hidden, heads, kv_heads, intermediate, vocab = SIZES[size]
-    config = {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    folder.mkdir(parents=True)
-    write_json(folder / "config.json", config)
-    shapes = hf_shapes(read_arch(config))
-
-    def make(name: str) -> dict[str, torch.Tensor]:
-        return {name: torch.randn(shapes[name], dtype=torch.bfloat16).mul_(0.02)}
-
-    specs = [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
-    (file,) = plan_files([Group(spec.name, (spec,)) for spec in specs], 5 << 30)
-    write_safetensors(folder / file.name, file.groups, make)
-
-
 def version(package: str, path: list[str]) -> str | None:
     """Of the package that would be imported; None where there is none."""
     found = PathFinder.find_spec(package, path)
@@ -278,11 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compared", choices=SIZES, default="0.5B", help="size for everything")
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["0.1B", "0.5B", "1.5B"])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--make", nargs=2, metavar=("SIZE", "DIR"), help="write a model, no more")
     options = parser.parse_args(argv)
-    if options.make:
-        make_model(Path(options.make[1]), options.make[0])
-        return 0
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-convert-") as folder:
         bench = Bench(Path(folder), options.peers, options.runs)
         for name in (name for name, found in bench.peers.items() if not found):
