@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.convert.backends import BACKENDS, check_backend
-from qurl_megatron.convert.job import Job, OutputFile
+from qurl_megatron.convert.job import Job
 from qurl_megatron.convert.source import (
     check_source,
     fingerprint,
@@ -20,6 +20,7 @@ from qurl_megatron.convert.source import (
     read_tensors,
     with_dtype,
 )
+from qurl_megatron.convert.to_huggingface import output_files
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant.export import (
     extra_files,
@@ -40,7 +41,6 @@ from qurl_megatron.weights.hf_writer import (
     TensorSpec,
     plan_files,
     write_index,
-    write_safetensors,
 )
 from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.uaq import refuse_second_fold
@@ -113,14 +113,6 @@ def to_quantized(
         for name, contents in extra_files(scheme, fmt, ignored).items():
             write_json(folder / name, contents)
 
-    files = [
-        OutputFile(
-            file.name,
-            file.bytes,
-            lambda path, file=file: write_safetensors(path, file.groups, make),
-        )
-        for file in planned
-    ]
     request = {
         "kind": "quantized",
         "source": fingerprint(source),
@@ -131,7 +123,7 @@ def to_quantized(
         "dtype": str(dtype) if dtype else "auto",
         "file_bytes": file_bytes,
     }
-    return Job(out, request, files, finish)
+    return Job(out, request, output_files(planned, make), finish)
 
 
 def _ignored_modules(source: Checkpoint) -> list[str]:

@@ -1,5 +1,6 @@
 """Megatron -> Hugging Face, from whatever layout: read an op's parameter, take it apart, unfold."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from qurl_megatron.convert.source import (
 from qurl_megatron.weights.checkpoint import Checkpoint, describe, hf_shapes
 from qurl_megatron.weights.hf_writer import (
     Group,
+    HfFile,
     TensorSpec,
     plan_files,
     write_index,
@@ -66,14 +68,6 @@ def to_huggingface(
         write_index(folder, planned)
         describe(source, folder, config)
 
-    files = [
-        OutputFile(
-            file.name,
-            file.bytes,
-            lambda path, file=file: write_safetensors(path, file.groups, make),
-        )
-        for file in planned
-    ]
     request = {
         "kind": "huggingface",
         "source": fingerprint(source),
@@ -81,4 +75,18 @@ def to_huggingface(
         "dtype": str(dtype) if dtype else "auto",
         "file_bytes": file_bytes,
     }
-    return Job(out, request, files, finish)
+    return Job(out, request, output_files(planned, make), finish)
+
+
+def output_files(
+    planned: list[HfFile], make: Callable[[Op], dict[str, Tensor]]
+) -> list[OutputFile]:
+    """The job's part of each safetensors file: ``make`` gives the tensors of an op."""
+    return [
+        OutputFile(
+            file.name,
+            file.bytes,
+            lambda path, file=file: write_safetensors(path, file.groups, make),
+        )
+        for file in planned
+    ]

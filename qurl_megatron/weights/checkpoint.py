@@ -55,10 +55,6 @@ class Checkpoint:
         """The factor folded into the stored weights; 1.0 where none is."""
         return folded_scale(self.config)
 
-    @property
-    def is_megatron(self) -> bool:
-        return isinstance(self.reader, MegatronReader)
-
     def ops(self) -> list[Op]:
         """All ops of the model, in the order of its layers, under Megatron's names on disk."""
         return stage_ops(
