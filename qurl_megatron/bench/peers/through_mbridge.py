@@ -59,6 +59,10 @@ def main(direction: str, *folders: str) -> int:
 
     *source, hf, out = (Path(folder) for folder in (*folders,))
     out.mkdir(parents=True)
+    # One process needs no port to meet at, which another program may have.
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     with megatron_runtime(ParallelConfig()), torch.no_grad():
         bridge = bridge_for(hf)
         models = bridge.get_model(bf16=False)
