@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument(
         "--pipeline", type=int, default=1, help="stages that get files of their own (default 1)"
     )
-    add_job_options(command, file_gb=1.0)
+    add_job_options(command, file_gb=0.25)
     return run_main(body, command.parse_args(argv))
 
 

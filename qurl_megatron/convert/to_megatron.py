@@ -47,7 +47,7 @@ def to_megatron(
     dtype: torch.dtype | None = None,
     tensor: int = 1,
     pipeline: int = 1,
-    file_bytes: int = 1 << 30,
+    file_bytes: int = 1 << 28,
 ) -> Job:
     """The job that writes a Megatron checkpoint of a model.
 
@@ -58,7 +58,7 @@ def to_megatron(
         tensor: tensor-parallel size the chunks are cut for, and the vocabulary is padded to. Any
             other layout loads too.
         pipeline: pipeline stages that get files of their own.
-        file_bytes: where a file is full.
+        file_bytes: where a file is full; one is hashed while the next is written.
 
     Raises:
         ConfigError: the model is not what its config says, does not divide over the layout, or has

@@ -192,6 +192,8 @@ def test_compressed_tensors_reads_the_config_as_its_own_preset(scheme):
     )
     theirs = json.loads(written.model_dump_json())
     assert read_quantization({"quantization_config": theirs}) == (scheme, "compressed-tensors")
+    theirs["config_groups"] = {PRESETS[scheme]: theirs["config_groups"]["group_0"]}
+    assert read_quantization({"quantization_config": theirs}) == (scheme, "compressed-tensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
