@@ -26,7 +26,12 @@ from qurl_megatron.convert.command import (
 
 def main(argv: list[str] | None = None) -> int:
     command = parser(__doc__, "megatron_to_hf.py --ckpt runs/qwen14b --out qwen14b-rl --unfold-uaq")
-    command.add_argument("--ckpt", type=Path, required=True, help="checkpoint or run directory")
+    command.add_argument(
+        "--ckpt",
+        type=Path,
+        required=True,
+        help="checkpoint or run directory; a Hugging Face folder, too, to unfold or round it",
+    )
     command.add_argument(
         "--unfold-uaq",
         action="store_true",

@@ -297,7 +297,7 @@ def _write_share(job: Job, aside: _Aside, workers: Workers, checksums: bool) -> 
                 sealing.append(pool.submit(partial(_seal, file, unsealed, aside, kept, checksums)))
             for future in sealing:
                 future.result()
-        except BaseException:
+        except BaseException:  # an interrupt, too: seal nothing more, then let it pass
             pool.shutdown(cancel_futures=True)
             raise
 
