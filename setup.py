@@ -40,6 +40,7 @@ setup(
         "torch>=2.6",
         "transformers>=4.51",
         "uvicorn",
+        "xxhash",
     ],
     extras_require={
         # Needs a machine with CUDA: the bare wheel breaks `import megatron.core` elsewhere.
