@@ -20,3 +20,14 @@ lint: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
+
+# SGLang for machines without a GPU, apart from the trainer. pip leaves bytecode out where the
+# environment forbids writing any, and without it every start of a server takes minutes.
+SGLANG := .venv-sglang/bin/python
+.venv-sglang/installed: requirements/sglang-cpu.txt setup.py
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/sglang-cpu.txt)
+	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt
+	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	env -u PYTHONDONTWRITEBYTECODE $(SGLANG) -m compileall -q -j 0 .venv-sglang/lib || true
+	touch $@

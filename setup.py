@@ -55,5 +55,9 @@ setup(
         "bench": ["liger-kernel", "llmcompressor", "mbridge"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
-    entry_points={"console_scripts": ["qurl = qurl_megatron.cli:main"]},
+    entry_points={
+        "console_scripts": ["qurl = qurl_megatron.cli:main"],
+        # SGLang calls it in each of its processes; does nothing where there is CUDA.
+        "sglang.srt.plugins": ["qurl_cpu = qurl_megatron.rollout.sglang.cpu:register"],
+    },
 )

@@ -183,6 +183,11 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
 
+    max_staleness: int = 0
+    """Weight versions that the tokens of a batch may be behind the policy trained on them. 0
+    generates and trains in turn; 1 generates one step off; more let several batches be in flight.
+    Beyond 0 a run no longer repeats bit for bit."""
+
     timeout_s: float = 600.0
     """Seconds after which an engine that has not answered is an error."""
 
@@ -200,6 +205,10 @@ class RolloutConfig:
             self.temperature > 0,
             f"rollout.temperature must be positive, got {self.temperature}; "
             "greedy decoding is for evaluation only",
+        )
+        require(
+            self.max_staleness >= 0,
+            f"rollout.max_staleness must be 0 or more, got {self.max_staleness}",
         )
         require(self.timeout_s > 0, f"rollout.timeout_s must be positive, got {self.timeout_s}")
 
@@ -321,6 +330,23 @@ class CheckpointConfig:
 class SyncConfig:
     """How a new weight version reaches the engines."""
 
+    transport: Literal["auto", "files", "memory", "group"] = "auto"
+    """The way of the bytes: files on a folder that all machines share; memory of one machine that
+    trainer and engines map; group, point to point over NCCL or gloo. auto: memory where trainer and
+    SGLang engines are on one machine, else files. Embedded engines take files."""
+
+    bucket_mb: float = 256.0
+    """Largest bucket of one training rank, in MiB of what is sent (quantized bytes, not BF16). Two
+    of them are in memory at a time."""
+
+    pause: Literal["retract", "in_place"] = "retract"
+    """What becomes of requests that an update interrupts. retract: they are computed anew with the
+    new weights up to where they were, and go on; in_place: they go on with the old key/value cache.
+    Either way each token tells its version."""
+
+    timeout_s: float = 300.0
+    """Seconds after which an engine that has not taken in a bucket is out of the update."""
+
     dir: str = ""
     """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty
     takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""
@@ -330,6 +356,8 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         require(self.keep >= 1, f"sync.keep must be 1 or more, got {self.keep}")
+        require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
+        require(self.timeout_s > 0, f"sync.timeout_s must be positive, got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,7 @@ class Policy:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._ops = parameter_ops(self.arch, ranks)
+        self._parameters = list(self.gpt.named_parameters())
         self._reference: list[Tensor] | None = None
 
     @staticmethod
@@ -231,42 +232,71 @@ class Policy:
         Args:
             read: what to export of each parameter instead of its master, e.g. its gradient.
         """
-        read = read or self._read_master
-        tensor = self.ranks.tensor
-        for name, parameter in self.gpt.named_parameters():
-            op = self._ops[name]
-            value = read(parameter)
-            if self.arch.tied and name == "output_layer.weight":
-                continue
-            for part, (hf_name, shard) in zip(op.hf, op.to_hf(value).items(), strict=True):
-                if part.split_dim is None:
-                    yield HfShard(hf_name, shard, None, 0, tuple(shard.shape))
-                    continue
-                offset = tensor.rank * shard.shape[part.split_dim]
-                shape = list(shard.shape)
-                shape[part.split_dim] *= tensor.size
-                if is_vocabulary(hf_name):
-                    shape[0] = self.arch.vocab
-                    shard = shard[: max(0, self.arch.vocab - offset)]
-                yield HfShard(hf_name, shard, part.split_dim, offset, tuple(shape))
+        for index in range(self.parameter_count):
+            yield from self.hf_parameter(index, read or self._read_master)
 
-    def _read_master(self, parameter: nn.Parameter) -> Tensor:
-        """The FP32 value of a parameter.
+    @property
+    def parameter_count(self) -> int:
+        """Megatron parameters on this rank, tied copies included."""
+        return len(self._parameters)
+
+    def hf_layout(self) -> list[list[HfShard]]:
+        """The shards of each Megatron parameter on the meta device: places without values."""
+        return [
+            list(self.hf_parameter(index, lambda parameter: parameter.detach().to("meta")))
+            for index in range(self.parameter_count)
+        ]
+
+    def master_shards(self, index: int, *, owner: int) -> list[HfShard]:
+        """The shards of one Megatron parameter from its FP32 master, on one data-parallel rank.
+
+        Args:
+            owner: the data-parallel rank that gets them. All ranks of a data-parallel group must
+                call together; the others lend what they own and get an empty list.
+        """
+        value = self._read_master(self._parameters[index][1], owner=owner)
+        return [] if value is None else list(self.hf_parameter(index, lambda _: value))
+
+    def hf_parameter(self, index: int, read: Callable[[nn.Parameter], Tensor]) -> Iterator[HfShard]:
+        """``read`` of one Megatron parameter, as the Hugging Face tensors it holds."""
+        name, parameter = self._parameters[index]
+        if self.arch.tied and name == "output_layer.weight":
+            return
+        tensor = self.ranks.tensor
+        op = self._ops[name]
+        for part, (hf_name, shard) in zip(op.hf, op.to_hf(read(parameter)).items(), strict=True):
+            if part.split_dim is None:
+                yield HfShard(hf_name, shard, None, 0, tuple(shard.shape))
+                continue
+            offset = tensor.rank * shard.shape[part.split_dim]
+            shape = list(shard.shape)
+            shape[part.split_dim] *= tensor.size
+            if is_vocabulary(hf_name):
+                shape[0] = self.arch.vocab
+                shard = shard[: max(0, self.arch.vocab - offset)]
+            yield HfShard(hf_name, shard, part.split_dim, offset, tuple(shape))
+
+    def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
+        """The FP32 value of a parameter, on every data-parallel rank or on ``owner`` alone.
 
         With a distributed optimizer each data rank owns a range of it: the ranges are summed into
         place, which is exact because the others are zero.
         """
+        data = self.ranks.data
+        elsewhere = owner is not None and owner != data.rank
         if parameter.dtype == torch.float32:
-            return parameter.detach()
+            return None if elsewhere else parameter.detach()
         master = parameter.main_param
         if not getattr(parameter, "main_param_sharded", False):
-            return master.detach()
+            return None if elsewhere else master.detach()
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if master is not None:
             whole[self._owned_range(parameter)] = master.detach()
-        if self.ranks.data.size > 1:
-            dist.all_reduce(whole, group=self.ranks.data.group)
-        return whole.view(parameter.shape)
+        if data.size > 1 and owner is None:
+            dist.all_reduce(whole, group=data.group)
+        elif data.size > 1:
+            dist.reduce(whole, dist.get_global_rank(data.group, owner), group=data.group)
+        return None if elsewhere else whole.view(parameter.shape)
 
     @torch.no_grad()
     def _write_master(self, parameter: nn.Parameter, value: Tensor) -> None:

@@ -123,8 +123,15 @@ class Timer:
         self,
         announce: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        record: Callable[[str, float], None] | None = None,
     ) -> None:
+        """
+        Args:
+            announce: told the name of each phase that begins.
+            record: told (name, seconds) of each phase that ends.
+        """
         self._announce = announce
+        self._record = record
         self._clock = clock
         self._start = clock()
         self._seconds: dict[str, float] = {}
@@ -140,8 +147,14 @@ class Timer:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
             self._current = None
+            self.add(name, self._clock() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere, ending now."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if self._record is not None:
+            self._record(name, seconds)
 
     def metrics(self) -> dict[str, Metric]:
         """``time/<phase>`` for each phase so far, and ``time/step`` since the timer was made."""

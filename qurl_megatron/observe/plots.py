@@ -346,6 +346,30 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Fig. 8",
         ),
     ),
+    "Fleet": (
+        Picture(
+            "serving",
+            "Engines serving",
+            (
+                Line("fleet/serving", "serving", "green"),
+                Line("fleet/restarts", "restarts so far", "orange"),
+            ),
+            "Engines that generated, each confirmed on the current version. One that dies or fails "
+            "an update gets no traffic until it has been restarted and has taken in a version.",
+        ),
+        Picture(
+            "update",
+            "Seconds to update the engines",
+            (
+                Line("sync/quantize_s", "quantize", "blue"),
+                Line("sync/send_s", "write or send", "green"),
+                Line("sync/load_s", "load", "orange"),
+                Line("sync/paused_s", "engines paused", "yellow"),
+            ),
+            "A new version on its way from the optimizer into the engines. The first three "
+            "overlap; requests wait while the engines are paused.",
+        ),
+    ),
 }
 
 OVERVIEW = ("reward", "clip", "kl", "rho_max", "flips", "phases")
@@ -402,7 +426,7 @@ def picture_svg(picture: Picture, history: History, *, wide: bool = False) -> st
         figure.savefig(file, format="svg", metadata={"Date": None})
     key = f"{picture.key}-wide" if wide else picture.key  # both may stand in one page
     name = f"{picture.title}. {describe(picture, history)}"
-    return _for_html(file.getvalue(), key, name)
+    return for_html(file.getvalue(), key, name)
 
 
 def describe(picture: Picture, history: History) -> str:
@@ -526,7 +550,7 @@ def _share_tick(value: float, position: int) -> str:
     return _tick(100 * value, position) + NARROW_SPACE + "%"
 
 
-def _for_html(svg: str, key: str, name: str) -> str:
+def for_html(svg: str, key: str, name: str) -> str:
     """Strip what only a stand-alone file needs, and hand fonts and colours over to the page."""
     svg = svg[svg.index("<svg") :]
     # matplotlib's <style> would apply to the whole page.

@@ -10,12 +10,14 @@ import jinja2
 import numpy as np
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe import plots
+from qurl_megatron.observe import lanes, plots
 from qurl_megatron.observe.plots import History, Picture
 from qurl_megatron.observe.sinks import Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, number, percent, reading
+from qurl_megatron.observe.timeline import Span, read_timeline
 
 METRICS_FILE = "metrics.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
 
@@ -32,6 +34,7 @@ GROUPS = {
     "throughput": "Throughput, tokens/s",
     "time": "Seconds",
     "sync": "Weight versions",
+    "fleet": "Fleet",
 }
 """Headings of the table, by the first part of a metric's name; other names keep theirs."""
 
@@ -76,6 +79,8 @@ def write_report(run_dir: Path | str) -> Path:
     history = History(records)
     recipe_file = run_dir / CONFIG_FILE
     recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else ""
+    spans = read_timeline(run_dir / TIMELINE_FILE)
+    shown = lanes.recent(spans)
     here = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here),
@@ -92,6 +97,9 @@ def write_report(run_dir: Path | str) -> Path:
         sections={
             title: _drawings(chosen, history) for title, chosen in plots.pictures(history).items()
         },
+        timeline=lanes.lanes_svg(shown) if shown else "",
+        timeline_caption=lanes.CAPTION,
+        events=_events(spans),
         non_finite=history.non_finite,
         groups=_groups(history),
         last_step=history.last_step,
@@ -184,6 +192,15 @@ def _rollout_speed(history: History) -> float | None:
         if all(step in known for step in steps):
             seconds = np.array([known[step] for step in steps])
     return float(np.average(speeds, weights=seconds)) if seconds.sum() > 0 else None
+
+
+def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
+    """(step, time of day, what happened) in the fleet."""
+    return [
+        (span.step, time.strftime("%H:%M:%S", time.localtime(span.start)), span.name)
+        for span in spans
+        if span.lane == "fleet"
+    ]
 
 
 def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:

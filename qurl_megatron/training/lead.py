@@ -1,7 +1,9 @@
 """What the leading rank alone has: engines, prompts, answers, and the places where metrics go."""
 
 import math
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +15,15 @@ from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
+from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState
-from qurl_megatron.types import Sample
+from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.checkpoint import description_of
 
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
@@ -30,6 +35,16 @@ class Rollout:
 
     samples: list[Sample]
     metrics: dict[str, Metric]
+    seconds: float  # that the engines took
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One step's samples as the background made them."""
+
+    samples: list[Sample]
+    generating_s: float
+    grading_s: float
 
 
 class Lead:
@@ -56,6 +71,8 @@ class Lead:
         self.prompts = PromptStream(config.data, self.tokenizer, seed=config.train.seed)
         if cursor:
             self.prompts.load_state_dict(cursor)
+        self.cursor = self.prompts.state_dict()  # after the step that was taken last
+        self._grading = threading.Lock()
 
     def __enter__(self) -> "Lead":
         config = self.config
@@ -77,34 +94,82 @@ class Lead:
             ]
             for sink in self.sinks:
                 stack.callback(sink.close)
+            self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
+            stack.callback(self.timeline.close)
             self.progress = stack.enter_context(Progress(config.train.steps, self.start_step))
+            self._ahead = stack.enter_context(
+                Ahead(
+                    self._draw,
+                    self._produce,
+                    first=self.start_step + 1,
+                    last=config.train.steps,
+                    max_staleness=config.rollout.max_staleness,
+                )
+            )
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    def timer(self, step: int) -> Timer:
+        """Times the phases of one step, for its metrics and the timeline."""
+
+        def record(phase: str, seconds: float) -> None:
+            now = time.time()
+            self.timeline.add(Span("trainer", phase, step, now - seconds, now))
+
+        return Timer(self.progress.phase, record=record)
+
+    def published(self, version: int) -> None:
+        """Begin the batches that may be generated from ``version`` while the policy trains."""
+        if self.config.rollout.max_staleness:
+            self._ahead.admit(version)
+
     def rollout(self, step: int, timer: Timer) -> Rollout:
-        """Generate and score the responses of one step.
+        """The graded responses of one step, generated ahead or now.
 
         Raises:
             Interrupted: a stop was requested while the engines generated; nothing is lost, because
-                the same prompts and seeds come again after a restart.
+                the same prompts come again after a restart.
+            EngineError: no engine is left, or a token is older than ``rollout.max_staleness``.
         """
-        config = self.config
-        prompts = self.prompts.next_batch(config.data.prompts_per_step)
-        with timer.phase("rollout"):
-            samples = collect(
-                self.fleet,
-                prompts,
-                config.rollout,
-                seed=config.train.seed,
-                step=step,
-                stop=lambda: bool(self.stop),
+        self.progress.phase("rollout")
+        self._ahead.admit(step - 1)
+        start = time.perf_counter()
+        graded, self.cursor = self._ahead.take(step, lambda: bool(self.stop))
+        waited = time.perf_counter() - start
+        # What the trainer waited for, grading last; the rest was hidden behind its own work.
+        grading = min(graded.grading_s, waited)
+        timer.add("rollout", waited - grading)
+        timer.add("reward", grading)
+        metrics = _sample_metrics(graded.samples, newest=step - 1)
+        staleness = metrics["sync/staleness"].value
+        if staleness > self.config.rollout.max_staleness:
+            raise EngineError(
+                f"step {step} got tokens that are {staleness:.0f} versions old, "
+                f"rollout.max_staleness allows {self.config.rollout.max_staleness}; "
+                "an engine serves an old version"
             )
-        with timer.phase("reward"):
-            samples = self._graded(samples)
-        return Rollout(samples, _sample_metrics(samples, newest=step - 1))
+        return Rollout(graded.samples, metrics, graded.generating_s)
+
+    def _draw(self) -> tuple[Sequence[Prompt], dict[str, Any]]:
+        prompts = self.prompts.next_batch(self.config.data.prompts_per_step)
+        return prompts, self.prompts.state_dict()
+
+    def _produce(self, step: int, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Graded:
+        """Answers to one step's prompts, graded; runs on a thread of its own."""
+        config = self.config
+        start = time.time()
+        samples = collect(
+            self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
+        )
+        generated = time.time()
+        samples = self._graded(samples)
+        end = time.time()
+        self.timeline.add(Span("engines", "rollout", step, start, generated))
+        self.timeline.add(Span("engines", "reward", step, generated, end))
+        return Graded(samples, generated - start, end - generated)
 
     def evaluate(self, step: int) -> float:
         """Accuracy on held-out prompts, by the engines as they are: at rollout precision."""
@@ -139,9 +204,11 @@ class Lead:
     def _graded(self, samples: list[Sample]) -> list[Sample]:
         texts = [self.tokenizer.decode(sample.response_ids) for sample in samples]
         pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
+        with self._grading:  # the workers take one batch at a time
+            rewards = self.rewards.score(pairs)
         return [
             replace(sample, text=text, reward=reward)
-            for sample, text, reward in zip(samples, texts, self.rewards.score(pairs), strict=True)
+            for sample, text, reward in zip(samples, texts, rewards, strict=True)
         ]
 
 

@@ -64,6 +64,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             )
             with publisher:
                 publisher.publish(state.step)
+                if lead:
+                    lead.published(state.step)
                 state = _run(config, policy, publisher, lead, state)
             if lead:
                 lead.finish(state)
@@ -81,22 +83,24 @@ def _run(
         state = replace(state, accuracy_before=accuracy, accuracy=accuracy)
     while state.step < config.train.steps:
         step = state.step + 1
-        timer = Timer(lead and lead.progress.phase)
+        timer = lead.timer(step) if lead else Timer()
         rollout = _share(_rollout(lead, step, timer))
         if rollout is None:
             break
         advantages = _advantages(rollout, config)
         metrics = improve(policy, rollout.samples, advantages, config, step=step, timer=timer)
         with timer.phase("publish"):
-            drift = publisher.publish(step)
-        measured = _over_ranks({**metrics, **drift, **timer.metrics()})
+            published = publisher.publish(step)
+        if lead:
+            lead.published(step)
+        measured = _over_ranks({**metrics, **published, **timer.metrics()})
         state = replace(state, step=step)
         if lead:
             lead.write(
                 step,
                 {**values(merge([measured, rollout.metrics])), **_throughput(measured, rollout)},
             )
-            state = replace(state, cursor=lead.prompts.state_dict())
+            state = replace(state, cursor=lead.cursor)
             if config.train.eval_prompts and _due(
                 step, config.train.eval_every, config.train.steps
             ):
@@ -144,7 +148,7 @@ def _throughput(metrics: dict[str, Metric], rollout: Rollout) -> dict[str, float
     generated = sum(len(s.response_ids) for s in rollout.samples)
     trained = generated + sum(len(s.prompt.input_ids) for s in rollout.samples)
     return {
-        "throughput/rollout_tokens_per_s": generated / metrics["time/rollout"].value,
+        "throughput/rollout_tokens_per_s": generated / rollout.seconds,
         "throughput/train_tokens_per_s": trained / metrics["time/train"].value,
     }
 

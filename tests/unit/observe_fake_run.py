@@ -70,6 +70,12 @@ def fake_metrics(step: int, steps: int, noise: random.Random) -> dict[str, float
         "time/step": sum(phases.values()) + near(0.05, 0.2),
         "sync/version": step,
         "sync/staleness": 0,
+        "sync/quantize_s": near(0.05, 0.1),
+        "sync/send_s": near(0.03, 0.1),
+        "sync/load_s": near(0.04, 0.1),
+        "sync/paused_s": near(0.09, 0.1),
+        "fleet/serving": 1 if 3 <= step < 6 else 2,
+        "fleet/restarts": 0 if step < 6 else 1,
     }
 
 

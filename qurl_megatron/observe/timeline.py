@@ -1,0 +1,92 @@
+"""Who was busy when: one line per span in ``timeline.jsonl``, drawn as lanes in the report.
+
+    {"lane": "rollout", "name": "generate", "step": 3, "start": 1735689600.50, "end": 1735689604.25}
+
+Times are unix seconds. A span whose end is its start is an event, such as an engine's death.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qurl_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that happened in one lane, from ``start`` to ``end``."""
+
+    lane: str
+    name: str
+    step: int
+    start: float  # unix seconds
+    end: float
+
+
+class Timeline:
+    """Appends spans to a file, from any thread."""
+
+    def __init__(self, path: Path | str, *, resume_step: int = 0) -> None:
+        """Open ``path`` for appending.
+
+        Args:
+            resume_step: the first step that will be done again; its spans and later ones are
+                dropped. 0 starts an empty file.
+        """
+        path = Path(path)
+        kept = [span for span in read_timeline(path) if span.step < resume_step]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(_line(span) for span in kept), encoding="utf-8")
+        aside.rename(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def add(self, span: Span) -> None:
+        with self._lock:
+            self._file.write(_line(span))
+            self._file.flush()
+
+    @contextmanager
+    def span(self, lane: str, name: str, step: int) -> Iterator[None]:
+        """The block's time as a span, also where it raises."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.add(Span(lane, name, step, start, time.time()))
+
+    def event(self, lane: str, name: str, step: int, at: float | None = None) -> None:
+        now = time.time() if at is None else at
+        self.add(Span(lane, name, step, now, now))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_timeline(path: Path | str) -> list[Span]:
+    """The spans of a run in the order they ended; none where there is no file.
+
+    Raises:
+        ConfigError: a line, other than a cut last one, is not a span.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    spans = []
+    for number, line in enumerate(lines, 1):
+        try:
+            spans.append(Span(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError) as error:
+            if number < len(lines):
+                raise ConfigError(f"{path}, line {number}: not a span ({error})") from None
+    return spans
+
+
+def _line(span: Span) -> str:
+    return json.dumps(asdict(span)) + "\n"

@@ -1,0 +1,233 @@
+"""Who holds which rows of which tensor, in the trainer and in an engine, and so who sends what.
+
+Nothing is gathered: a training rank sends each engine rank the part that both hold, where "part" is
+a span of rows or columns of one Hugging Face tensor. Both layouts follow from the architecture and
+a few sizes, so every process can work out the whole plan by itself.
+
+Training ranks are (pipeline stage, tensor rank). What their tensor ranks all hold is sent by the
+first. Data-parallel replicas hold the same and take turns: bucket i is the work of replica i % dp.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.arch import Arch
+from qurl_megatron.weights.families import is_vocabulary
+
+VOCABULARY_STEP = 64  # SGLang pads the vocabulary to a multiple of it before it splits
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output row
+ROW_PARALLEL = ("o_proj", "down_proj")  # split by input column
+ROUTER = "gate"  # of experts
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows (``dim`` 0) or columns (1) ``[start, stop)`` of a tensor; [0, 1) of ``None`` is all."""
+
+    dim: int | None
+    start: int
+    stop: int
+
+    @property
+    def empty(self) -> bool:
+        return self.stop <= self.start
+
+
+ALL = Span(None, 0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the trainer splits the model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    def replica(self, bucket: int) -> int:
+        """The data-parallel replica that sends a bucket."""
+        return bucket % self.data
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one training rank sends one engine rank of one tensor."""
+
+    source: tuple[int, int]  # (pipeline stage, tensor rank)
+    engine_rank: int
+    name: str
+    dim: int | None
+    start: int
+    stop: int
+    bytes: int
+
+
+Tensors = Mapping[str, tuple[tuple[int, ...], int]]
+"""name -> (whole shape, bytes per element); scales are tensors of their own."""
+
+
+def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int) -> Span:
+    """What an SGLang rank of ``tp`` keeps of a whole tensor.
+
+    Query heads are split; key and value heads too, or where there are fewer than ranks, each is
+    kept by several. The vocabulary is padded, split evenly, and the padding is nobody's.
+
+    Raises:
+        ConfigError: ``tp`` does not divide what it splits, or no such tensor is known.
+    """
+    if is_vocabulary(name):
+        return Span(0, *_vocabulary(shape[0], _sglang_rows(shape[0], tp), rank))
+    if _layer_part(name) in ("k_proj", "v_proj") and tp > arch.kv_heads:
+        _divide(tp, arch.kv_heads, "the engine's tensor size", "num_key_value_heads", name)
+        _expect(name, shape, 0, arch.kv_heads * arch.head_dim)
+        head = rank // (tp // arch.kv_heads)
+        return Span(0, head * arch.head_dim, (head + 1) * arch.head_dim)
+    return _split(arch, name, shape, tp, rank, "the engine's tensor size")
+
+
+def trainer_part(
+    arch: Arch, name: str, shape: Sequence[int], layout: Layout, stage: int, rank: int
+) -> Span | None:
+    """What a training rank holds of a whole tensor and is the one to send; None: nothing.
+
+    Raises:
+        ConfigError: the layout does not divide the model, or no such tensor is known.
+    """
+    arch.check_parallel(layout.tensor, layout.pipeline)
+    if _stage(arch, name, layout.pipeline) != stage:
+        return None
+    if is_vocabulary(name):
+        span = Span(0, *_vocabulary(shape[0], -(-shape[0] // layout.tensor), rank))
+    else:
+        span = _split(arch, name, shape, layout.tensor, rank, "parallel.tensor")
+    return None if span.empty or (span.dim is None and rank > 0) else span
+
+
+def cut(have: Span, need: Span) -> Span | None:
+    """The part of ``have`` that is in ``need`` too; None where there is none.
+
+    The two split one tensor along the same dimension, or one of them does not split it.
+    """
+    if have.dim is None or need.dim is None:
+        both = need if have.dim is None else have
+        return None if both.empty else both
+    assert have.dim == need.dim, f"{have} and {need} split along different dimensions"
+    both = Span(have.dim, max(have.start, need.start), min(have.stop, need.stop))
+    return None if both.empty else both
+
+
+def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> list[Transfer]:
+    """Every transfer from one replica of the trainer to the ranks of one engine.
+
+    Raises:
+        ConfigError: either layout does not divide the model, or no such tensor is known.
+    """
+    found = []
+    for name, (shape, element) in tensors.items():
+        needs = [engine_part(arch, name, shape, engine_tp, rank) for rank in range(engine_tp)]
+        for source, have in _holders(arch, name, shape, layout):
+            for engine_rank, need in enumerate(needs):
+                if part := cut(have, need):
+                    size = element * _elements(shape, part)
+                    found.append(
+                        Transfer(source, engine_rank, name, part.dim, part.start, part.stop, size)
+                    )
+    return found
+
+
+def buckets(sizes: Sequence[int], limit: int) -> list[range]:
+    """Runs of consecutive items that add up to ``limit`` at most; a larger item is alone."""
+    found, begin, total = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > begin and total + size > limit:
+            found.append(range(begin, index))
+            begin, total = index, 0
+        total += size
+    return [*found, range(begin, len(sizes))] if sizes else []
+
+
+def _holders(
+    arch: Arch, name: str, shape: Sequence[int], layout: Layout
+) -> Iterator[tuple[tuple[int, int], Span]]:
+    stage = _stage(arch, name, layout.pipeline)
+    for rank in range(layout.tensor):
+        if have := trainer_part(arch, name, shape, layout, stage, rank):
+            yield (stage, rank), have
+
+
+def _stage(arch: Arch, name: str, stages: int) -> int:
+    """The pipeline stage that exports a tensor; of tied embeddings, the one that embeds."""
+    if name == "model.embed_tokens.weight":
+        return 0
+    if name.startswith("model.layers."):
+        layer = int(name.removeprefix("model.layers.").partition(".")[0])
+        return layer // (arch.num_layers // stages)
+    return stages - 1
+
+
+def _layer_part(name: str) -> str:
+    """``k_proj`` of ``model.layers.3.self_attn.k_proj.weight_scale``."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _split(arch: Arch, name: str, shape: Sequence[int], size: int, rank: int, key: str) -> Span:
+    """The even split that Megatron and SGLang share; ``key`` is what the user calls ``size``."""
+    part = _layer_part(name)
+    if part.endswith("norm") or part == ROUTER:
+        return ALL
+    if part not in COLUMN_PARALLEL + ROW_PARALLEL:
+        raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
+    if part in ROW_PARALLEL and not name.endswith(".weight"):
+        return ALL  # scales and biases run along the output rows, which every rank has all of
+    dim = 0 if part in COLUMN_PARALLEL else 1
+    units, width, what = _units(arch, name, part)
+    _divide(units, size, what, key, name)
+    _expect(name, shape, dim, units * width)
+    length = units * width // size
+    return Span(dim, rank * length, (rank + 1) * length)
+
+
+def _units(arch: Arch, name: str, part: str) -> tuple[int, int, str]:
+    """What is dealt out whole: how many there are, rows (columns) of each, the config's key."""
+    if part in ("q_proj", "o_proj"):
+        return arch.heads, arch.head_dim, "num_attention_heads"
+    if part in ("k_proj", "v_proj"):
+        return arch.kv_heads, arch.head_dim, "num_key_value_heads"
+    if ".experts." in name and arch.experts:
+        return arch.experts.intermediate, 1, "moe_intermediate_size"
+    return arch.intermediate, 1, "intermediate_size"
+
+
+def _divide(units: int, size: int, what: str, key: str, name: str) -> None:
+    if units % size:
+        raise ConfigError(f"tensor {name}: {key}={size} does not divide {what}={units}")
+
+
+def _expect(name: str, shape: Sequence[int], dim: int, expected: int) -> None:
+    if shape[dim] != expected:
+        raise ConfigError(
+            f"tensor {name} is {list(shape)}, the architecture says {expected} along {dim}"
+        )
+
+
+def _sglang_rows(vocab: int, tp: int) -> int:
+    """Rows of the padded vocabulary per rank."""
+    step = VOCABULARY_STEP
+    if -(-vocab // step) * step % tp:
+        step *= tp
+    return -(-vocab // step) * step // tp
+
+
+def _vocabulary(vocab: int, rows: int, rank: int) -> tuple[int, int]:
+    return min(rank * rows, vocab), min((rank + 1) * rows, vocab)
+
+
+def _elements(shape: Sequence[int], span: Span) -> int:
+    lengths = list(shape)
+    if span.dim is not None:
+        lengths[span.dim] = span.stop - span.start
+    product = 1
+    for length in lengths:
+        product *= length
+    return product

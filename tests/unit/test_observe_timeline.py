@@ -1,0 +1,92 @@
+"""Spans survive the file, a resume drops what is done again, and the picture shows the overlap."""
+
+import pytest
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.lanes import lanes_svg, overlap, recent
+from qurl_megatron.observe.report import write_report
+from qurl_megatron.observe.timeline import Span, Timeline, read_timeline
+from tests.unit.observe_fake_run import write_fake_run
+
+
+def one_step_off(steps: int) -> list[Span]:
+    """Ten seconds a step: the engines are always busy, the trainer from second 2 on."""
+    spans = []
+    for step in range(1, steps + 1):
+        at = 1000.0 + 10 * step
+        spans += [
+            Span("engines", "rollout", step + 1, at, at + 10),
+            Span("trainer", "rollout", step, at, at + 2),
+            Span("trainer", "train", step, at + 2, at + 9),
+            Span("update", "publish", step, at + 9, at + 10),
+        ]
+    return spans
+
+
+def test_spans_come_back_and_a_resume_drops_the_steps_that_come_again(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    timeline = Timeline(path)
+    for span in one_step_off(3):
+        timeline.add(span)
+    timeline.event("fleet", "engine-1 died", 3, at=1032.0)
+    timeline.close()
+    assert read_timeline(path) == [*one_step_off(3), Span("fleet", "engine-1 died", 3, 1032, 1032)]
+
+    Timeline(path, resume_step=3).close()
+    assert {span.step for span in read_timeline(path)} == {1, 2}
+
+
+def test_a_cut_last_line_is_passed_over_and_any_other_is_refused(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    good = '{"lane": "trainer", "name": "train", "step": 1, "start": 1.0, "end": 2.0}\n'
+    path.write_text(good + good[:30])
+    assert len(read_timeline(path)) == 1
+    path.write_text(good[:30] + "\n" + good)
+    with pytest.raises(ConfigError, match="line 1"):
+        read_timeline(path)
+
+
+def test_a_block_that_raises_has_its_span_all_the_same(tmp_path):
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    with pytest.raises(ZeroDivisionError), timeline.span("trainer", "train", 1):
+        raise ZeroDivisionError
+    timeline.close()
+    (span,) = read_timeline(tmp_path / "timeline.jsonl")
+    assert span.name == "train" and span.end >= span.start
+
+
+def test_overlap_is_the_share_of_generating_that_other_work_hides():
+    # The engines generate all 10 s of a step, of which the trainer trains 7.
+    assert overlap(one_step_off(4)) == pytest.approx(0.7)
+    synchronous = [
+        Span("engines", "rollout", 1, 0.0, 5.0),
+        Span("trainer", "rollout", 1, 0.0, 5.0),
+        Span("trainer", "train", 1, 5.0, 9.0),
+    ]
+    assert overlap(synchronous) == 0.0
+
+
+def test_the_picture_takes_the_newest_steps_and_one_row_per_batch_in_flight():
+    spans = one_step_off(10)
+    shown = recent(spans, steps=3)
+    assert {s.step for s in shown if s.lane == "trainer"} == {8, 9, 10}
+    svg = lanes_svg(shown)
+    assert svg.startswith("<svg") and "70% of the rollouts" in svg
+    assert "Engines" in svg and "Trainer" in svg and "Update" in svg
+    crowded = [*shown, Span("engines", "rollout", 12, shown[0].start, shown[-1].end)]
+    height = [float(s.split('viewBox="0 0 ')[1].split('"')[0].split()[1]) for s in
+              (svg, lanes_svg(crowded))]  # fmt: skip
+    assert height[1] > height[0]
+
+
+def test_the_report_has_the_timeline_and_the_engines_events(tmp_path):
+    run_dir = write_fake_run(tmp_path / "run", 5)
+    assert 'id="timeline"' not in write_report(run_dir).read_text()
+    timeline = Timeline(run_dir / "timeline.jsonl")
+    for span in one_step_off(5):
+        timeline.add(span)
+    timeline.event("fleet", "engine-1 died: <killed>", 3)
+    timeline.close()
+    page = write_report(run_dir).read_text()
+    assert 'id="timeline"' in page and "step 3" in page
+    assert "engine-1 died: &lt;killed&gt;" in page

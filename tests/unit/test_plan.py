@@ -1,0 +1,246 @@
+"""Every byte an engine rank holds has one sender, who holds it; nobody gathers anything."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.plan import (
+    Layout,
+    Span,
+    buckets,
+    cut,
+    engine_part,
+    trainer_part,
+    transfers,
+)
+from qurl_megatron.weights import is_quantized, stage_ops
+from qurl_megatron.weights.arch import Arch, Experts
+
+BASE = Arch(
+    family="qwen2",
+    num_layers=8,
+    hidden=24,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    intermediate=64,
+    vocab=256,
+    rms_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position=128,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=False,
+)
+ARCHS = {
+    "2 kv heads, biases": replace(BASE, qkv_bias=True),
+    "1 kv head, tied": replace(BASE, kv_heads=1, tied=True),
+    "8 kv heads, qk-norm, odd vocabulary": replace(BASE, kv_heads=8, qk_norm=True, vocab=131),
+    "vocabulary smaller than its padding": replace(BASE, kv_heads=8, vocab=61),
+    "square o_proj": replace(BASE, kv_heads=8, hidden=32),
+    "experts": replace(
+        BASE,
+        num_layers=2,
+        kv_heads=8,
+        experts=Experts(count=3, top_k=2, intermediate=16, norm_topk_prob=True),
+    ),
+}
+
+
+def tensors_of(arch: Arch, *, scales: bool) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Whole shapes and bytes per element of everything a version holds."""
+    rows = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
+    ffn = arch.experts.intermediate if arch.experts else arch.intermediate
+
+    def shape(name: str) -> tuple[int, ...]:
+        owner, kind = name.split(".")[-2:]
+        if owner in ("embed_tokens", "lm_head"):
+            return (arch.vocab, arch.hidden)
+        if owner in ("q_norm", "k_norm"):
+            return (arch.head_dim,)
+        if owner.endswith("norm"):
+            return (arch.hidden,)
+        if owner == "gate":
+            return (arch.experts.count, arch.hidden)
+        if owner[0] in rows:
+            return (rows[owner[0]] * arch.head_dim, arch.hidden)[: 1 if kind == "bias" else 2]
+        return {
+            "o_proj": (arch.hidden, arch.heads * arch.head_dim),
+            "gate_proj": (ffn, arch.hidden),
+            "up_proj": (ffn, arch.hidden),
+            "down_proj": (arch.hidden, ffn),
+        }[owner]
+
+    found = {}
+    for op in stage_ops(arch, range(arch.num_layers), first=True, last=True):
+        for tensor in op.hf:
+            coded = scales and is_quantized(tensor.name)
+            found[tensor.name] = (shape(tensor.name), 1 if coded else 2)
+            if coded:
+                found[f"{tensor.name}_scale"] = ((shape(tensor.name)[0], 1), 4)
+    return found
+
+
+def elements(shape: tuple[int, ...], dim: int | None, start: int, stop: int) -> int:
+    lengths = [*shape]
+    if dim is not None:
+        lengths[dim] = stop - start
+    return torch.Size(lengths).numel()
+
+
+def fits(arch: Arch, tensor: int, pipeline: int) -> bool:
+    try:
+        arch.check_parallel(tensor, pipeline)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("scales", [True, False], ids=["with scales", "without scales"])
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_every_byte_of_every_engine_rank_is_sent_once_by_who_holds_it(arch, scales):
+    tensors = tensors_of(arch, scales=scales)
+    layouts = [Layout(tensor=t, pipeline=p) for t, p in product((1, 2, 4, 8), repeat=2)]
+    layouts = [layout for layout in layouts if fits(arch, layout.tensor, layout.pipeline)]
+    for layout, engine_tp in product(layouts, (1, 2, 4, 8)):
+        where = f"{layout} -> {engine_tp}"
+        arriving: dict = {}
+        for transfer in transfers(tensors, arch, layout, engine_tp):
+            shape, element = tensors[transfer.name]
+            have = trainer_part(arch, transfer.name, shape, layout, *transfer.source)
+            sent = Span(transfer.dim, transfer.start, transfer.stop)
+            assert cut(have, sent) == sent, f"{where}: {transfer} is not its source's to send"
+            assert transfer.bytes == element * elements(
+                shape, transfer.dim, transfer.start, transfer.stop
+            )
+            arriving.setdefault((transfer.name, transfer.engine_rank), []).append(transfer)
+        for (name, (shape, element)), rank in product(tensors.items(), range(engine_tp)):
+            need = engine_part(arch, name, shape, engine_tp, rank)
+            parts = sorted(arriving.pop((name, rank), ()), key=lambda t: t.start)
+            if need.empty:
+                assert not parts
+                continue
+            assert [need.start, *(t.stop for t in parts)] == [
+                *(t.start for t in parts),
+                need.stop,
+            ], f"{where}: {name} of rank {rank} is not covered exactly once"
+            total = element * elements(shape, need.dim, need.start, need.stop)
+            assert sum(t.bytes for t in parts) == total, f"{where}: {name}"
+        assert not arriving
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_training_ranks_hold_every_tensor_exactly_once(arch):
+    for layout in (Layout(), Layout(tensor=1, pipeline=2), Layout(tensor=2, pipeline=2)):
+        if not fits(arch, layout.tensor, layout.pipeline):
+            continue
+        for name, (shape, _) in tensors_of(arch, scales=True).items():
+            held = [
+                trainer_part(arch, name, shape, layout, stage, rank)
+                for stage, rank in product(range(layout.pipeline), range(layout.tensor))
+            ]
+            spans = [span for span in held if span]
+            whole = 1 if spans[0].dim is None else shape[spans[0].dim]
+            assert [0, *(s.stop for s in spans)] == [*(s.start for s in spans), whole]
+
+
+@pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
+def test_the_data_that_arrives_is_what_sglang_would_have_loaded_from_whole_tensors(engine_tp):
+    """Against SGLang's loaders, written down by hand: narrow per head, pad the vocabulary."""
+    arch = ARCHS["2 kv heads, biases"]
+    arch = replace(arch, vocab=300)
+    for name, (shape, _) in tensors_of(arch, scales=True).items():
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        for rank in range(engine_tp):
+            need = engine_part(arch, name, shape, engine_tp, rank)
+            actual = (
+                whole
+                if need.dim is None
+                else whole.narrow(need.dim, need.start, need.stop - need.start)
+            )
+            assert torch.equal(actual, as_sglang_loads(arch, name, whole, engine_tp, rank)), name
+
+
+def as_sglang_loads(arch, name, whole, tp, rank):
+    owner, kind = name.split(".")[-2:]
+    if owner in ("embed_tokens", "lm_head"):  # vocab_parallel_embedding.py
+        padded = -(-arch.vocab // 64) * 64
+        return torch.cat([whole, whole.new_full((padded - arch.vocab, arch.hidden), -1)]).chunk(tp)[
+            rank
+        ][: max(0, arch.vocab - rank * padded // tp)]
+    if owner in ("k_proj", "v_proj"):  # QKVParallelLinear
+        heads = whole.unflatten(0, (arch.kv_heads, arch.head_dim))
+        replicas = max(1, tp // arch.kv_heads)
+        ours = heads.repeat_interleave(replicas, dim=0).chunk(tp)[rank]
+        return ours.flatten(0, 1)
+    if owner in ("q_proj", "gate_proj", "up_proj"):  # ColumnParallelLinear
+        return whole.chunk(tp)[rank]
+    if owner in ("o_proj", "down_proj") and kind == "weight":  # RowParallelLinear
+        return whole.chunk(tp, dim=1)[rank]
+    return whole
+
+
+def test_a_vocabulary_is_padded_to_64_rows_before_sglang_splits_it():
+    parts = [engine_part(BASE, "lm_head.weight", (131, 24), 4, rank) for rank in range(4)]
+    assert parts == [Span(0, 0, 48), Span(0, 48, 96), Span(0, 96, 131), Span(0, 131, 131)]
+    # 192 rows are no multiple of 5: SGLang goes on to 320.
+    assert engine_part(BASE, "lm_head.weight", (131, 24), 5, 1) == Span(0, 64, 128)
+
+
+@pytest.mark.parametrize(
+    "name,shape,tp,message",
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (32, 24), 3, "num_attention_heads=8"),
+        ("model.layers.0.mlp.down_proj.weight", (24, 64), 128, "intermediate_size=64"),
+        ("model.layers.0.self_attn.k_proj.weight", (8, 24), 3, "num_key_value_heads"),
+        ("model.layers.0.self_attn.q_proj.weight", (24, 32), 2, r"\[24, 32\]"),
+        ("model.layers.0.self_attn.k_proj.weight", (24, 8), 4, r"\[24, 8\]"),
+        ("model.layers.0.mlp.gate_up_proj.weight", (128, 24), 2, "gate_up_proj"),
+    ],
+)
+def test_what_does_not_divide_or_is_unknown_is_refused_by_name(name, shape, tp, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        engine_part(BASE, name, shape, tp, 0)
+    assert name in str(error.value)
+
+
+def test_a_trainer_that_does_not_divide_the_model_is_refused():
+    name, shape = "model.layers.0.self_attn.k_proj.weight", (8, 24)
+    with pytest.raises(ConfigError, match=r"parallel.tensor=4.*num_key_value_heads=2"):
+        trainer_part(BASE, name, shape, Layout(tensor=4), 0, 0)
+
+
+def test_what_all_tensor_ranks_hold_is_sent_by_the_first():
+    layout = Layout(tensor=2)
+    scale = "model.layers.0.mlp.down_proj.weight_scale"
+    assert trainer_part(BASE, scale, (24, 1), layout, 0, 0) == Span(None, 0, 1)
+    assert trainer_part(BASE, scale, (24, 1), layout, 0, 1) is None
+
+
+def test_data_parallel_replicas_take_turns():
+    assert [Layout(data=3).replica(bucket) for bucket in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_a_cut_is_what_both_have():
+    assert cut(Span(0, 0, 8), Span(0, 6, 12)) == Span(0, 6, 8)
+    assert cut(Span(0, 0, 8), Span(0, 8, 12)) is None
+    assert cut(Span(None, 0, 1), Span(1, 4, 8)) == Span(1, 4, 8)
+    assert cut(Span(1, 4, 8), Span(None, 0, 1)) == Span(1, 4, 8)
+    assert cut(Span(None, 0, 1), Span(0, 5, 5)) is None
+
+
+def test_buckets_are_runs_of_items_within_the_limit():
+    assert buckets([3, 3, 3, 9, 1, 1], 6) == [range(0, 2), range(2, 3), range(3, 4), range(4, 6)]
+    assert buckets([], 6) == []
+    generator = torch.Generator().manual_seed(0)
+    for limit in (1, 10, 40, 1000):
+        sizes = torch.randint(0, 50, (60,), generator=generator).tolist()
+        found = buckets(sizes, limit)
+        assert [i for run in found for i in run] == list(range(60))
+        assert all(sum(sizes[i] for i in run) <= limit or len(run) == 1 for run in found)
+        for one, other in zip(found, found[1:], strict=False):
+            assert sum(sizes[i] for i in one) + sizes[other[0]] > limit  # none could be joined
