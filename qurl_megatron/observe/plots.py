@@ -572,8 +572,8 @@ def for_html(svg: str, key: str, name: str) -> str:
     )
     svg = re.sub(r'url\(#|(?:xlink:)?href="#', rf"\g<0>{key}-", svg)
     svg = svg.replace("xlink:href", "href")
-    for name, value in COLORS.items():
-        svg = svg.replace(value, f"var(--{name})")
+    for color, value in COLORS.items():
+        svg = svg.replace(value, f"var(--{color})")
     box = re.search(r'viewBox="[^"]*"', svg)[0]
     opening = f'<svg {box} role="img" aria-labelledby="{key}-name">'
     title = f'<title id="{key}-name">{html.escape(name)}</title>'
