@@ -1,6 +1,7 @@
 """``qurl``: one subcommand per task; heavy imports wait until the command is known."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve a model with the embedded engine, over SGLang's HTTP protocol."""
+    """Serve a model with the embedded engine, over SGLang's HTTP protocol; an API key that requests
+    must bring is taken from QURL_API_KEY."""
     from qurl_megatron.rollout.embedded.server import serve as run
 
     port = arguments.port
@@ -69,6 +71,7 @@ def serve(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         cache_gb=arguments.cache_gb,
         exit_with_stdin=arguments.exit_with_stdin,
+        api_key=os.environ.get("QURL_API_KEY") or None,
     )
     return 0
 

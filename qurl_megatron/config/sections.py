@@ -161,19 +161,50 @@ class AlgoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How responses are generated, and by how many engines."""
+    """How responses are generated, and by which engines."""
+
+    backend: Literal["embedded", "sglang"] = "embedded"
+    """What the engines started here are: this package's own, or SGLang servers."""
 
     engines: int = 1
-    """Embedded engines to start on this machine, each a process of its own."""
+    """Engines to start on this machine, each a process of its own; with rollout.rendezvous, how
+    many to wait for before the run begins."""
+
+    engine_host: str = "127.0.0.1"
+    """Address that engines started here listen on."""
 
     engine_threads: int = 0
     """CPU threads per engine; 0 shares the machine's cores evenly."""
 
     engine_memory_gb: float = 2.0
-    """Key/value cache per engine, in GiB."""
+    """Key/value cache per embedded engine, in GiB."""
+
+    engine_tensor: int = 1
+    """Tensor-parallel size of an SGLang engine."""
+
+    engine_first_gpu: int = 0
+    """GPU of the first SGLang engine; the following ones take the GPUs behind it."""
+
+    engine_args: tuple[str, ...] = ()
+    """Further command-line arguments of the SGLang server, e.g. ["--mem-fraction-static=0.8"]."""
+
+    sglang_python: str = ""
+    """Python of the environment with SGLang; empty: .venv-sglang/bin/python where it exists, else
+    this one."""
 
     urls: tuple[str, ...] = ()
-    """Engines that already run (SGLang's HTTP protocol); none are started then."""
+    """Engines that already run (SGLang's HTTP protocol); none are started then. Their API key, if
+    they want one, is taken from the environment variable QURL_API_KEY."""
+
+    rendezvous: str = ""
+    """File of JSON lines, or folder with one JSON file per engine, each {"url": ...} with an
+    optional "api_key_file"; a batch system writes it, and engines may come and go during a run."""
+
+    router: bool = False
+    """Put sglang-router in front of SGLang engines; requests are balanced here otherwise."""
+
+    colocate: bool = False
+    """Engines share the trainer's GPUs and give their memory back while it trains."""
 
     samples_per_prompt: int = 8
     """Group size G: responses per prompt."""
@@ -188,29 +219,76 @@ class RolloutConfig:
     generates and trains in turn; 1 generates one step off; more let several batches be in flight.
     Beyond 0 a run no longer repeats bit for bit."""
 
+    requests_per_engine: int = 256
+    """Responses in flight per SGLang engine; the others wait here, to go where there is room.
+    Embedded engines get all of their work at once, so that a run repeats bit for bit."""
+
+    straggler_s: float = 0.0
+    """Seconds after which a request is aborted and continued elsewhere from the tokens it has,
+    with twice the time; 0 waits. Time in which weights are published does not count."""
+
     timeout_s: float = 600.0
-    """Seconds after which an engine that has not answered is an error."""
+    """Seconds after which an engine that has not answered a request has failed."""
+
+    start_timeout_s: float = 300.0
+    """Seconds an engine may take to start."""
+
+    update_timeout_s: float = 300.0
+    """Seconds an engine may take for a weight update before it has failed."""
+
+    health_every_s: float = 5.0
+    """Seconds between two health checks of an engine."""
+
+    health_timeout_s: float = 60.0
+    """An engine without a good answer to a health check for so long is dead, or hung."""
+
+    max_restarts: int = 3
+    """How often an engine that died or hung is started again; each time after twice the wait."""
 
     def __post_init__(self) -> None:
-        require(self.engines >= 1, f"rollout.engines must be 1 or more, got {self.engines}")
-        require(
-            self.samples_per_prompt >= 1,
-            f"rollout.samples_per_prompt must be 1 or more, got {self.samples_per_prompt}",
-        )
-        require(
-            self.max_new_tokens >= 1,
-            f"rollout.max_new_tokens must be 1 or more, got {self.max_new_tokens}",
-        )
+        for key in (
+            "engines",
+            "engine_tensor",
+            "samples_per_prompt",
+            "max_new_tokens",
+            "requests_per_engine",
+        ):
+            require(
+                getattr(self, key) >= 1,
+                f"rollout.{key} must be 1 or more, got {getattr(self, key)}",
+            )
         require(
             self.temperature > 0,
             f"rollout.temperature must be positive, got {self.temperature}; "
             "greedy decoding is for evaluation only",
         )
+        for key in (
+            "timeout_s",
+            "start_timeout_s",
+            "update_timeout_s",
+            "health_every_s",
+            "health_timeout_s",
+        ):
+            require(
+                getattr(self, key) > 0,
+                f"rollout.{key} must be positive, got {getattr(self, key)}",
+            )
+        for key in ("straggler_s", "max_restarts", "max_staleness"):
+            require(
+                getattr(self, key) >= 0,
+                f"rollout.{key} must be 0 or more, got {getattr(self, key)}",
+            )
         require(
-            self.max_staleness >= 0,
-            f"rollout.max_staleness must be 0 or more, got {self.max_staleness}",
+            not (self.urls and self.rendezvous),
+            "rollout.urls and rollout.rendezvous both name engines; leave one of them out",
         )
-        require(self.timeout_s > 0, f"rollout.timeout_s must be positive, got {self.timeout_s}")
+        if self.backend == "embedded":
+            wrong = self.engine_tensor > 1 or self.engine_args or self.router or self.colocate
+            require(
+                not wrong,
+                "rollout.engine_tensor, rollout.engine_args, rollout.router and rollout.colocate "
+                "are for SGLang engines; set rollout.backend=sglang",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +374,10 @@ class TrainConfig:
     eval_prompts: int = 0
     """Held-out prompts per evaluation; 0 turns evaluation off."""
 
+    save_rollouts: bool = False
+    """Keep every sample in run_dir/rollouts/step_000012.jsonl: tokens, behaviour log-probs, the
+    version of each token, text and reward."""
+
     eval_samples: int = 1
     """Responses per held-out prompt: 1 decodes greedily (Avg@1), more are sampled at
     rollout.temperature and averaged (Avg@k)."""
@@ -344,9 +426,6 @@ class SyncConfig:
     new weights up to where they were, and go on; in_place: they go on with the old key/value cache.
     Either way each token tells its version."""
 
-    timeout_s: float = 300.0
-    """Seconds after which an engine that has not taken in a bucket is out of the update."""
-
     dir: str = ""
     """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty
     takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""
@@ -357,7 +436,6 @@ class SyncConfig:
     def __post_init__(self) -> None:
         require(self.keep >= 1, f"sync.keep must be 1 or more, got {self.keep}")
         require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
-        require(self.timeout_s > 0, f"sync.timeout_s must be positive, got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True)

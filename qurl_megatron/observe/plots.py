@@ -352,7 +352,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Engines serving",
             (
                 Line("fleet/serving", "serving", "green"),
-                Line("fleet/restarts", "restarts so far", "orange"),
+                Line("fleet/restarts", "restarts", "orange"),
             ),
             "Engines that generated, each confirmed on the current version. One that dies or fails "
             "an update gets no traffic until it has been restarted and has taken in a version.",

@@ -1,22 +1,36 @@
-"""Prompts in, samples out: one batched request per engine, and nothing else in flight.
+"""Prompts in, samples out, whatever happens to the engines on the way.
 
-Prompt i goes to engine i modulo their number, every sample carries its own seed, and each engine
-gets all of its work at once: a synchronous run of embedded engines repeats bit for bit.
+Requests are groups: the samples of one prompt travel together and share its prefill. Each group is
+with one engine at a time; if that fails, what is unfinished of the group goes to another, so that
+no sample is lost and none comes twice. A response that was aborted is not thrown away: its prompt
+and the tokens it has are sent on, and the sample joins the parts, each token with the log-prob and
+the weight version it was generated with.
+
+Embedded engines get all of their groups in one request, prompt i at engine i modulo their number,
+and every sample carries its own seed: while nothing fails, such a run repeats bit for bit. SGLang
+engines get one request per group, the least loaded engine first, and no more than they can hold.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import math
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.rollout.client import EngineError, Session
+from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.types import Prompt, Sample
 
-POLL_S = 0.2  # how often ``stop`` is asked
+POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
+ATTEMPTS = 3  # without one new token, before a request is taken for impossible
 UNKNOWN_VERSION = -1  # weights that an engine started with, under a name that is no number
+UPDATING = "updating-"  # prefix of the version that an engine names in the middle of an update
 
 
 class Interrupted(Exception):
@@ -32,25 +46,27 @@ def collect(
     step: int,
     stop: Callable[[], bool] | None = None,
 ) -> list[Sample]:
-    """``samples_per_prompt`` samples for every prompt, prompt-major.
+    """``samples_per_prompt`` samples for every prompt, prompt-major; several threads may call it.
 
     Raises:
         Interrupted: ``stop()`` became true.
-        EngineError: an engine failed, timed out or gave an answer that cannot be trained on.
+        EngineError: no engine is left, or a request is one that no engine can answer.
     """
-    work = [
-        (
-            prompt,
-            {
-                "temperature": config.temperature,
-                "max_new_tokens": config.max_new_tokens,
-                "sampling_seed": sample_seed(seed, step, prompt.index, sample),
-            },
-        )
+    groups = [
+        [
+            _Item(
+                prompt,
+                {
+                    "temperature": config.temperature,
+                    "max_new_tokens": config.max_new_tokens,
+                    "sampling_seed": sample_seed(seed, step, prompt.index, sample),
+                },
+            )
+            for sample in range(config.samples_per_prompt)
+        ]
         for prompt in prompts
-        for sample in range(config.samples_per_prompt)
     ]
-    return _generate(fleet, work, config.samples_per_prompt, stop)
+    return asyncio.run(_Collection(fleet, groups, stop).run())
 
 
 def greedy(
@@ -62,7 +78,8 @@ def greedy(
 ) -> list[Sample]:
     """One greedily decoded sample per prompt, for evaluation."""
     params = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
-    return _generate(fleet, [(prompt, params) for prompt in prompts], 1, stop)
+    groups = [[_Item(prompt, params)] for prompt in prompts]
+    return asyncio.run(_Collection(fleet, groups, stop).run())
 
 
 def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
@@ -70,112 +87,354 @@ def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
     Stable across machines, Python versions and engines, unlike ``hash``.
     """
-    text = f"{seed}/{step}/{prompt_index}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    return _hash63(f"{seed}/{step}/{prompt_index}/{sample}")
 
 
-def _generate(
-    fleet: Fleet,
-    work: list[tuple[Prompt, dict]],
-    group: int,
-    stop: Callable[[], bool] | None,
-) -> list[Sample]:
-    """Send every item to its engine; the items of one prompt share an engine and a prefill."""
-    engines = len(fleet.clients)
-    # Sent as separate requests rather than n samples of one, because each has its own seed.
-    shares = [[i for i in range(len(work)) if i // group % engines == e] for e in range(engines)]
-    tag = uuid.uuid4().hex
-    with ThreadPoolExecutor(engines) as pool:
-        futures = {
-            pool.submit(_request, client, [work[i] for i in share], f"{tag}-"): share
-            for client, share in zip(fleet.clients, shares, strict=True)
-            if share
-        }
+def _hash63(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass
+class _Part:
+    """What one answer adds to a response."""
+
+    ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish: str
+    message: str | None  # of an abort
+
+
+@dataclass(eq=False)
+class _Item:
+    """One response in the making."""
+
+    prompt: Prompt
+    params: dict
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str = ""
+    failures: list[str] = field(default_factory=list)  # since the last new token
+
+    @property
+    def budget(self) -> int:
+        return self.params["max_new_tokens"] - len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """At most this many will be in the engine's cache for it."""
+        return len(self.prompt.input_ids) + self.params["max_new_tokens"]
+
+    def request(self) -> tuple[list[int], dict]:
+        params = {**self.params, "max_new_tokens": self.budget}
+        if self.ids and "sampling_seed" in params:
+            # Engines draw by seed and position in the response: the same seed would draw the first
+            # tokens' random numbers again.
+            params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{len(self.ids)}")
+        return [*self.prompt.input_ids, *self.ids], params
+
+    def take(self, part: _Part) -> None:
+        self.ids += part.ids
+        self.log_probs += part.log_probs
+        self.versions += part.versions
+        if part.finish != "abort":
+            self.finish = part.finish
+        elif not self.budget:
+            self.finish = "length"
+        if part.ids:
+            self.failures = []
+        elif not self.finish:
+            self.failed(f"it was aborted by the engine: {part.message}")
+
+    def failed(self, reason: str) -> None:
+        """
+        Raises:
+            EngineError: it has failed too often to be the engines' fault.
+        """
+        self.failures.append(reason)
+        if len(self.failures) >= ATTEMPTS:
+            reasons = "; ".join(dict.fromkeys(self.failures))
+            raise EngineError(
+                f"prompt {self.prompt.index} failed {ATTEMPTS} times without a token: {reasons}"
+            )
+
+    def sample(self) -> Sample:
+        return Sample(
+            prompt=self.prompt,
+            response_ids=tuple(self.ids),
+            behaviour_log_probs=tuple(self.log_probs),
+            finish_reason=self.finish,
+            versions=tuple(self.versions),
+        )
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One request on its way: items, the engine that has them, and since when."""
+
+    items: list[_Item]
+    engine: Engine
+    rid: str
+    failures: int  # of the engine when it took off: more now means that it crashed
+    version: int | None  # that the engine had confirmed then: it cannot answer from an older one
+    patience: float  # seconds until it counts as a straggler
+    age: float = 0.0
+    aborted: bool = False
+
+    @property
+    def lost(self) -> bool:
+        return self.engine.failures != self.failures
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.tokens for item in self.items)
+
+
+class _Collection:
+    """The requests of one call, on an event loop of its own."""
+
+    def __init__(
+        self, fleet: Fleet, groups: list[list[_Item]], stop: Callable[[], bool] | None
+    ) -> None:
+        self.fleet, self.groups, self.stop = fleet, groups, stop
+        self.config = fleet.config
+        self.tag = uuid.uuid4().hex
+        self.limit: int | None = self.config.requests_per_engine  # responses in flight per engine
+        # What waits for an engine: items, seconds of patience, engine (None: the least loaded).
+        self.waiting: deque[tuple[list[_Item], float, Engine | None]] = deque()
+        self.flights: dict[asyncio.Task, _Flight] = {}
+        self.sessions: dict[Engine, Session] = {}
+        self.sent = 0
+
+    async def run(self) -> list[Sample]:
+        async with contextlib.AsyncExitStack() as self.stack:
+            try:
+                self._deal()
+                while self.waiting or self.flights:
+                    await self._launch()
+                    await self._settle()
+                    await self._look()
+            finally:
+                await self._give_up()
+        return [item.sample() for group in self.groups for item in group]
+
+    def _deal(self) -> None:
+        """Who gets what: one share per embedded engine, or group by group where there is room."""
+        serving, patience = self.fleet.serving(), self.config.straggler_s or math.inf
+        if not all(engine.kind == "embedded" for engine in serving):
+            self.waiting.extend((group, patience, None) for group in self.groups)
+            return
+        self.limit = None  # they queue by themselves
+        for index, engine in enumerate(serving):
+            share = [item for group in self.groups[index :: len(serving)] for item in group]
+            if share:
+                self.waiting.append((share, patience, engine))
+        if not serving:
+            self.waiting.extend((group, patience, None) for group in self.groups)
+
+    async def _launch(self) -> None:
+        """Send what waits to engines that have room."""
+        while self.waiting:
+            items, patience, engine = self.waiting[0]
+            tokens = sum(item.tokens for item in items)
+            if engine is not None and engine.state == "serving":
+                self.fleet.occupy(engine, tokens, len(items))
+            else:
+                engine = self.fleet.take(tokens, len(items), limit=self.limit)
+            if engine is None:
+                if not self.fleet.serving():
+                    raise EngineError(f"no engine is serving: {self.fleet.why_not()}")
+                return  # all are full
+            self.waiting.popleft()
+            flight = _Flight(
+                items=items,
+                engine=engine,
+                rid=f"{self.tag}-{self.sent}-",
+                failures=engine.failures,
+                version=engine.version,
+                patience=patience,
+            )
+            self.sent += 1
+            session = await self._session(engine)
+            self.flights[asyncio.create_task(self._fly(flight, session))] = flight
+
+    async def _session(self, engine: Engine) -> Session:
+        client = engine.client
+        if client not in self.sessions:  # a restarted engine has a new one
+            self.sessions[client] = await self.stack.enter_async_context(client.session())
+        return self.sessions[client]
+
+    async def _fly(self, flight: _Flight, session: Session) -> list[dict]:
+        requests = [item.request() for item in flight.items]
+        return await session.generate(
+            [ids for ids, _ in requests],
+            [params for _, params in requests],
+            [f"{flight.rid}{index}" for index in range(len(requests))],
+        )
+
+    async def _settle(self) -> None:
+        """Take what has been answered; send the rest of it on."""
+        if not self.flights:
+            await asyncio.sleep(POLL_S)  # full engines of other callers
+            return
+        start = time.monotonic()
+        done, _ = await asyncio.wait(
+            self.flights, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not self.fleet.publishing:
+            for flight in self.flights.values():
+                flight.age += time.monotonic() - start
+        for task in done:
+            flight = self.flights.pop(task)
+            before = sum(len(item.ids) for item in flight.items)
+            try:
+                # An engine that crashed may have answered from weights that nobody confirmed.
+                if not flight.lost:
+                    await self._land(flight, task)
+            finally:
+                received = sum(len(item.ids) for item in flight.items) - before
+                self.fleet.vacate(
+                    flight.engine, flight.tokens, len(flight.items), received=received
+                )
+            self._send_on(flight)
+
+    async def _land(self, flight: _Flight, task: asyncio.Task) -> None:
         try:
-            _wait(futures, stop)
-        except BaseException:
-            # Without this the pool would sit out the answers, and the engines would go on
-            # computing.
-            _abort(fleet, f"{tag}-")
-            fleet.check()  # an engine that died says why in its log; "connection refused" does not
-            raise
-    samples: list[Sample | None] = [None] * len(work)
-    for future, share in futures.items():
-        for i, sample in zip(share, future.result(), strict=True):
-            samples[i] = sample
-    return samples
+            answers = task.result()
+            parts = _parts(flight, answers)
+        except EngineError as error:
+            if error.ours:
+                raise
+            await self._fail(flight, str(error))
+            return
+        bad = None
+        for item, part in zip(flight.items, parts, strict=True):
+            if isinstance(part, _Part):
+                item.take(part)
+            else:
+                item.failed(str(part))
+                bad = bad or part
+        if bad is not None:
+            await self._fail(flight, str(bad), blame=False)
 
-
-def _wait(futures: dict[Future, list[int]], stop: Callable[[], bool] | None) -> None:
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        if pending and stop is not None and stop():
+    async def _look(self) -> None:
+        """Stop if asked; leave engines that failed; abort what takes too long."""
+        if self.stop is not None and (self.flights or self.waiting) and self.stop():
             raise Interrupted("stopped while engines were generating")
+        for task, flight in list(self.flights.items()):
+            if flight.lost:
+                del self.flights[task]
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
+                self._send_on(flight)
+            elif flight.age > flight.patience and not flight.aborted:
+                flight.aborted = True
+                self.fleet.count("aborted", len(flight.items))
+                self.fleet.note("aborted", flight.engine, f"a straggler of {flight.age:.0f} s")
+                await self._abort(flight)
 
+    def _send_on(self, flight: _Flight) -> None:
+        rest = [item for item in flight.items if not item.finish]
+        if not rest:
+            return
+        if flight.lost:
+            self.fleet.count("retries", len(rest))
+            self.fleet.note("retried", flight.engine, f"{len(rest)} requests go to other engines")
+        # Twice the time for the rest of a straggler: else one that waits in a queue would be
+        # aborted again and again.
+        patience = flight.patience * 2 if flight.aborted else flight.patience
+        self.waiting.appendleft((rest, patience, None))
 
-def _abort(fleet: Fleet, rid: str) -> None:
-    for client in fleet.clients:
+    async def _fail(self, flight: _Flight, reason: str, *, blame: bool = True) -> None:
+        for item in flight.items if blame else ():
+            if not item.finish:
+                item.failed(reason)
+        await asyncio.to_thread(self.fleet.fail, flight.engine, reason)
+
+    async def _abort(self, flight: _Flight) -> None:
         try:
-            client.abort(rid)
-        except EngineError:
-            continue  # dead or deaf: the error that brought us here says more
+            await asyncio.to_thread(flight.engine.client.abort, flight.rid)
+        except EngineError as error:
+            await asyncio.to_thread(self.fleet.fail, flight.engine, str(error))
+
+    async def _give_up(self) -> None:
+        """Leave nothing behind: requests that nobody waits for would go on being computed."""
+        flights = list(self.flights.items())
+        for task, _ in flights:
+            task.cancel()
+        await asyncio.gather(*(task for task, _ in flights), return_exceptions=True)
+        for _, flight in flights:
+            self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
+        for engine in {flight.engine for _, flight in flights if not flight.lost}:
+            # Dead or deaf: the error that brought us here says more.
+            with contextlib.suppress(EngineError):
+                await asyncio.to_thread(engine.client.abort, f"{self.tag}-")
 
 
-def _request(client: EngineClient, items: list[tuple[Prompt, dict]], tag: str) -> list[Sample]:
-    answers = client.generate(
-        [prompt.input_ids for prompt, _ in items],
-        [params for _, params in items],
-        rid=[f"{tag}{index}" for index in range(len(items))],
-    )
-    if len(answers) != len(items):
+def _parts(flight: _Flight, answers: list[dict]) -> list[_Part | EngineError]:
+    """What each answer is worth.
+
+    Raises:
+        EngineError: they do not belong to the requests.
+    """
+    if len(answers) != len(flight.items):
         raise EngineError(
-            f"{client.url} answered {len(items)} requests with {len(answers)} responses"
+            f"{flight.engine} answered {len(flight.items)} requests with {len(answers)} responses"
         )
-    pairs = zip(items, answers, strict=True)
-    return [_sample(client.url, prompt, answer) for (prompt, _), answer in pairs]
+    parts: list[_Part | EngineError] = []
+    for item, answer in zip(flight.items, answers, strict=True):
+        try:
+            parts.append(_part(answer, item.budget, flight.version))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            parts.append(_unusable(flight, item, f"malformed answer ({error!r})"))
+        except ValueError as error:
+            parts.append(_unusable(flight, item, str(error)))
+    return parts
 
 
-def _sample(url: str, prompt: Prompt, answer: dict) -> Sample:
-    """Check one answer: a wrong log-prob would not crash anything, it would bias the gradient."""
-    where = f"{url}, prompt {prompt.index}"
-    try:
-        ids, meta = answer["output_ids"], answer["meta_info"]
-        reason = meta["finish_reason"]["type"]
-        triples = meta["output_token_logprobs"]
-        log_probs = tuple(float(triple[0]) for triple in triples)
-        tokens = [triple[1] for triple in triples]
-        versions = _versions(meta, len(ids))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise EngineError(f"{where}: malformed answer ({error!r})") from None
-    if reason == "abort":
-        message = meta["finish_reason"].get("message")
-        raise EngineError(f"{where}: the request was aborted by the engine: {message}")
-    if reason not in ("stop", "length"):
-        raise EngineError(f"{where}: unknown finish_reason {reason!r}")
-    if tokens != list(ids):
-        raise EngineError(
-            f"{where}: {len(tokens)} log-probs do not belong to the {len(ids)} tokens"
-        )
-    if not ids:
-        raise EngineError(f"{where}: the response is empty")
+def _unusable(flight: _Flight, item: _Item, why: str) -> EngineError:
+    return EngineError(f"{flight.engine}, prompt {item.prompt.index}: {why}")
+
+
+def _part(answer: dict, budget: int, confirmed: int | None) -> _Part:
+    """Check one answer: a wrong log-prob would not crash anything, it would bias the gradient.
+
+    Args:
+        budget: tokens that were asked for.
+        confirmed: version that the engine had confirmed before it was asked; None: any will do.
+    """
+    ids, meta = list(answer["output_ids"]), answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"unknown finish_reason {reason!r}")
+    triples = meta["output_token_logprobs"] if ids else []
+    versions = _versions(meta, len(ids)) if ids else []
+    log_probs = [float(triple[0]) for triple in triples]
+    tokens = [triple[1] for triple in triples]
+    if reason == "abort":  # it may have come between a token and its log-prob
+        whole = min(len(ids), len(tokens))
+        ids, tokens, log_probs = ids[:whole], tokens[:whole], log_probs[:whole]
+        versions = versions[:whole]
+    elif not ids:
+        raise ValueError("the response is empty")
+    if tokens != ids:
+        raise ValueError(f"{len(tokens)} log-probs do not belong to the {len(ids)} tokens")
+    if len(ids) > budget:
+        raise ValueError(f"{len(ids)} tokens, where {budget} were asked for")
     if not all(math.isfinite(value) and value <= 1e-4 for value in log_probs):
-        raise EngineError(f"{where}: a log-prob is not finite, or positive")
-    return Sample(
-        prompt=prompt,
-        response_ids=tuple(ids),
-        behaviour_log_probs=log_probs,
-        finish_reason=reason,
-        versions=versions,
-    )
+        raise ValueError("a log-prob is not finite, or positive")
+    if confirmed is not None and any(version < confirmed for version in versions):
+        raise ValueError(f"weights of version {min(versions)}, where it had confirmed {confirmed}")
+    return _Part(ids, log_probs, versions, reason, meta["finish_reason"].get("message"))
 
 
-def _versions(meta: dict, count: int) -> tuple[int, ...]:
+def _versions(meta: dict, count: int) -> list[int]:
     """One version per token, from the spans of a request that may have seen several."""
     if "weight_versions" not in meta:  # older SGLang tells the last one only
-        return (_number(meta["weight_version"]),) * count
+        return [_number(meta["weight_version"])] * count
     versions: list[int] = []
     for span in meta["weight_versions"]:
         if span["start"] != len(versions):
@@ -183,8 +442,10 @@ def _versions(meta: dict, count: int) -> tuple[int, ...]:
         versions += [_number(span["version"])] * (span["end"] - span["start"])
     if len(versions) != count:
         raise ValueError(f"version spans cover {len(versions)} of {count} tokens")
-    return tuple(versions)
+    return versions
 
 
 def _number(version: str) -> int:
+    if str(version).startswith(UPDATING):
+        raise ValueError(f"tokens from mixed weights, in the middle of an update ({version})")
     return int(version) if str(version).isdecimal() else UNKNOWN_VERSION

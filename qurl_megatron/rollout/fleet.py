@@ -1,54 +1,42 @@
-"""The engines of one run: started here as processes of their own, or adopted by URL.
+"""The engines of one run: started here, adopted by URL, or offered by a batch system.
 
-An engine is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
-save first; and it watches its standard input, a pipe whose other end only the trainer holds, so it
-leaves when the trainer is gone, however that happened.
-
-A version is published to all engines or the call fails: pause, update, ask every engine what it now
-serves, continue. An engine that is not on the new version stays paused and is named in the error.
+An engine gets traffic only while it has confirmed the current version. One that fails a request,
+an update or a health check leaves the traffic at once; the run goes on with the others, and the
+supervisor heals it: killed and started again where it is ours, waited for where it is not. It is
+back with the next publication, which brings it the current weights.
 """
 
 import contextlib
 import os
-import subprocess
-import sys
+import secrets
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.rollout import process
+from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
+from qurl_megatron.rollout.engine import Engine
+from qurl_megatron.rollout.membership import Member
+from qurl_megatron.rollout.process import API_KEY, SERVE_COMMAND, EngineProcess
+from qurl_megatron.rollout.supervisor import Supervisor
 
-SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
-POLL_S = 0.05
+__all__ = ["Engine", "Fleet"]
+
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
-LOG_TAIL = 20  # lines quoted when an engine dies
+DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
+PROBE_S = 5.0  # for a failed engine to show that it could take part in a publication
 
-# How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
-# decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its
-# time slice, and the whole team waits for it. This value costs nothing on a quiet machine.
-SPIN_COUNT = "30000"
-
-
-@dataclass
-class _Process:
-    popen: subprocess.Popen
-    log: Path
-    port_file: Path
-
-    def exited(self) -> str | None:
-        """A sentence about its death, with the end of its log; None while it lives."""
-        status = self.popen.poll()
-        if status is None:
-            return None
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL:]
-        return f"exited with status {status}; the end of {self.log}:\n" + "\n".join(lines)
+Result = TypeVar("Result")
 
 
 class Fleet:
-    """Context manager around embedded engines started here, or the servers at ``config.urls``."""
+    """Context manager; entering waits for the engines, leaving ends those that were started here.
+
+    Thread-safe: requests, publications and the supervisor run side by side.
+    """
 
     def __init__(
         self,
@@ -58,7 +46,6 @@ class Fleet:
         scheme: str,
         dtype: str = "bfloat16",
         log_dir: Path | str,
-        start_timeout_s: float = 180.0,
         serve_command: Sequence[str] = SERVE_COMMAND,
         api_key: str | None = None,
     ) -> None:
@@ -66,27 +53,35 @@ class Fleet:
         Args:
             model_dir: Hugging Face folder that started engines load first.
             log_dir: gets ``engine-i.log`` per started engine.
-            start_timeout_s: engines that are not healthy by then are an error.
-            serve_command: what to start; the options of ``qurl serve`` are appended.
-            api_key: bearer token for adopted servers.
+            serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
+            api_key: of adopted servers; engines started here get one that is made for this run.
         """
         self.config = config
-        self._model_dir, self._scheme, self._dtype = str(model_dir), scheme, dtype
-        self._log_dir, self._start_timeout_s = Path(log_dir), start_timeout_s
-        self._serve_command, self._api_key = tuple(serve_command), api_key
-        self._processes: list[_Process] = []
-        self.clients: list[EngineClient] = []
+        self.version: int | None = None
+        """The version that serving engines have confirmed; None before the first publication."""
+        self.released = False
+        """True while the engines' device memory is the trainer's."""
+        self.publications = 0
+        """Grows with each: what was seen of an engine before may have changed with it."""
+        self.publishing = False
+        self._model_dir, self._scheme, self._dtype = model_dir, scheme, dtype
+        self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
+        self._api_key = api_key or os.environ.get(API_KEY)
+        self._lock = threading.RLock()  # of all state here and in the engines; held for moments
+        self._turn = threading.RLock()  # held through a publication, and for one look around
+        self._engines: list[Engine] = []
+        self._events: list[dict] = []
+        self._counts = dict.fromkeys(("restarts", "retries", "aborted"), 0)
+        self._supervisor = Supervisor(self)
 
     def __enter__(self) -> "Fleet":
         try:
-            deadline = time.monotonic() + self._start_timeout_s
-            urls = list(self.config.urls) or self._start(deadline)
-            self.clients = [
-                EngineClient(url, timeout_s=self.config.timeout_s, api_key=self._api_key)
-                for url in urls
-            ]
-            for client in self.clients:
-                self._await_health(client, deadline)
+            if not (self.config.urls or self.config.rendezvous):
+                self._start()
+            for url in self.config.urls:
+                self.adopt(Member(url, None), self._api_key)
+            self._supervisor.gather(self.config.start_timeout_s)
+            self._supervisor.start()
         except BaseException:
             self.close()  # __exit__ does not run when __enter__ fails
             raise
@@ -95,118 +90,334 @@ class Fleet:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def publish(self, folder: Path | str, version: int) -> None:
-        """Bring every engine to the weights in ``folder``, under the name ``version``.
+    def close(self) -> None:
+        """Terminate the engines that were started here; adopted ones are left alone."""
+        self._supervisor.stop()
+        process.stop([e.process for e in self._engines if e.process is not None], GRACE_S)
+        for engine in self._engines:
+            if engine.client is not None:
+                engine.client.close()
+        self._engines = []
+
+    # Who is there.
+
+    def engines(self) -> list[Engine]:
+        """All that have not left, whatever their state."""
+        with self._lock:
+            return [engine for engine in self._engines if engine.state != "gone"]
+
+    def serving(self) -> list[Engine]:
+        """Those with the current version: they get the traffic."""
+        with self._lock:
+            return [engine for engine in self._engines if engine.state == "serving"]
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        return [engine.client for engine in self.engines() if engine.client is not None]
+
+    def recruits(self) -> list[Engine]:
+        """Those that a publication should include: serving, ready, or stale but alive."""
+        doubtful = [e for e in self.engines() if e.state == "stale" and not e.pulse.healthy]
+
+        def probe(engine: Engine) -> None:
+            engine.client.server_info(PROBE_S)
+            engine.pulse.healthy = True
+
+        _in_parallel(probe, [e for e in doubtful if e.client is not None], PROBE_S)
+        with self._lock:
+            return [
+                engine
+                for engine in self._engines
+                if engine.state in ("serving", "ready")
+                or (engine.state == "stale" and engine.pulse.healthy)
+            ]
+
+    def await_recruits(self, timeout_s: float) -> list[Engine]:
+        """The recruits, as soon as there are any.
 
         Raises:
-            EngineError: names every engine that is not confirmed to serve the version; those stay
-                paused, the others continue.
+            EngineError: none came in time, or none can come.
+        """
+        end = time.monotonic() + timeout_s
+        while not (found := self.recruits()):
+            if not self.engines() or time.monotonic() > end:
+                raise EngineError(f"no engine came back: {self.why_not()}")
+            time.sleep(0.2)
+        return found
+
+    def why_not(self) -> str:
+        """A sentence on every engine that is not serving."""
+        with self._lock:
+            return "; ".join(
+                f"{engine} is {engine.state}" + (f": {engine.reason}" if engine.reason else "")
+                for engine in self._engines
+                if engine.state != "serving"
+            )
+
+    # Publications.
+
+    @contextlib.contextmanager
+    def publication(self) -> Iterator[list[Engine]]:
+        """The recruits, undisturbed: nothing is restarted, joins or leaves before the end.
+
+        ``confirm`` those that took the new version.
+
+        Raises:
+            EngineError: there is no engine to publish to.
+        """
+        with self._turn:
+            recruits = self.recruits()
+            if not recruits:
+                raise EngineError(f"there is no engine to publish to: {self.why_not()}")
+            self.publishing = True
+            try:
+                yield recruits
+            finally:
+                self.publishing = False
+                self.publications += 1
+
+    def confirm(self, engines: Collection[Engine], version: int) -> None:
+        """These engines, and no others, serve ``version`` from now on."""
+        with self._lock:
+            self.version = version
+            for engine in self.engines():
+                if engine in engines:
+                    if engine.state != "serving" or engine.version is None:
+                        self.note("joined", engine, f"serves version {version}")
+                    engine.state, engine.version, engine.reason = "serving", version, ""
+                    engine.failed_updates = 0
+                elif engine.state == "serving":
+                    self.fail(engine, f"it was not brought to version {version}")
+
+    def publish(self, folder: Path | str, version: int) -> None:
+        """Bring the engines to the weights in ``folder``, under the name ``version``.
+
+        Raises:
+            EngineError: none confirmed the version; names all. Those that fail stay paused and get
+                no traffic, the others continue.
         """
 
-        def update(client: EngineClient) -> None:
+        def update(engine: Engine) -> None:
+            client = engine.client
             client.pause("retract")
+            if engine.kind == "sglang":  # the embedded engine changes name and weights in one step
+                client.set_weight_version(f"updating-{version}")
             client.update_weights_from_disk(folder, version)
             served = client.weight_version()
             if served != str(version):
                 raise EngineError(f"{client.url} serves version {served!r} after the update")
             client.resume()
 
-        self.each(update, f"publishing version {version}")
+        with self.publication() as engines:
+            done = self.each(update, f"publishing version {version}", engines)
+            self.confirm(done, version)
 
-    def each(self, act: Callable[[EngineClient], object], purpose: str) -> list:
-        """``act`` on all engines in parallel; one error that names every engine that failed."""
-        with ThreadPoolExecutor(len(self.clients)) as pool:
-            futures = [pool.submit(act, client) for client in self.clients]
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None and not isinstance(error, EngineError):
+    def each(
+        self,
+        act: Callable[[Engine], Result],
+        purpose: str,
+        engines: Iterable[Engine] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> dict[Engine, Result]:
+        """``act`` on engines in parallel; one that raises EngineError or is late has failed.
+
+        Args:
+            engines: default those that serve.
+            deadline_s: default ``rollout.update_timeout_s``; bounds every request that ``act``
+                makes, and ``act`` itself.
+
+        Returns:
+            The results of those that did not fail.
+
+        Raises:
+            EngineError: none is left; names every failure.
+        """
+        chosen = self.serving() if engines is None else list(engines)
+        results, errors = _in_parallel(act, chosen, deadline_s or self.config.update_timeout_s)
+        for error in errors.values():
+            if not isinstance(error, EngineError):
                 raise error
-        failed = [str(error) for error in errors if error is not None]
-        if failed:
-            self.check()
-            raise EngineError(f"{purpose} failed on {len(failed)} engines: " + "; ".join(failed))
-        return [future.result() for future in futures]
+        for engine, error in errors.items():
+            engine.failed_updates += 1
+            self.fail(engine, f"{purpose} failed: {error}")
+        if not results:
+            reasons = "; ".join(f"{e}: {e.reason}" for e in errors) or self.why_not()
+            raise EngineError(f"{purpose} failed on {len(errors)} engines: {reasons}")
+        return results
 
-    def check(self) -> None:
-        """Raise an EngineError that quotes the log if an engine we started has died."""
-        for index, process in enumerate(self._processes):
-            if death := process.exited():
-                raise EngineError(f"engine {index} {death}")
+    def release(self, tags: Sequence[str] | None = None) -> None:
+        """Give the engines' device memory ("weights", "kv_cache"; None: all) to the trainer."""
+        self.released = True
 
-    def close(self) -> None:
-        """Terminate the engines that were started here; adopted ones are left alone."""
-        for client in self.clients:
-            client.close()
-        for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # it is gone already
-                process.popen.stdin.close()
-            process.popen.terminate()
-        deadline = time.monotonic() + GRACE_S
-        for process in self._processes:
-            try:
-                process.popen.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
-        self._processes, self.clients = [], []
+        def act(engine: Engine) -> None:
+            engine.client.pause("retract")  # SGLang wants to be idle for this
+            engine.client.release_memory(tags)
 
-    def _start(self, deadline: float) -> list[str]:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        cores = len(os.sched_getaffinity(0))
-        threads = self.config.engine_threads or max(1, cores // self.config.engines)
-        for index in range(self.config.engines):
-            self._processes.append(self._spawn(index, threads))
-        return [
-            f"http://127.0.0.1:{self._await_port(index, deadline)}"
-            for index in range(self.config.engines)
-        ]
+        self.each(act, "releasing memory", self.recruits())
 
-    def _spawn(self, index: int, threads: int) -> _Process:
-        log = self._log_dir / f"engine-{index}.log"
-        port_file = self._log_dir / f"engine-{index}.port"
-        port_file.unlink(missing_ok=True)
-        options = {
-            "--scheme": self._scheme,
-            "--dtype": self._dtype,
-            "--port-file": port_file,
-            "--threads": threads,
-            "--cache-gb": self.config.engine_memory_gb,
-        }
-        flat = [str(part) for pair in options.items() for part in pair]
-        command = [*self._serve_command, self._model_dir, *flat, "--exit-with-stdin"]
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        with log.open("wb") as out:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={
-                    "GOMP_SPINCOUNT": SPIN_COUNT,
-                    **os.environ,
-                    **dict.fromkeys(names, str(threads)),
-                },
-                start_new_session=True,
+    def resume(self, tags: Sequence[str] | None = None) -> None:
+        """Take device memory back, in stages where tags are given; a publication must follow."""
+        self.each(lambda e: e.client.resume_memory(tags), "resuming memory", self.recruits())
+        self.released = False
+
+    # Traffic.
+
+    def take(self, tokens: int, requests: int, *, limit: int | None = None) -> Engine | None:
+        """The least loaded serving engine with room for so many responses, now busy with them.
+
+        Args:
+            limit: responses in flight per engine; an idle engine takes any number.
+
+        Returns:
+            None where all are full, or none serves.
+        """
+        with self._lock:
+            free = [
+                engine
+                for engine in self.serving()
+                if limit is None or not engine.in_flight or engine.in_flight + requests <= limit
+            ]
+            if not free:
+                return None
+            chosen = min(free, key=lambda engine: (engine.load, engine.in_flight))
+            self.occupy(chosen, tokens, requests)
+            return chosen
+
+    def occupy(self, engine: Engine, tokens: int, requests: int) -> None:
+        with self._lock:
+            engine.in_flight += requests
+            engine.tokens_in_flight += tokens
+
+    def vacate(self, engine: Engine, tokens: int, requests: int, *, received: int = 0) -> None:
+        with self._lock:
+            engine.in_flight -= requests
+            engine.tokens_in_flight -= tokens
+            engine.tokens += received
+
+    def fail(self, engine: Engine, reason: str) -> None:
+        """Out of the traffic until an update succeeds; its requests are to be given up."""
+        death = engine.process.exited(DEATH_S) if engine.process is not None else None
+        with self._lock:
+            if engine.state in ("starting", "gone"):
+                return
+            if engine.state != "stale":
+                self.note("failed", engine, reason)
+            engine.state = "stale"
+            # The log of a process says more than "connection refused".
+            engine.reason = death or reason
+            engine.failures += 1
+            engine.pulse.healthy, engine.pulse.due = False, 0.0
+
+    # What happened.
+
+    def note(self, event: str, engine: Engine | None, message: str) -> None:
+        """Events: started, failed, died, restarted, joined, left, gave up, retried, aborted."""
+        with self._lock:
+            self._events.append(
+                {
+                    "time": time.time(),
+                    "event": event,
+                    "engine": "" if engine is None else engine.name,
+                    "message": message,
+                }
             )
-        return _Process(popen, log, port_file)
 
-    def _await_port(self, index: int, deadline: float) -> int:
-        process = self._processes[index]
-        while not process.port_file.exists():
-            self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"engine {index} did not start within {self._start_timeout_s:.0f} s; "
-                    f"see {process.log}"
-                )
-            time.sleep(POLL_S)
-        return int(process.port_file.read_text(encoding="utf-8"))
+    def count(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += number
 
-    def _await_health(self, client: EngineClient, deadline: float) -> None:
-        while not client.healthy():
-            self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{client.url} is not healthy after {self._start_timeout_s:.0f} s"
-                )
-            time.sleep(POLL_S)
+    def drain(self) -> tuple[list[dict], dict[str, float]]:
+        """Events since the last call, in order, and the metrics of the same time."""
+        with self._lock:
+            events, self._events = self._events, []
+            counts = {f"fleet/{name}": float(number) for name, number in self._counts.items()}
+            self._counts = dict.fromkeys(self._counts, 0)
+            return events, {"fleet/serving": float(len(self.serving())), **counts}
+
+    # For the supervisor.
+
+    def adopt(self, member: Member, api_key: str | None) -> None:
+        with self._lock:
+            engine = Engine(f"engine-{len(self._engines)}", kind="sglang")
+            engine.client = self._client(member.url, api_key)
+            engine.started_at = time.monotonic()
+            self._engines.append(engine)
+
+    def locate(self, engine: Engine, port: int) -> None:
+        """A started engine said where it listens."""
+        host = self.config.engine_host
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        with self._lock:
+            engine.client = self._client(url, self._run_key)
+
+    def arrived(self, engine: Engine, info: dict) -> None:
+        """It answers: ready, or serving where nothing has been published that it could lack."""
+        embedded = info.get("engine") == "qurl-embedded"
+        with self._lock:
+            engine.kind = "embedded" if embedded else "sglang"
+            engine.tp = int(info.get("tp_size") or 1)
+            empty = engine.process is not None and not embedded  # started without weights
+            engine.state = "ready" if empty or self.version is not None else "serving"
+            engine.version, engine.reason = None, ""
+            self.note("restarted" if engine.restarts else "started", engine, engine.state)
+
+    def leave(self, engine: Engine, event: str, message: str) -> None:
+        with self._lock:
+            engine.state, engine.reason = "gone", message
+            engine.failures += 1
+            self.note(event, engine, message)
+
+    def _client(self, url: str, api_key: str | None) -> EngineClient:
+        return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)
+
+    def _start(self) -> None:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._run_key = secrets.token_urlsafe(32)
+        launches = process.launches(
+            self.config,
+            self._model_dir,
+            self._log_dir,
+            scheme=self._scheme,
+            dtype=self._dtype,
+            api_key=self._run_key,
+            serve_command=self._serve_command,
+        )
+        for name, launch in launches.items():
+            started = EngineProcess(name, launch, self._log_dir)
+            engine = Engine(name, process=started, kind=self.config.backend)
+            self._engines.append(engine)
+            engine.started_at = time.monotonic()
+            started.start()
+
+
+def _in_parallel(
+    act: Callable[[Engine], Result], engines: Sequence[Engine], timeout_s: float
+) -> tuple[dict[Engine, Result], dict[Engine, BaseException]]:
+    """Results and errors, each engine in one of them, after ``timeout_s`` at the latest.
+
+    Daemon threads, because one whose engine hangs must not keep the interpreter from ending.
+    """
+    results: dict[Engine, Result] = {}
+    errors: dict[Engine, BaseException] = {}
+
+    def run(engine: Engine) -> None:
+        try:
+            with deadline(timeout_s):
+                outcome = act(engine)
+        except BaseException as error:  # handed to the caller, who raises what is no EngineError
+            errors[engine] = error
+        else:
+            results[engine] = outcome
+
+    threads = [threading.Thread(target=run, args=(e,), daemon=True) for e in engines]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout_s + 1.0  # a request that ran into the deadline names itself
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    results, errors = dict(results), dict(errors)  # latecomers write to the old ones
+    for engine in engines:
+        if engine not in results and engine not in errors:
+            errors[engine] = EngineError(f"{engine} was not done within {timeout_s:.0f} s")
+    return {e: results[e] for e in engines if e in results}, errors

@@ -1,30 +1,29 @@
-"""A published weight version: a folder of safetensors shards and the manifest that makes it whole.
+"""A published weight version: a folder of safetensors files and the manifest that makes it whole.
 
     v000012/
-      manifest.json          written last; a folder without it does not exist for any reader
-      pp0-tp0.safetensors    one file per training rank, tensors under their Hugging Face names
-      pp0-tp1.safetensors
+      manifest.json                  written last; a folder without it does not exist for readers
+      pp0-tp0-b00000.safetensors     one file per training rank and bucket, tensors under their
+      pp0-tp1-b00000.safetensors     Hugging Face names
 
-The manifest gives every tensor's whole shape and where its slices lie, and every file's size and
-SHA-256. Readers join slices, so an engine needs no idea of how the trainer is laid out. Nothing
-here is ever unpickled.
+The manifest gives every tensor's whole shape, where its slices lie, and each slice's XXH3-128: that
+finds damage, not malice. Readers join slices, so an engine needs no idea of how the trainer is laid
+out. Nothing here is ever unpickled.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.wire import Blob, checksum
 
-FORMAT = "qurl-version-1"
+FORMAT = "qurl-version-2"
 MANIFEST = "manifest.json"
 
 
@@ -33,8 +32,9 @@ class Slice:
     """Where one rank's part of a tensor lies."""
 
     file: str
-    offset: int  # along the split dimension
+    start: int  # along the split dimension
     length: int
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TensorEntry:
             covered = [(0, 1)] if len(self.slices) == 1 else []
             end = 1
         else:
-            covered = sorted((s.offset, s.offset + s.length) for s in self.slices)
+            covered = sorted((s.start, s.start + s.length) for s in self.slices)
             end = self.shape[self.split_dim]
         starts = [0, *(stop for _, stop in covered)]
         if starts != [start for start, _ in covered] + [end]:
@@ -63,16 +63,10 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Manifest:
     version: int
     scheme: str  # "none" | "int8" | "fp8"
-    files: dict[str, FileEntry]
+    files: dict[str, int]  # name -> bytes
     tensors: dict[str, TensorEntry]
 
     def write(self, folder: Path) -> None:
@@ -99,7 +93,7 @@ class Manifest:
             return Manifest(
                 version=int(raw["version"]),
                 scheme=str(raw["scheme"]),
-                files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+                files={name: int(size) for name, size in raw["files"].items()},
                 tensors={
                     name: TensorEntry(
                         shape=tuple(entry["shape"]),
@@ -118,39 +112,71 @@ class Manifest:
             raise ConfigError(f"{path} is malformed: {error!r}") from None
 
 
-def write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> FileEntry:
-    """Write one rank's slices to ``folder/name`` and return what the manifest says of the file."""
-    path = folder / name
-    save_file({key: value.contiguous() for key, value in tensors.items()}, path)
-    return FileEntry(bytes=path.stat().st_size, sha256=_sha256(path))
+def manifest_of(
+    version: int, scheme: str, blobs: Iterable[Blob], shapes: Mapping[str, tuple[int, ...]]
+) -> Manifest:
+    """What the blobs of all ranks and buckets, sent by ``files``, make up.
+
+    Args:
+        shapes: of the whole tensors, by name; they must be these and no others.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown, or its slices do not tile it; names it.
+    """
+    files, slices, facts = {}, {}, {}
+    for blob in blobs:
+        file = Path(blob.where["path"]).name
+        files[file] = blob.where["offset"] + blob.bytes
+        for piece in blob.pieces:
+            if 0 in piece.shape:
+                continue  # a rank that holds vocabulary padding alone
+            length = piece.stop - piece.start
+            part = Slice(file, piece.start, length, piece.checksum)
+            slices.setdefault(piece.name, []).append(part)
+            facts.setdefault(piece.name, (piece.dtype, piece.dim))
+    if slices.keys() != shapes.keys():
+        names = ", ".join(sorted(slices.keys() ^ shapes.keys()))
+        raise ConfigError(f"version {version} lacks, or should not have, {names}")
+    tensors = {}
+    for name, parts in slices.items():
+        dtype, dim = facts[name]
+        parts.sort(key=lambda part: part.start)
+        try:
+            tensors[name] = TensorEntry(tuple(shapes[name]), dtype, dim, tuple(parts))
+        except ConfigError as error:
+            raise ConfigError(f"version {version}, tensor {name}: {error}") from None
+    return Manifest(version, scheme, files, tensors)
 
 
 def read_version(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a version, joined from its slices, one at a time.
 
-    Every file's size and checksum is verified before the first tensor is yielded.
+    Every file's size is verified before the first tensor is yielded, and every slice's checksum
+    before the tensor that it is a part of.
 
     Raises:
         ConfigError: a file or tensor is missing, truncated, corrupt or misshapen; names it.
     """
-    for name, entry in manifest.files.items():
+    for name, size in manifest.files.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != entry.bytes:
+        if not path.is_file() or path.stat().st_size != size:
             raise ConfigError(
-                f"{path} is missing or not {entry.bytes} bytes long; "
+                f"{path} is missing or not {size} bytes long; "
                 f"version {manifest.version} is unusable"
             )
-        if _sha256(path) != entry.sha256:
-            raise ConfigError(
-                f"{path} does not have the SHA-256 of its manifest; "
-                f"version {manifest.version} is corrupt"
-            )
-    readers = {name: safe_open(folder / name, framework="pt") for name in manifest.files}
+    readers = {name: _open(folder / name) for name in manifest.files}
     for name, entry in manifest.tensors.items():
-        yield name, _join(name, entry, readers)
+        yield name, _join(folder, name, entry, readers)
 
 
-def _join(name: str, entry: TensorEntry, readers: dict[str, safe_open]) -> Tensor:
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is corrupt: {error}") from None
+
+
+def _join(folder: Path, name: str, entry: TensorEntry, readers: dict[str, safe_open]) -> Tensor:
     dtype = getattr(torch, entry.dtype)
     whole = None
     for part in entry.slices:
@@ -165,14 +191,14 @@ def _join(name: str, entry: TensorEntry, readers: dict[str, safe_open]) -> Tenso
                 f"tensor {name} in {part.file} is {tensor.dtype} {list(tensor.shape)}, "
                 f"the manifest says {dtype} {expected}"
             )
+        if checksum(tensor) != part.checksum:
+            raise ConfigError(
+                f"tensor {name} in {folder / part.file} does not have the checksum of its "
+                "manifest: the file is corrupt"
+            )
         if len(entry.slices) == 1:
             return tensor
         if whole is None:
             whole = torch.empty(entry.shape, dtype=dtype)
-        whole.narrow(entry.split_dim, part.offset, part.length).copy_(tensor)
+        whole.narrow(entry.split_dim, part.start, part.length).copy_(tensor)
     return whole
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

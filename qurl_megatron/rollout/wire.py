@@ -13,7 +13,7 @@ import base64
 import json
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,9 @@ from qurl_megatron.errors import ConfigError
 
 FORMAT = "qurl-update-1"
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
+CHUNK = 256 << 10  # bytes copied and hashed at a time: they stay in a core's own cache between
+WORDS = 4 << 20  # summed at a time on a GPU: bounds the memory that takes
+MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
 Action = Literal["connect", "bucket", "check", "finish", "close"]
 
 
@@ -120,9 +123,48 @@ class Receipt:
         return Receipt(**json.loads(text))
 
 
+def raw(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, uint8 and 1-D; a view where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def checksum(data: Tensor) -> str:
-    """XXH3-128 of a contiguous CPU tensor's bytes: finds damage, not malice."""
-    return xxhash.xxh3_128_hexdigest(data.view(torch.uint8).flatten().numpy())
+    """Finds damage, not malice: XXH3-128 of a tensor's bytes, or a sum where they are on a GPU."""
+    if data.is_cuda:
+        return f"sum64-{word_sum(raw(data)):016x}"
+    return xxhash.xxh3_128_hexdigest(raw(data).numpy())
+
+
+def word_sum(data: Tensor) -> int:
+    """A checksum that a GPU computes at the speed of its memory: the words of 8 bytes, each times
+    an odd number of its own, modulo 2**64. One changed word, or two exchanged, always show.
+
+    Args:
+        data: uint8 [n].
+    """
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = torch.cat([data, data.new_zeros(-len(data) % 8)])
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for begin, words in enumerate(data.view(torch.int64).split(WORDS)):
+        index = torch.arange(begin * WORDS, begin * WORDS + len(words), device=data.device)
+        total += (words * (index * MULTIPLIER | 1)).sum()
+    return total.item() % 2**64
+
+
+def copy_checked(target: Tensor, source: Tensor) -> str:
+    """``target.copy_(source)`` and the checksum, the bytes read from memory once.
+
+    Args:
+        target: contiguous, of the shape and dtype of ``source``.
+    """
+    if target.is_cuda or not source.is_contiguous() or source.is_cuda:
+        target.copy_(source)
+        return checksum(target)
+    digest = xxhash.xxh3_128()
+    for to, part in zip(raw(target).split(CHUNK), raw(source).split(CHUNK), strict=True):
+        to.copy_(part)
+        digest.update(to.numpy())
+    return digest.hexdigest()
 
 
 def lay_out(parts: Iterable[tuple[str, Tensor, int | None, int]]) -> tuple[list[Piece], int]:
@@ -138,6 +180,18 @@ def lay_out(parts: Iterable[tuple[str, Tensor, int | None, int]]) -> tuple[list[
         pieces.append(piece)
         offset = -(-(offset + piece.bytes) // ALIGNMENT) * ALIGNMENT
     return pieces, offset
+
+
+def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tuple[Piece, ...]:
+    """Copy tensors to their places in a blob's bytes (uint8, 1-D); the pieces with checksums."""
+    filled = tuple(
+        replace(piece, checksum=copy_checked(piece_of(blob, piece), tensor))
+        for piece, tensor in zip(pieces, tensors, strict=True)
+    )
+    if blob.is_cuda:
+        # Other processes, and other streams of this one, do not wait for this stream.
+        torch.cuda.current_stream(blob.device).synchronize()
+    return filled
 
 
 def piece_of(blob: Tensor, piece: Piece) -> Tensor:

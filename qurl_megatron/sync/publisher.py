@@ -1,13 +1,15 @@
-"""Publish the policy's weights as one new version: every rank quantizes and writes its own shard.
+"""Publish the policy's weights as one new version: every rank quantizes and sends its own shard.
 
 No full tensor is gathered anywhere. Row-parallel ranks agree on their channels' scales by a MAX
-all-reduce; data-parallel replicas leave the writing to the first of them.
+all-reduce; data-parallel replicas take turns, bucket by bucket. While the engines load one bucket,
+the ranks quantize the next, and no more than two are in memory.
 """
 
-import hashlib
-import os
-import shutil
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,97 +17,195 @@ from torch import Tensor
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import HfShard, Policy
-from qurl_megatron.observe.metrics import Metric
+from qurl_megatron.observe.metrics import Max, Metric, Sum
+from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.quant import quantize
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.version import Manifest, Slice, TensorEntry, write_shard
+from qurl_megatron.rollout import plan
+from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.rollout.fleet import Engine, Fleet
+from qurl_megatron.rollout.transport import Part, Rank, Sender
+from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.update import Update
+from qurl_megatron.rollout.version import manifest_of
+from qurl_megatron.rollout.wire import Blob
 from qurl_megatron.sync.drift import Drift
 from qurl_megatron.weights import is_quantized
 
+MIB = 2**20
+
+Blobs = dict[Rank | None, Blob]
+"""One training rank's part of a bucket, by the engine rank it is for; None: for all of them."""
+
+
+@dataclass
+class _Spent:
+    """What one version took on this rank."""
+
+    quantize_s: float = 0.0
+    send_s: float = 0.0
+    bytes: int = 0
+    largest: int = 0  # bytes of the largest bucket
+
 
 class Publisher:
-    """Writes versions into a folder that trainer and engines share, and has the fleet load them.
-
-    Use as a context manager: leaving removes the folder, which engines no longer need once loaded.
-    """
+    """All ranks make one and call it together. Leaving it as a context removes what was sent."""
 
     def __init__(
-        self, policy: Policy, fleet: Fleet | None, quant: QuantConfig, root: Path, *, keep: int
+        self,
+        policy: Policy,
+        fleet: Fleet | None,
+        quant: QuantConfig,
+        sync: SyncConfig,
+        sender: Sender,
+        *,
+        stage: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
         """
         Args:
             fleet: the engines, on the leading rank; None on the others.
-            root: versions are ``root/v000012``; anything an earlier process left there is removed.
+            sender: this rank's end of the transport.
+            stage: load when everything is written instead of bucket by bucket: engines that
+                generate meanwhile are paused for a shorter time, and publishing takes longer.
+            timeline: gets a span per update, on the leading rank.
         """
-        self.policy = policy
-        self.fleet = fleet
+        assert not stage or isinstance(sender, FilesSender), "only files outlast the next bucket"
+        self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
         self.scheme = quant.scheme
-        self.root = root
-        self.keep = keep
+        self.stage = stage
+        self.timeline = timeline
         self.drift = Drift(quant)
-        if policy.ranks.leads:
-            shutil.rmtree(root, ignore_errors=True)
-            root.mkdir(parents=True)
+        self._dtype = next(policy.gpt.parameters()).dtype
+        layout = policy.hf_layout()
+        sizes = [sum(self._sent_bytes(shard) for shard in shards) for shards in layout]
+        self._buckets = plan.buckets(sizes, int(sync.bucket_mb * MIB))
+        counts: list = [None] * policy.ranks.world_size
+        dist.all_gather_object(counts, len(self._buckets))
+        self._rounds = -(-max(counts) // policy.ranks.data.size)
 
     def __enter__(self) -> "Publisher":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.policy.ranks.leads:
-            shutil.rmtree(self.root, ignore_errors=True)
+        self.sender.close()
 
     def publish(self, version: int) -> dict[str, Metric]:
-        """Quantize, write and load ``version`` everywhere; all ranks call it together.
+        """Quantize, send and load ``version`` everywhere; all ranks call it together.
 
         Returns:
-            The quantization metrics of this rank's shards; empty on data-parallel replicas.
+            This rank's metrics: of the quantization, and of the time and bytes it took.
 
         Raises:
-            EngineError: an engine did not confirm the version; it keeps serving the one before.
+            EngineError: no engine confirmed the version; none serves a part of it.
+            ConfigError: a rank could not write, or has weights that cannot be quantized.
         """
+        spent = _Spent()
+        with ExitStack() as stack:
+            lead = _Lead(self, version, stack) if self.fleet else None
+            self.sender.begin(version)
+            engines = self._agree(None, lead and lead.begin)
+            failures = self.sender.connect(engines)
+            for index in range(self._rounds):
+                mine = self._fill(index, version, engines, spent)
+                start = time.perf_counter()
+                alive = self._agree((mine, failures), lead and lead.load)
+                for engine in engines.keys() - alive.keys():
+                    self.sender.drop(engine)
+                engines, failures = alive, {}
+                self.sender.deliver(index)
+                spent.send_s += time.perf_counter() - start
+            failures = self.sender.settle()
+            self._agree(failures, lead and lead.commit)
+        self.sender.finish(keep=self.sync.keep)
+        return {
+            **self.drift.metrics(),
+            **(lead.metrics if lead else {}),
+            "sync/quantize_s": Max(spent.quantize_s),
+            "sync/send_s": Max(spent.send_s),
+            "sync/bytes": Sum(spent.bytes),
+            "sync/buffer_mb": Max(2 * spent.largest / MIB),
+        }
+
+    def _agree(self, mine: Any, act: Callable[[list], Any] | None) -> Any:
+        """Give the leading rank everybody's part and let it act; all learn how that went.
+
+        Returns:
+            What ``act`` returned.
+
+        Raises:
+            EngineError, ConfigError: the first among the parts, or what ``act`` raised.
+        """
+        gathered: list | None = [None] * self.policy.ranks.world_size if act else None
+        dist.gather_object(mine, gathered)
+        verdict: list = [None]
+        if act:
+            try:
+                verdict[0] = act(gathered)
+            except (EngineError, ConfigError) as error:
+                verdict[0] = error
+        dist.broadcast_object_list(verdict, src=0)
+        if isinstance(verdict[0], Exception):
+            raise verdict[0]
+        return verdict[0]
+
+    def _fill(
+        self, index: int, version: int, engines: Mapping[str, int], spent: _Spent
+    ) -> tuple[Blobs, dict[str, tuple[int, ...]]] | ConfigError:
+        """Quantize this rank's bucket of one round and put it where the engines can fetch it.
+
+        Returns:
+            The blobs and the whole shapes of the tensors they are parts of; or what went wrong,
+            since a rank that raised here would leave the others waiting.
+        """
+        try:
+            start = time.perf_counter()
+            shards = self._quantized(index, version)
+            spent.quantize_s += time.perf_counter() - start
+            start = time.perf_counter()
+            blobs: Blobs = {}
+            if not self.sender.cut:
+                blobs[None] = self.sender.put(index, [_part(shard) for shard in shards])
+            else:
+                for tp in sorted(set(engines.values())):
+                    for rank in range(tp):
+                        parts = self._cut(shards, tp, rank)
+                        blobs[tp, rank] = self.sender.put(index, parts, to=(tp, rank))
+            spent.send_s += time.perf_counter() - start
+        except ConfigError as error:
+            return error
+        size = sum(blob.bytes for blob in blobs.values())
+        spent.bytes += size
+        spent.largest = max(spent.largest, size)
+        return blobs, {shard.name: shard.shape for shard in shards}
+
+    def _quantized(self, index: int, version: int) -> list[HfShard]:
+        """What this rank sends in one round: codes, scales and high-precision tensors."""
         ranks = self.policy.ranks
-        folder = self.root / f"v{version:06d}"
-        if ranks.leads:
-            folder.mkdir()
-        dist.barrier()
-        file = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        entries: dict[str, dict] = {}
-        for shard in self.policy.hf_shards():
-            if ranks.data.rank > 0:
-                continue  # a replica only lends its part of the masters
-            for part in self._export(shard, version):
-                # Replicated tensors are written by the first tensor rank alone.
-                if part.split_dim is None and ranks.tensor.rank > 0:
-                    continue
-                tensors[part.name] = part.value.cpu()
-                entries[part.name] = _entry(part, file)
-        written = None
-        if ranks.data.rank == 0:
-            written = (file, write_shard(folder, file, tensors), entries)
-        gathered = [None] * ranks.world_size if ranks.leads else None
-        dist.gather_object(written, gathered)
-        if ranks.leads:
-            _manifest(version, self.scheme, [part for part in gathered if part]).write(folder)
-            self.fleet.publish(folder, version)
-            for old in sorted(self.root.glob("v*"))[: -self.keep]:
-                shutil.rmtree(old)
-        dist.barrier()
-        return self.drift.metrics()
+        found = []
+        for replica in range(ranks.data.size):
+            bucket = index * ranks.data.size + replica
+            if bucket >= len(self._buckets):
+                break
+            # Every replica lends its part of the masters, and one of them has the work.
+            for parameter in self._buckets[bucket]:
+                for shard in self.policy.master_shards(parameter, owner=replica):
+                    found += self._export(shard, version)
+        # What all tensor ranks hold is sent by the first; padding of the vocabulary by nobody.
+        return [
+            shard
+            for shard in found
+            if shard.value.numel() and (shard.split_dim is not None or ranks.tensor.rank == 0)
+        ]
 
     def _export(self, shard: HfShard, version: int) -> list[HfShard]:
         """What a version holds for this shard: codes and scale, or one high-precision tensor."""
-        quantized = is_quantized(shard.name)
+        name, split_dim, offset, shape = shard.name, shard.split_dim, shard.offset, shard.shape
+        quantized = is_quantized(name)
         if not quantized or self.scheme == "none":
             if quantized:
-                self.drift.observe(shard.name, shard.value, None, version)
-            dtype = next(self.policy.gpt.parameters()).dtype
-            return [
-                HfShard(
-                    shard.name, shard.value.to(dtype), shard.split_dim, shard.offset, shard.shape
-                )
-            ]
-        row_parallel = shard.split_dim == 1
+                self.drift.observe(name, shard.value, None, version)
+            return [HfShard(name, shard.value.to(self._dtype), split_dim, offset, shape)]
+        row_parallel = split_dim == 1
         try:
             codes = quantize(
                 shard.value,
@@ -113,60 +213,130 @@ class Publisher:
                 input_group=self.policy.ranks.tensor.group if row_parallel else None,
             )
         except ConfigError as error:
-            raise ConfigError(f"tensor {shard.name}: {error}") from error
-        self.drift.observe(shard.name, shard.value, codes, version)
-        scale_dim, scale_offset = (None, 0) if row_parallel else (0, shard.offset)
+            raise ConfigError(f"tensor {name}: {error}") from error
+        self.drift.observe(name, shard.value, codes, version)
+        scale_dim, scale_offset = (None, 0) if row_parallel else (0, offset)
         return [
-            HfShard(shard.name, codes.values, shard.split_dim, shard.offset, shard.shape),
-            HfShard(
-                f"{shard.name}_scale", codes.scale, scale_dim, scale_offset, (shard.shape[0], 1)
-            ),
+            HfShard(name, codes.values, split_dim, offset, shape),
+            HfShard(f"{name}_scale", codes.scale, scale_dim, scale_offset, (shape[0], 1)),
         ]
 
+    def _cut(self, shards: Sequence[HfShard], tp: int, rank: int) -> list[Part]:
+        """The parts of ``shards`` that one engine rank keeps."""
+        parts: list[Part] = []
+        for shard in shards:
+            need = plan.engine_part(self.policy.arch, shard.name, shard.shape, tp, rank)
+            have = _span(shard)
+            both = plan.cut(have, need)
+            if both is None:
+                continue
+            value = shard.value
+            if both.dim is not None:
+                begin = both.start - (have.start if have.dim is not None else 0)
+                value = value.narrow(both.dim, begin, both.stop - both.start)
+            parts.append((shard.name, value, both.dim, both.start))
+        return parts
 
-def versions_root(sync: SyncConfig, run_dir: Path, *, one_machine: bool, bytes_needed: int) -> Path:
-    """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
-    # Named after the run: a restart clears what a killed run left, and nothing else.
-    name = f"qurl-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]}"
-    if sync.dir:
-        return Path(sync.dir) / name
-    memory = Path("/dev/shm")
-    if one_machine and memory.is_dir() and os.access(memory, os.W_OK):
-        shutil.rmtree(memory / name, ignore_errors=True)
-        if shutil.disk_usage(memory).free > bytes_needed:
-            return memory / name
-    return run_dir / "versions"
+    def _sent_bytes(self, shard: HfShard) -> int:
+        """Bytes that a shard becomes, the same on all tensor ranks: they fill buckets in step."""
+        elements = Tensor.numel(shard.value.new_empty(shard.shape))
+        split = self.policy.ranks.tensor.size if shard.split_dim is not None else 1
+        if is_quantized(shard.name) and self.scheme != "none":
+            return (elements + 4 * shard.shape[0]) // split
+        return elements * self._dtype.itemsize // split
 
 
-def _entry(part: HfShard, file: str) -> dict:
-    length = 1 if part.split_dim is None else part.value.shape[part.split_dim]
-    return {
-        "shape": part.shape,
-        "dtype": str(part.value.dtype).removeprefix("torch."),
-        "split_dim": part.split_dim,
-        "slice": Slice(file, part.offset, length),
-    }
+class _Lead:
+    """What the leading rank does for one version, between the ranks' rounds."""
 
+    def __init__(self, publisher: Publisher, version: int, stack: ExitStack) -> None:
+        self.publisher, self.version, self.stack = publisher, version, stack
+        self.metrics: dict[str, Metric] = {}
+        self._update: Update | None = None
+        self._rounds: list[list[tuple[Blobs, dict[str, tuple[int, ...]]]]] = []
+        self._start = time.time()
 
-def _manifest(version: int, scheme: str, written: list[tuple]) -> Manifest:
-    """Join what the ranks report; ``TensorEntry`` checks that the slices of a tensor tile it."""
-    slices: dict[str, list[Slice]] = {}
-    facts: dict[str, dict] = {}
-    for _, _, entries in written:
-        for name, entry in entries.items():
-            slices.setdefault(name, []).append(entry["slice"])
-            facts[name] = entry
-    return Manifest(
-        version=version,
-        scheme=scheme,
-        files={file: stat for file, stat, _ in written},
-        tensors={
-            name: TensorEntry(
-                shape=tuple(facts[name]["shape"]),
-                dtype=facts[name]["dtype"],
-                split_dim=facts[name]["split_dim"],
-                slices=tuple(sorted(parts, key=lambda s: s.offset)),
+    def begin(self, _: list) -> dict[str, int]:
+        """The engines that shall take the version in, with their tensor sizes."""
+        publisher = self.publisher
+        engines = self.stack.enter_context(publisher.fleet.publication())
+        if any(engine.kind == "embedded" for engine in engines):
+            return {}  # they load the finished folder
+        self._update = self.stack.enter_context(
+            Update(
+                publisher.fleet, engines, self.version, publisher.sync, publisher.sender.describe
             )
-            for name, parts in slices.items()
-        },
-    )
+        )
+        if publisher.sender.cut:
+            self._update.connect()
+        return self._update.sizes
+
+    def load(self, parts: list) -> dict[str, int]:
+        """Have the engines load one round; those that are left, with their tensor sizes."""
+        self._fail([failures for _, failures in parts])
+        for contribution, _ in parts:
+            if isinstance(contribution, ConfigError):
+                raise contribution
+        contributions = [contribution for contribution, _ in parts]
+        if isinstance(self.publisher.sender, FilesSender):
+            self._rounds.append(contributions)
+        if self._update is None:
+            return {}
+        if not self.publisher.stage:
+            self._update.bucket(_blobs_for(contributions))
+        return self._update.sizes
+
+    def commit(self, failures: list) -> None:
+        """Make the version the one that is served."""
+        self._fail(failures)
+        publisher, folder = self.publisher, None
+        if isinstance(publisher.sender, FilesSender):
+            folder = publisher.sender.folder
+            blobs = [b for parts in self._rounds for blobs, _ in parts for b in blobs.values()]
+            shapes = {
+                n: s for parts in self._rounds for _, shapes in parts for n, s in shapes.items()
+            }
+            manifest_of(self.version, publisher.scheme, blobs, shapes).write(folder)
+        if self._update is None:
+            start = time.perf_counter()
+            publisher.fleet.publish(folder, self.version)
+            seconds = time.perf_counter() - start
+            self.metrics = {"sync/load_s": Max(seconds), "sync/paused_s": Max(seconds)}
+        else:
+            if publisher.stage:
+                for contributions in self._rounds:
+                    self._update.bucket(_blobs_for(contributions))
+            taken = self._update.commit(publisher.sender.receipts)
+            self.metrics = {
+                "sync/load_s": Max(taken.load_s),
+                "sync/paused_s": Max(taken.paused_s),
+                "sync/loaded_bytes": Sum(taken.bytes),
+            }
+        if publisher.timeline:
+            paused = self.metrics["sync/paused_s"].value
+            now = time.time()
+            publisher.timeline.add(Span("update", "publish", self.version, now - paused, now))
+
+    def _fail(self, failures: Sequence[Mapping[str, str]]) -> None:
+        for engine, reason in {e: r for each in failures for e, r in each.items()}.items():
+            if self._update:
+                self._update.drop(engine, reason)
+
+
+def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> Callable[[Engine, int], list[Blob]]:
+    def blobs_for(engine: Engine, rank: int) -> list[Blob]:
+        found = [blobs.get(None) or blobs.get((engine.tp, rank)) for blobs, _ in contributions]
+        return [blob for blob in found if blob and blob.pieces]
+
+    return blobs_for
+
+
+def _part(shard: HfShard) -> Part:
+    return shard.name, shard.value, shard.split_dim, shard.offset
+
+
+def _span(shard: HfShard) -> plan.Span:
+    if shard.split_dim is None:
+        return plan.ALL
+    length = shard.value.shape[shard.split_dim]
+    return plan.Span(shard.split_dim, shard.offset, shard.offset + length)

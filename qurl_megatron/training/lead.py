@@ -1,11 +1,12 @@
 """What the leading rank alone has: engines, prompts, answers, and the places where metrics go."""
 
+import json
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,10 @@ class Lead:
             self.fleet = stack.enter_context(
                 Fleet(
                     config.rollout,
-                    model_dir=Path(config.model.path),
+                    # SGLang is told the model's shape, and gets its weights from the first version.
+                    model_dir=Path(config.model.path)
+                    if config.rollout.backend == "embedded"
+                    else description_of(config.model.path),
                     scheme=config.quant.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",
@@ -151,6 +155,8 @@ class Lead:
                 f"rollout.max_staleness allows {self.config.rollout.max_staleness}; "
                 "an engine serves an old version"
             )
+        if self.config.train.save_rollouts:
+            save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", graded.samples)
         return Rollout(graded.samples, metrics, graded.generating_s)
 
     def _draw(self) -> tuple[Sequence[Prompt], dict[str, Any]]:
@@ -197,6 +203,12 @@ class Lead:
             print(f"report: {write_report(self.run_dir)}", flush=True)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step's metrics, and what happened to the engines meanwhile."""
+        events, fleet = self.fleet.drain()
+        for event in events:
+            what = " ".join((event["engine"], event["event"], event["message"].splitlines()[0]))
+            self.timeline.event("fleet", what.strip(), step, event["time"])
+        metrics = {**metrics, **fleet}
         for sink in self.sinks:
             sink.write(step, metrics)
         self.progress.step(step, metrics)
@@ -210,6 +222,15 @@ class Lead:
             replace(sample, text=text, reward=reward)
             for sample, text, reward in zip(samples, texts, rewards, strict=True)
         ]
+
+
+def save_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """One JSON object per sample; the file appears whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
+    aside.rename(path)
 
 
 def _sample_metrics(samples: list[Sample], *, newest: int) -> dict[str, Metric]:

@@ -9,7 +9,6 @@ writes the same metrics as one that was left alone, bit for bit on the same layo
 collectives and matrix products add in an order of their own on another.
 """
 
-import socket
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,14 @@ import torch.distributed as dist
 
 from qurl_megatron.algo import group_advantages
 from qurl_megatron.config import RunConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
+from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.sync.publisher import Publisher, versions_root
+from qurl_megatron.sync.publisher import Publisher
+from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.rank import StopRequest
@@ -55,12 +57,16 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if ranks.leads
             else nullcontext() as lead,
         ):
+            sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
                 policy,
                 lead and lead.fleet,
                 config.quant,
-                _versions(config, policy),
-                keep=config.sync.keep,
+                config.sync,
+                sender,
+                # Engines that wait anyway had better load while the ranks quantize.
+                stage=config.rollout.max_staleness > 0 and sender.kind == "files",
+                timeline=lead and lead.timeline,
             )
             with publisher:
                 publisher.publish(state.step)
@@ -75,25 +81,34 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
 def _run(
     config: RunConfig, policy: Policy, publisher: Publisher, lead: Lead | None, state: TrainState
 ) -> TrainState:
-    """Steps until the last one or a stop; what is returned is also on disk."""
+    """Steps until the last one or a stop; what is returned is also on disk.
+
+    Raises:
+        EngineError, ConfigError: no engine could be used, or no version written; what was trained
+            is on disk all the same.
+    """
     run_dir = Path(config.train.run_dir)
     saved = state.step if state.step else None
-    if lead and state.step == 0 and config.train.eval_prompts:
-        accuracy = lead.evaluate(step=0)
-        state = replace(state, accuracy_before=accuracy, accuracy=accuracy)
-    while state.step < config.train.steps:
+    failure = None
+    if state.step == 0 and config.train.eval_prompts:
+        state, failure = _evaluated(lead, state)
+        state = replace(state, accuracy_before=state.accuracy)
+    while state.step < config.train.steps and failure is None:
         step = state.step + 1
         timer = lead.timer(step) if lead else Timer()
-        rollout = _share(_rollout(lead, step, timer))
+        rollout, failure = _share(_rollout(lead, step, timer))
         if rollout is None:
             break
         advantages = _advantages(rollout, config)
         metrics = improve(policy, rollout.samples, advantages, config, step=step, timer=timer)
         with timer.phase("publish"):
-            published = publisher.publish(step)
-        if lead:
+            try:
+                metrics |= publisher.publish(step)
+            except (EngineError, ConfigError) as error:  # the same on every rank
+                failure = error
+        if lead and failure is None:
             lead.published(step)
-        measured = _over_ranks({**metrics, **published, **timer.metrics()})
+        measured = _over_ranks({**metrics, **timer.metrics()})
         state = replace(state, step=step)
         if lead:
             lead.write(
@@ -101,31 +116,51 @@ def _run(
                 {**values(merge([measured, rollout.metrics])), **_throughput(measured, rollout)},
             )
             state = replace(state, cursor=lead.cursor)
-            if config.train.eval_prompts and _due(
-                step, config.train.eval_every, config.train.steps
-            ):
-                state = replace(state, accuracy=lead.evaluate(step))
+        evaluate = config.train.eval_prompts and _due(
+            step, config.train.eval_every, config.train.steps
+        )
+        if evaluate and failure is None:
+            state, failure = _evaluated(lead, state)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
             saved = step
     if saved != state.step:
         checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
+    if failure is not None:
+        raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
     return state
 
 
-def _rollout(lead: Lead | None, step: int, timer: Timer) -> Rollout | None:
-    """The leading rank's rollout; None on the others, and where a stop was requested."""
+def _rollout(
+    lead: Lead | None, step: int, timer: Timer
+) -> tuple[Rollout | None, EngineError | None]:
+    """The leading rank's rollout; none on the others, and where it was stopped or failed."""
     if lead is None or lead.stop:
-        return None
+        return None, None
     try:
-        return lead.rollout(step, timer)
+        return lead.rollout(step, timer), None
     except Interrupted:
-        return None
+        return None, None
+    except EngineError as error:
+        return None, error
 
 
-def _share(rollout: Rollout | None) -> Rollout | None:
+def _evaluated(lead: Lead | None, state: TrainState) -> tuple[TrainState, EngineError | None]:
+    """The state with its held-out accuracy, on the leading rank; what went wrong, on all."""
+    failure = None
+    if lead:
+        try:
+            state = replace(state, accuracy=lead.evaluate(state.step))
+        except EngineError as error:
+            failure = error
+    return state, _share((None, failure))[1]
+
+
+def _share(
+    outcome: tuple[Rollout | None, EngineError | None],
+) -> tuple[Rollout | None, EngineError | None]:
     """What the leading rank has, on every rank."""
-    box = [rollout]
+    box = [outcome]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -167,21 +202,3 @@ def _resume(run_dir: Path, policy: Policy) -> TrainState:
     if policy.ranks.leads:
         print(f"resuming {run_dir} after step {state.step}", flush=True)
     return state
-
-
-def _versions(config: RunConfig, policy: Policy) -> Path:
-    """Where versions go, as the leading rank decides it."""
-    here = sum(p.numel() for p in policy.gpt.parameters())
-    hosts: list = [None] * policy.ranks.world_size
-    dist.all_gather_object(hosts, socket.gethostname())
-    root: list[Path | None] = [None]
-    if policy.ranks.leads:
-        whole = here * policy.ranks.tensor.size * policy.ranks.pipeline.size
-        root[0] = versions_root(
-            config.sync,
-            Path(config.train.run_dir),
-            one_machine=len(set(hosts)) == 1 and not config.rollout.urls,
-            bytes_needed=4 * whole * (config.sync.keep + 1),
-        )
-    dist.broadcast_object_list(root, src=0)
-    return root[0]

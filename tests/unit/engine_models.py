@@ -17,7 +17,8 @@ from qurl_megatron.rollout.embedded.model import Decoder
 from qurl_megatron.rollout.embedded.server import build_app
 from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import read_weights
-from qurl_megatron.rollout.version import Manifest, Slice, TensorEntry, write_shard
+from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.families import is_quantized
 
@@ -59,21 +60,21 @@ def write_version(
     folder: Path, tensors: dict[str, torch.Tensor], version: int, scheme: str = "none"
 ) -> Path:
     """Publish whole tensors as a version with two slices along the first dimension."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict] = [{}, {}]
-    entries = {}
-    for name, tensor in published_tensors(tensors, scheme).items():
+    published = published_tensors(tensors, scheme)
+    root = folder.with_name(f"{folder.name}-root")
+    senders = [FilesSender(root, name, leads=False) for name in ("a", "b")]
+    halves: list[list] = [[], []]
+    for name, tensor in published.items():
         half = tensor.shape[0] // 2
-        shards[0][name], shards[1][name] = tensor[:half], tensor[half:]
-        slices = (Slice("a.safetensors", 0, half), Slice("b.safetensors", half, len(tensor) - half))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(tuple(tensor.shape), dtype, 0, slices)
-    names = ("a.safetensors", "b.safetensors")
-    files = {
-        name: write_shard(folder, name, shard) for name, shard in zip(names, shards, strict=True)
-    }
-    Manifest(version, scheme, files, entries).write(folder)
-    return folder
+        halves[0].append((name, tensor[:half], 0, 0))
+        halves[1].append((name, tensor[half:], 0, half))
+    blobs = []
+    for sender, parts in zip(senders, halves, strict=True):
+        sender.begin(version)
+        blobs.append(sender.put(0, parts))
+    shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
+    manifest_of(version, scheme, blobs, shapes).write(senders[0].folder)
+    return senders[0].folder.rename(folder)
 
 
 def published_tensors(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:

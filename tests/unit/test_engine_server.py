@@ -187,7 +187,7 @@ def corruptions():
         return apply
 
     def flip_a_byte(folder):
-        path = folder / "a.safetensors"
+        path = folder / "a-b00000.safetensors"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
@@ -202,9 +202,12 @@ def corruptions():
             "neither|manifest|unexpected|twice",
         ),
         "malformed manifest": (lambda f: (f / "manifest.json").write_text("{"), "malformed"),
-        "lost file": (lambda f: (f / "b.safetensors").unlink(), "b.safetensors"),
-        "truncated file": (lambda f: (f / "a.safetensors").write_bytes(b"12345678"), "bytes"),
-        "flipped byte": (flip_a_byte, "SHA-256"),
+        "lost file": (lambda f: (f / "b-b00000.safetensors").unlink(), "b-b00000.safetensors"),
+        "truncated file": (
+            lambda f: (f / "a-b00000.safetensors").write_bytes(b"12345678"),
+            "bytes",
+        ),
+        "flipped byte": (flip_a_byte, "checksum"),
         "other scheme": (edit_manifest(lambda raw: raw.update(scheme="fp8")), "fp8"),
         "missing tensor": (edit_manifest(lambda raw: raw["tensors"].pop(name)), "missing"),
         "missing scale": (

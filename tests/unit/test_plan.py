@@ -157,11 +157,9 @@ def test_the_data_that_arrives_is_what_sglang_would_have_loaded_from_whole_tenso
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank in range(engine_tp):
             need = engine_part(arch, name, shape, engine_tp, rank)
-            actual = (
-                whole
-                if need.dim is None
-                else whole.narrow(need.dim, need.start, need.stop - need.start)
-            )
+            actual = whole
+            if need.dim is not None:
+                actual = whole.narrow(need.dim, need.start, need.stop - need.start)
             assert torch.equal(actual, as_sglang_loads(arch, name, whole, engine_tp, rank)), name
 
 

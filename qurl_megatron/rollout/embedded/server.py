@@ -105,7 +105,10 @@ def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = No
         routes=[
             Route("/health", handlers.health, methods=get),
             Route("/health_generate", handlers.health_generate, methods=get),
+            # SGLang's present names, and those of earlier releases.
+            Route("/server_info", handlers.server_info, methods=get),
             Route("/get_server_info", handlers.server_info, methods=get),
+            Route("/model_info", handlers.model_info, methods=get),
             Route("/get_model_info", handlers.model_info, methods=get),
             Route("/generate", handlers.generate, methods=post),
             Route("/flush_cache", handlers.flush_cache, methods=get + post),

@@ -5,17 +5,37 @@
     group    point to point over gloo or NCCL: several machines, nothing but the network
 
 A sender lives in a training rank, a receiver in an engine rank. Neither knows Megatron or SGLang.
+
+One publication, for every kind alike (``L`` on the leading rank alone, the rest on all)::
+
+    begin(version)
+    connect(engines)            while L calls every engine with "connect"
+    put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
+    ...                         the ranks make bucket i + 1 meanwhile
+    settle()                    L awaits the calls
+    receipts(session, ranks)    L, after "check"
+    finish(keep=...)
+
+An engine that fails is dropped, by ``connect``, ``deliver`` or ``settle`` themselves or by ``drop``
+when the lead heard of it otherwise; the way to the others stays open.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.wire import Blob, Receipt
 
 Part = tuple[str, Tensor, int | None, int]
 """(Hugging Face name, this rank's slice, split dimension, first row or column along it)."""
+
+Rank = tuple[int, int]
+"""An engine's TP size and a rank in it. All engines of one size need the same cuts."""
+
+Failures = dict[str, str]
+"""Engine -> why it has no part in this publication any more."""
 
 
 class Sender(Protocol):
@@ -24,13 +44,19 @@ class Sender(Protocol):
     kind: str
     cut: bool  # True: each engine rank gets blobs of its own, cut to what it needs
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, engine: str) -> dict[str, Any]:
         """``Message.transport``: what a receiver needs to open its end, and to leave receipts."""
 
     def begin(self, version: int) -> None:
         """A new version: whatever an unfinished one left is dropped."""
 
-    def put(self, index: int, parts: Sequence[Part], *, to: str = "") -> Blob:
+    def connect(self, engines: Mapping[str, int]) -> Failures:
+        """Open the way to every engine, given its TP size, where it is not open yet.
+
+        All training ranks call it together with the same engines, while these handle "connect".
+        """
+
+    def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
         """Copy a bucket's parts to where engines can fetch them.
 
         Args:
@@ -42,8 +68,17 @@ class Sender(Protocol):
             ConfigError: no room, or no right to write; names the path and the mend.
         """
 
+    def deliver(self, index: int) -> None:
+        """Start sending what was put for ``index``; returns at once."""
+
+    def settle(self) -> Failures:
+        """Wait for all that was delivered; the engines dropped since ``connect``."""
+
+    def drop(self, engine: str) -> None:
+        """Send this engine nothing more, and wait for it no longer."""
+
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        """What the engine ranks left after "check"; a missing one is an error in its place."""
+        """What the engine ranks left at "check"; a missing one is an error in its place."""
 
     def finish(self, *, keep: int) -> None:
         """The version is with the engines; older than the ``keep`` newest are deleted."""
@@ -53,7 +88,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """One engine rank's end, opened from ``Message.transport``."""
+    """One engine rank's end, opened from ``Message.transport`` for one session."""
 
     def fetch(self, blob: Blob) -> Tensor:
         """The blob's bytes, uint8 [blob.bytes], valid until the next fetch.
@@ -63,6 +98,50 @@ class Receiver(Protocol):
         """
 
     def report(self, receipt: Receipt) -> None:
-        """Leave a receipt where the sender looks for it."""
+        """Leave a receipt where the sender looks for it.
+
+        Raises:
+            ConfigError: it cannot be left there.
+        """
 
     def close(self) -> None: ...
+
+
+class AtOnce:
+    """The part of a sender that has nothing to do where engines find the bytes by themselves."""
+
+    def connect(self, engines: Mapping[str, int]) -> Failures:
+        return {}
+
+    def deliver(self, index: int) -> None:
+        pass
+
+    def settle(self) -> Failures:
+        return {}
+
+    def drop(self, engine: str) -> None:
+        pass
+
+
+def open_receiver(transport: dict[str, Any], rank: int) -> Receiver:
+    """The engine's end of what ``Sender.describe`` says.
+
+    Args:
+        rank: this engine's tensor-parallel rank.
+
+    Raises:
+        ConfigError: no such transport, or its other end cannot be reached in time.
+    """
+    # Imported late: an engine opens one kind, and the modules import this one.
+    from qurl_megatron.rollout.transport.files import FilesReceiver
+    from qurl_megatron.rollout.transport.group import GroupReceiver
+    from qurl_megatron.rollout.transport.memory import MemoryReceiver
+
+    kinds = {"files": FilesReceiver, "memory": MemoryReceiver, "group": GroupReceiver}
+    kind = transport.get("kind")
+    if kind not in kinds:
+        raise ConfigError(f"transport {kind!r} is unknown; this engine has {', '.join(kinds)}")
+    try:
+        return kinds[kind](transport, rank)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"the description of transport {kind} is malformed: {error!r}") from None

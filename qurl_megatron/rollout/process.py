@@ -1,0 +1,208 @@
+"""An engine's process: started with its own log, told where to write its port, ended with its kin.
+
+It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can save
+first; and it watches its standard input, a pipe whose other end only the trainer holds, so it
+leaves when the trainer is gone, however that happened.
+"""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.sglang.launch import API_KEY, Launch, engine_launch
+
+SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
+LOG_TAIL = 20  # lines quoted when an engine dies
+
+# How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
+# decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its
+# time slice, and the whole team waits for it. This value costs nothing on a quiet machine.
+SPIN_COUNT = "30000"
+
+
+class EngineProcess:
+    """Starts again under the same name; its log goes on where the last process left it."""
+
+    def __init__(self, name: str, launch: Launch, folder: Path) -> None:
+        """
+        Args:
+            launch: how to start it; makes it write its port to ``port_file(folder, name)``.
+            folder: gets NAME.log.
+        """
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._port_file = port_file(folder, name)
+        self._launch = launch
+        self._mode = "wb"
+        self.popen: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """
+        Raises:
+            ConfigError: the command cannot be run.
+        """
+        self._port_file.unlink(missing_ok=True)
+        try:
+            with self.log.open(self._mode) as out:
+                self.popen = subprocess.Popen(
+                    self._launch.command,
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self._launch.env},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ConfigError(f"{self._launch.command[0]} cannot be started: {error}") from None
+        self._mode = "ab"
+
+    def port(self) -> int | None:
+        """Where it listens; None until it says so."""
+        with contextlib.suppress(FileNotFoundError):
+            return int(self._port_file.read_text(encoding="utf-8"))
+        return None
+
+    def exited(self, wait_s: float = 0.0) -> str | None:
+        """A sentence about its death, with the end of its log; None while it lives."""
+        if self.popen is None:
+            return None
+        try:
+            status = self.popen.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return None
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL:]
+        return f"exited with status {status}; the end of {self.log}:\n" + "\n".join(lines)
+
+    def kill(self) -> None:
+        """At once, with every process it started: a stopped one heeds no other signal."""
+        if self.popen is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:
+    """Ask all to leave, wait together, then insist."""
+    running = [process for process in processes if process.popen is not None]
+    for process in running:
+        with contextlib.suppress(BrokenPipeError):  # it is gone already
+            process.popen.stdin.close()
+        process.popen.terminate()
+    deadline = time.monotonic() + grace_s
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.popen.wait(max(0.0, deadline - time.monotonic()))
+        process.kill()  # also what it may have left behind
+        process.popen.wait()
+        process.popen = None
+
+
+def port_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.port"
+
+
+def launches(
+    config: RolloutConfig,
+    model_dir: Path | str,
+    folder: Path,
+    *,
+    scheme: str,
+    dtype: str,
+    api_key: str,
+    serve_command: Sequence[str] = SERVE_COMMAND,
+) -> dict[str, Launch]:
+    """How to start each engine of this machine, by its name.
+
+    Raises:
+        ConfigError: ``rollout.sglang_python`` does not exist.
+    """
+    names = [f"engine-{index}" for index in range(config.engines)]
+    cores = len(os.sched_getaffinity(0))
+    ranks = config.engines * config.engine_tensor
+    threads = config.engine_threads or max(1, cores // ranks)
+    if config.backend == "embedded":
+        made = [
+            _embedded(config, model_dir, port_file(folder, name), scheme, dtype, threads)
+            for name in names
+        ]
+        key = {API_KEY: api_key}
+        return {
+            name: Launch((*serve_command, *one.command), {**one.env, **key})
+            for name, one in zip(names, made, strict=True)
+        }
+    python = _sglang_python(config.sglang_python)
+    return {
+        name: engine_launch(
+            python,
+            model_dir,
+            scheme=scheme,
+            dtype=dtype,
+            tensor=config.engine_tensor,
+            threads=threads,
+            host=config.engine_host,
+            port_file=port_file(folder, name),
+            api_key=api_key,
+            extra=[*_devices(config, index), *config.engine_args],
+        )
+        for index, name in enumerate(names)
+    }
+
+
+def _embedded(
+    config: RolloutConfig,
+    model_dir: Path | str,
+    port: Path,
+    scheme: str,
+    dtype: str,
+    threads: int,
+) -> Launch:
+    options = {
+        "--scheme": scheme,
+        "--dtype": dtype,
+        "--host": config.engine_host,
+        "--port-file": port,
+        "--threads": threads,
+        "--cache-gb": config.engine_memory_gb,
+    }
+    flat = [str(part) for pair in options.items() for part in pair]
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    spin = os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)
+    env = {**dict.fromkeys(names, str(threads)), "GOMP_SPINCOUNT": spin}
+    return Launch((str(model_dir), *flat, "--exit-with-stdin"), env)
+
+
+def _devices(config: RolloutConfig, index: int) -> list[str]:
+    """Options that give one SGLang engine its GPUs, and let it give their memory back."""
+    options = ["--enable-memory-saver"] if config.colocate else []
+    if torch.cuda.device_count():
+        first = config.engine_first_gpu + index * config.engine_tensor
+        options += ["--base-gpu-id", str(first)]
+    return options
+
+
+def _sglang_python(given: str) -> Path:
+    if given:
+        if not Path(given).is_file():
+            raise ConfigError(
+                f"rollout.sglang_python = {given} does not exist; `make sglang` makes the "
+                "environment .venv-sglang"
+            )
+        return Path(given)
+    usual = Path(".venv-sglang/bin/python")
+    if usual.is_file():
+        return usual.absolute()  # not resolved: the link is what makes it the environment's
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here nor is it "
+            "installed beside this package; run `make sglang`, or set rollout.sglang_python"
+        )
+    return Path(sys.executable)

@@ -1,0 +1,11 @@
+"""The engine's end of the rollouts: SGLang's server with our weight loader inside.
+
+    server    the process: an API key that is never shown, a port chosen, an end with the trainer's
+    loader    what SGLang calls with each message of an update
+    targets   where each Hugging Face tensor lives in SGLang's parameters
+    cpu       what SGLang lacks on a machine without a GPU
+    launch    the command line of one engine, for the fleet
+
+All but ``launch`` runs in SGLang's environment, where this package is installed without its
+dependencies: torch, xxhash, psutil and the standard library, and nothing else, may be imported.
+"""

@@ -1,0 +1,73 @@
+"""The command line and environment of one SGLang engine, from plain values."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qurl_megatron.quant.export import quantization_config
+
+API_KEY = "QURL_API_KEY"
+"""Environment variable that carries the key: command lines are there for everybody to read."""
+
+UNQUANTIZED = ("lm_head",)  # linear layers that keep the model's own format
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a process."""
+
+    command: tuple[str, ...]
+    env: dict[str, str] = field(repr=False)  # on top of one's own; may have the key
+
+
+def engine_launch(
+    python: Path | str,
+    model_dir: Path | str,
+    *,
+    scheme: str,
+    dtype: str = "bfloat16",
+    tensor: int = 1,
+    threads: int = 1,
+    host: str = "127.0.0.1",
+    port_file: Path | str,
+    api_key: str | None = None,
+    empty: bool = True,
+    extra: Sequence[str] = (),
+) -> Launch:
+    """How to start one engine.
+
+    Args:
+        python: interpreter of the environment that has SGLang.
+        model_dir: Hugging Face folder. With ``empty`` only its config.json is read, and must be
+            that of the unquantized model.
+        scheme: "none", "int8" or "fp8"; what the updates will bring.
+        tensor: tensor-parallel ranks of the engine.
+        threads: OpenMP threads of each rank.
+        host: address to listen on.
+        port_file: gets the port once the engine is healthy.
+        empty: start with meaningless weights, since the first update brings all of them; else load
+            those in ``model_dir``, whose config.json says how they are quantized.
+        extra: further options of SGLang.
+    """
+    options = {
+        "--model-path": model_dir,
+        "--dtype": dtype,
+        "--tp-size": tensor,
+        "--host": host,
+        "--port-file": port_file,
+    }
+    command = [str(python), "-m", "qurl_megatron.rollout.sglang.server"]
+    command += [str(part) for pair in options.items() for part in pair]
+    # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
+    command += ["--exit-with-stdin", "--skip-tokenizer-init"]
+    if empty:
+        command += ["--load-format", "dummy"]
+        if scheme != "none":
+            changes = {"quantization_config": quantization_config(scheme, "sglang", UNQUANTIZED)}
+            command += ["--json-model-override-args", json.dumps(changes)]
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    env = dict.fromkeys(names, str(threads))
+    if api_key is not None:
+        env[API_KEY] = api_key
+    return Launch((*command, *extra), env)

@@ -1,0 +1,143 @@
+"""SGLang's server as one engine of a run: ``python -m qurl_megatron.rollout.sglang.server``.
+
+Takes SGLang's own options, and two more. Our weight loader is always in it. Where there is no CUDA,
+the options that SGLang needs there are added, unless they are given.
+
+The API key comes in the environment (``QURL_API_KEY``), so no process list shows it. SGLang logs
+its arguments when it starts, and hands them to its other processes; the key is therefore put in
+after that, into the process that answers HTTP, and appears in neither. Requests without it get 401;
+``/health`` wants none.
+
+Importing this module is part of the design: SGLang's other processes are spawned, a spawned process
+imports the main module first, and this one fills the gaps of a machine without a GPU on the way.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from qurl_megatron.rollout.sglang import cpu
+from qurl_megatron.rollout.sglang.launch import API_KEY
+
+cpu.install()
+
+LOADER = "qurl_megatron.rollout.sglang.loader.load"
+
+CPU_OPTIONS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--max-total-tokens": "16384",  # without it SGLang takes most of the machine's memory
+    "--max-running-requests": "64",
+    "--sleep-on-idle": None,  # an idle scheduler would spin on a core
+    "--skip-server-warmup": None,
+}
+
+
+def arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]:
+    """What SGLang's parser gets: the given options, ours, and those the machine needs.
+
+    Args:
+        port: used where no ``--port`` is given.
+    """
+    given = {option.split("=")[0] for option in argv}
+    options: dict[str, str | None] = {"--port": str(port)}
+    if not cuda:
+        options |= CPU_OPTIONS
+    added = [
+        part
+        for option, value in options.items()
+        if option not in given
+        for part in (option, value)
+        if part is not None
+    ]
+    return [*argv, *added, "--custom-weight-loader", LOADER]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
+    parser.add_argument("--exit-with-stdin", action="store_true")
+    parser.add_argument("--port-file", type=Path)
+    own, rest = parser.parse_known_args(argv)
+    key = os.environ.pop(API_KEY, None)
+    if own.exit_with_stdin:
+        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    args = prepare_server_args(arguments(rest, cuda=torch.cuda.is_available(), port=_free_port()))
+    if cpu.wanted():
+        # One entry a rank is demanded; only the kernels that are not there would bind to it.
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * args.tp_size))
+    args.resolve_once()
+    try:
+        launch_server(
+            args,
+            init_tokenizer_manager_func=partial(_init_tokenizer_manager, key),
+            launch_callback=partial(_announce, args.port, own.port_file),
+        )
+    finally:
+        _end_children()
+
+
+def _init_tokenizer_manager(key: str | None, *args, **kwargs):
+    """SGLang's own, at the first moment after it has logged its arguments."""
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.runtime_context import get_context
+
+    if key is not None:
+        get_context().override("qurl.api_key", api_key=key)
+    return init_tokenizer_manager(*args, **kwargs)
+
+
+def _announce(port: int, file: Path | None) -> None:
+    """The server is healthy: tell the fleet where, in a file that appears whole."""
+    if file is None:
+        return
+    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    aside.write_text(str(port), encoding="utf-8")
+    aside.replace(file)
+
+
+def _exit_with_stdin() -> None:
+    """Standard input is a pipe whose other end the trainer holds: it closes when the trainer dies.
+
+    Read past Python's buffer, whose lock would keep the interpreter from ending.
+    """
+    while os.read(0, 4096):
+        pass
+    _end_children()
+    os._exit(0)
+
+
+def _end_children() -> None:
+    """SIGKILL: a stopped or stuck scheduler would not hear anything else."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:  # ended by itself meanwhile
+            continue
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

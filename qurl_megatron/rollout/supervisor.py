@@ -1,0 +1,198 @@
+"""The thread that looks after the engines, a look every quarter of a second.
+
+It notices what no request tells: an idle engine that died, one that is stopped or hangs, one that
+the batch system added or took away. It acts between publications only, so weights never go to an
+engine that is being killed, and an engine that is busy with an update is not taken for hung.
+
+A health check asks for ``/server_info``, which the engine's own loop answers, paused or not.
+SGLang's ``/health`` generates a token, and fails while the engine is paused.
+"""
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.rollout.engine import Engine
+from qurl_megatron.rollout.membership import read_members
+from qurl_megatron.rollout.process import API_KEY
+
+if TYPE_CHECKING:
+    from qurl_megatron.rollout.fleet import Fleet
+
+LOOK_S = 0.25
+RETRY_S = 0.5  # between checks of an engine that gave no good answer
+BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
+LONGEST_BACK_OFF_S = 60.0
+PATIENCE = 2  # updates that an engine may fail in a row before it is started anew
+
+
+class Supervisor:
+    """Heals a fleet until stopped."""
+
+    def __init__(self, fleet: "Fleet") -> None:
+        self._fleet, self._config = fleet, fleet.config
+        self._rendezvous = Path(self._config.rendezvous) if self._config.rendezvous else None
+        self._complaint = ""  # about the rendezvous, said once
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    def gather(self, timeout_s: float) -> None:
+        """Wait for the engines a run begins with.
+
+        Raises:
+            EngineError: one died, refused us or did not come up in time.
+        """
+        fleet, end = self._fleet, time.monotonic() + timeout_s
+        wanted = self._config.engines if self._rendezvous else 1
+        while True:
+            self._look()
+            engines = fleet.engines()
+            for engine in engines:
+                if engine.process and (death := engine.process.exited()):
+                    raise EngineError(f"{engine.name} {death}")
+                if engine.pulse.error and engine.pulse.error.status in (401, 403):
+                    raise EngineError(f"{engine.pulse.error}; give its API key in {API_KEY}")
+            waiting = [engine for engine in engines if engine.state == "starting"]
+            if not waiting and len(engines) >= wanted:
+                return
+            if time.monotonic() > end:
+                late = [_lateness(engine, timeout_s) for engine in waiting]
+                if not late:
+                    late = [
+                        f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
+                        f"{wanted} engines after {timeout_s:.0f} s {self._complaint}".rstrip()
+                    ]
+                raise EngineError("; ".join(late))
+            self._stopping.wait(RETRY_S / 10)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            # Never wait for a publication here: close() waits for this thread.
+            if self._fleet._turn.acquire(blocking=False):
+                try:
+                    self._look()
+                    self._heal()
+                finally:
+                    self._fleet._turn.release()
+
+    def _look(self) -> None:
+        """Membership, and a health check for whom it is due."""
+        if self._rendezvous is not None:
+            self._meet()
+        for engine in self._fleet.engines():
+            if engine.client is None and engine.process is not None and engine.start_at is None:
+                port = engine.process.port()
+                if port is None:
+                    continue
+                self._fleet.locate(engine, port)
+            pulse = engine.pulse
+            if pulse.epoch != self._fleet.publications:
+                pulse.epoch, pulse.silent_since = self._fleet.publications, None
+                pulse.pending, pulse.due = False, 0.0
+            if engine.client is not None and not pulse.pending and time.monotonic() >= pulse.due:
+                pulse.pending = True
+                seen = (engine, engine.client, pulse.epoch)
+                threading.Thread(target=self._check, args=seen, daemon=True).start()
+
+    def _check(self, engine: Engine, client: EngineClient, epoch: int) -> None:
+        sent, error = time.monotonic(), None
+        try:
+            info = client.server_info(self._config.health_timeout_s)
+        except EngineError as failure:
+            error = failure
+        with self._fleet._lock:
+            pulse = engine.pulse
+            if engine.client is not client or pulse.epoch != epoch:
+                return  # about a process, or weights, that are no more
+            pulse.pending, pulse.healthy, pulse.error = False, error is None, error
+            if error is None:
+                pulse.silent_since = None
+                pulse.due = time.monotonic() + self._config.health_every_s
+                if engine.state == "starting":
+                    self._fleet.arrived(engine, info)
+            else:
+                pulse.silent_since = pulse.silent_since or sent
+                pulse.due = time.monotonic() + RETRY_S
+
+    def _heal(self) -> None:
+        now = time.monotonic()
+        for engine in self._fleet.engines():
+            if engine.start_at is not None:
+                # A colocated engine must not come up in memory that is the trainer's now.
+                if now >= engine.start_at and not self._fleet.released:
+                    self._restart(engine)
+            elif engine.process is not None and (death := engine.process.exited()):
+                self._died(engine, death)
+            elif engine.state == "starting":
+                if engine.process and now > engine.started_at + self._config.start_timeout_s:
+                    engine.process.kill()
+            elif engine.pulse.silent_since is None:
+                if engine.process is not None and engine.failed_updates >= PATIENCE:
+                    engine.process.kill()
+            elif now > engine.pulse.silent_since + self._config.health_timeout_s:
+                silence = now - engine.pulse.silent_since
+                self._fleet.fail(
+                    engine,
+                    f"no health check was answered for {silence:.0f} s ({engine.pulse.error})",
+                )
+                if engine.process is not None:
+                    engine.process.kill()
+
+    def _died(self, engine: Engine, death: str) -> None:
+        fleet = self._fleet
+        with fleet._lock:
+            engine.failures += 1
+            engine.reason = death
+            fleet.note("died", engine, death)
+            if engine.restarts >= self._config.max_restarts:
+                fleet.leave(engine, "gave up", f"after {engine.restarts} restarts; it {death}")
+                return
+            wait = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
+            engine.state, engine.start_at = "starting", time.monotonic() + wait
+
+    def _restart(self, engine: Engine) -> None:
+        engine.process.kill()  # children that outlived it hold its memory
+        with self._fleet._lock:
+            if engine.client is not None:
+                engine.client.close()
+            engine.client, engine.start_at = None, None
+            engine.restarts += 1
+            engine.failed_updates = 0
+            engine.pulse = type(engine.pulse)(epoch=self._fleet.publications)
+            engine.started_at = time.monotonic()
+            self._fleet.count("restarts")
+        engine.process.start()
+
+    def _meet(self) -> None:
+        """Who is new at the rendezvous, and who is gone from it."""
+        fleet = self._fleet
+        try:
+            members = read_members(self._rendezvous)
+            known = {engine.url: engine for engine in fleet.engines()}
+            for url, member in members.items():
+                if url not in known:
+                    fleet.adopt(member, member.api_key() or fleet._api_key)
+            for url, engine in known.items():
+                if url not in members:
+                    fleet.leave(engine, "left", "it is gone from the rendezvous")
+            self._complaint = ""
+        except (ConfigError, EngineError) as error:  # half written, or wrong: ask again
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                fleet.note("failed", None, self._complaint)
+
+
+def _lateness(engine: Engine, timeout_s: float) -> str:
+    log = f"; see {engine.process.log}" if engine.process else f": {engine.pulse.error}"
+    return f"{engine} did not start within {timeout_s:.0f} s{log}"

@@ -1,0 +1,204 @@
+"""Buckets as safetensors files in a folder that trainer and engines share.
+
+    root/v000012/pp0-tp0-b00003.safetensors   one per training rank and bucket
+    root/v000012/manifest.json                written last, by the publisher; see rollout/version.py
+    root/receipts/                            what engines leave
+
+A file appears whole, under its name, or not at all. It is not forced to disk: the checksums of its
+slices tell a reader after a power cut.
+"""
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.transport import AtOnce, Part, Rank
+from qurl_megatron.rollout.transport.receipts import collect, leave
+from qurl_megatron.rollout.version import MANIFEST
+from qurl_megatron.rollout.wire import ALIGNMENT, CHUNK, Blob, Piece, Receipt, raw
+from qurl_megatron.weights.hf_reader import DTYPES
+
+RECEIPTS = "receipts"
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MENDS = {
+    errno.ENOSPC: "free some, or set sync.dir to a folder with more",
+    errno.EDQUOT: "the quota is used up; free some, or set sync.dir to another folder",
+    errno.EACCES: "set sync.dir to a folder this user may write",
+    errno.EPERM: "set sync.dir to a folder this user may write",
+    errno.EROFS: "set sync.dir to a folder that is not read-only",
+}
+
+
+class FilesSender(AtOnce):
+    kind = "files"
+    cut = False
+
+    def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 10.0) -> None:
+        """
+        Args:
+            root: versions go to ``root/v000012``; engines see it under the same path.
+            rank: begins the names of this rank's files; no other training rank's may be the same.
+            leads: this rank deletes old versions, and at the end the root.
+            receipt_wait_s: how long a network filesystem may take to show an engine's receipt.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        self.root = root.absolute()
+        self.rank, self.leads, self.receipt_wait_s = rank, leads, receipt_wait_s
+        self.folder = self.root
+        with refusing(self.root, 0):
+            (self.root / RECEIPTS).mkdir(parents=True, exist_ok=True)
+
+    def describe(self, engine: str) -> dict[str, Any]:
+        return {"kind": self.kind, "receipts": str(self.root / RECEIPTS)}
+
+    def begin(self, version: int) -> None:
+        self.folder = self.root / f"v{version:06d}"
+        with refusing(self.folder, 0):
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            for old in self.folder.glob(f"{self.rank}-b*"):
+                old.unlink()
+
+    def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
+        path = self.folder / f"{self.rank}-b{index:05d}.safetensors"
+        header, places, size = _header(parts)
+        aside = path.with_suffix(".tmp")
+        with refusing(path, len(header) + size, half_written=aside):
+            with aside.open("wb", buffering=0) as file:
+                _write(file.fileno(), memoryview(header))
+                pieces = [_written(file.fileno(), *place) for place in places]
+            aside.rename(path)
+        return Blob({"path": str(path), "offset": len(header)}, size, tuple(pieces))
+
+    def receipts(self, session: str, ranks: int) -> list[Receipt]:
+        return collect(self.root / RECEIPTS, session, ranks, self.receipt_wait_s)
+
+    def finish(self, *, keep: int) -> None:
+        if self.leads:
+            for old in sorted(self.root.glob("v*"))[:-keep]:
+                shutil.rmtree(old)
+
+    def close(self) -> None:
+        if self.leads:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+
+class FilesReceiver:
+    def __init__(self, transport: dict[str, Any], rank: int) -> None:
+        self._receipts = Path(transport["receipts"])
+
+    def fetch(self, blob: Blob) -> Tensor:
+        path, offset = Path(blob.where["path"]), blob.where["offset"]
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != offset + blob.bytes:
+                    raise ConfigError(
+                        f"{path} has {size} bytes instead of {offset + blob.bytes}: it is cut off, "
+                        "or another process writes there"
+                    )
+                return mapped(file.fileno(), size)[offset:]
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror}); trainer and engines must share the "
+                "folder under one path"
+            ) from None
+
+    def report(self, receipt: Receipt) -> None:
+        leave(self._receipts, receipt)
+
+    def close(self) -> None:
+        pass
+
+
+def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
+    """A file's first ``size`` bytes, uint8, without a copy."""
+    memory = mmap.mmap(
+        descriptor,
+        size,
+        flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+        prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+    )
+    with warnings.catch_warnings():  # torch has no read-only tensors; nobody writes to this one
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def refusing(path: Path, size: int, *, half_written: Path | None = None) -> Iterator[None]:
+    """Turn "no room" and "no right" into a sentence for the user, and leave no half-written file.
+
+    Args:
+        size: bytes that are to be written.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if half_written is not None:
+            with contextlib.suppress(OSError):
+                half_written.unlink()
+        if not isinstance(error, OSError) or error.errno not in MENDS:
+            raise
+        raise ConfigError(
+            f"{path} cannot be written ({os.strerror(error.errno)}): {size / 1e6:.1f} MB are "
+            f"needed, {_free(path) / 1e6:.1f} MB are free; {MENDS[error.errno]}"
+        ) from None
+
+
+def _free(path: Path) -> int:
+    there = next(folder for folder in path.parents if folder.is_dir())
+    return shutil.disk_usage(there).free
+
+
+def _header(parts: Sequence[Part]) -> tuple[bytes, list[tuple[Part, int]], int]:
+    """A safetensors header, where each part lies after it, and how long that region is.
+
+    Wide formats come first: without gaps, which the format forbids, every tensor then begins at a
+    multiple of its element's size.
+    """
+    entries: dict[str, dict] = {}
+    places, end = [], 0
+    for part in sorted(parts, key=lambda part: -part[1].itemsize):
+        name, tensor, _, _ = part
+        assert name not in entries, f"{name} is twice in one bucket"
+        start, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        places.append((part, start))
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, places, end
+
+
+def _written(descriptor: int, part: Part, offset: int) -> Piece:
+    """Append a tensor; each chunk is hashed and written while it is in the core's cache."""
+    name, tensor, dim, start = part
+    digest = xxhash.xxh3_128()
+    for chunk in raw(tensor.cpu()).split(CHUNK):
+        view = memoryview(chunk.numpy())
+        digest.update(view)
+        _write(descriptor, view)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Piece(name, dtype, tuple(tensor.shape), dim, start, offset, digest.hexdigest())
+
+
+def _write(descriptor: int, data: memoryview) -> None:
+    while data:  # a disk that is nearly full takes a part
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,85 @@
+"""Which way a run's weights take, and this rank's end of it."""
+
+import hashlib
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import torch.distributed as dist
+
+from qurl_megatron.config import RolloutConfig, SyncConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.policy import Policy
+from qurl_megatron.rollout.transport import Sender
+from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.transport.memory import MemorySender
+
+
+def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
+    """This rank's end of the transport that ``sync`` asks for; all ranks call it together.
+
+    Raises:
+        ConfigError: the transport cannot reach these engines; names the key and the mend.
+    """
+    ranks = policy.ranks
+    hosts: list = [None] * ranks.world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
+    kind = choose(sync.transport, embedded=rollout.backend == "embedded", one_machine=one_machine)
+    token = run_token(run_dir)
+    if kind == "memory":
+        return MemorySender(token, ranks.rank, leads=ranks.leads, device=ranks.device)
+    if kind == "group":
+        return _group_sender(sync, policy, hosts)
+    root: list[Path | None] = [None]
+    if ranks.leads:
+        parameters = sum(p.numel() for p in policy.gpt.parameters())
+        whole = parameters * ranks.tensor.size * ranks.pipeline.size
+        bytes_needed = 4 * whole * (sync.keep + 1)
+        root[0] = versions_root(sync, run_dir, one_machine=one_machine, bytes_needed=bytes_needed)
+        shutil.rmtree(root[0], ignore_errors=True)  # what a killed run left
+    dist.broadcast_object_list(root, src=0)
+    name = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-dp{ranks.data.rank}"
+    return FilesSender(root[0], name, leads=ranks.leads)
+
+
+def choose(transport: str, *, embedded: bool, one_machine: bool) -> str:
+    """The transport for these engines.
+
+    Raises:
+        ConfigError: the one that is asked for cannot reach them.
+    """
+    if embedded:
+        if transport not in ("auto", "files"):
+            raise ConfigError(
+                f"sync.transport={transport} needs rollout.backend=sglang; embedded engines load "
+                "files"
+            )
+        return "files"
+    if transport == "memory" and not one_machine:
+        raise ConfigError(
+            "sync.transport=memory needs trainer and engines on one machine, and engines that the "
+            "run starts itself; use group, or files with sync.dir on a shared filesystem"
+        )
+    if transport == "auto":
+        return "memory" if one_machine else "files"
+    return transport
+
+
+def versions_root(sync: SyncConfig, run_dir: Path, *, one_machine: bool, bytes_needed: int) -> Path:
+    """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
+    name = f"qurl-{run_token(run_dir)}-versions"
+    if sync.dir:
+        return Path(sync.dir) / name
+    memory = Path("/dev/shm")
+    if one_machine and memory.is_dir() and os.access(memory, os.W_OK):
+        shutil.rmtree(memory / name, ignore_errors=True)
+        if shutil.disk_usage(memory).free > bytes_needed:
+            return memory / name
+    return run_dir / "versions"
+
+
+def run_token(run_dir: Path) -> str:
+    """Names what a run shares: a restart clears what a killed run left, and nothing else."""
+    return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]

@@ -1,0 +1,98 @@
+"""Batches come in order, begin as soon as their staleness allows, and stop when asked."""
+
+import threading
+import time
+
+import pytest
+
+from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.rollout.collect import Interrupted
+from qurl_megatron.training.ahead import Ahead
+
+
+class Engines:
+    """Answers a batch when told to; remembers the order in which batches began."""
+
+    def __init__(self):
+        self.begun: list[int] = []
+        self.done = {step: threading.Event() for step in range(20)}
+        self.drawn = 0
+
+    def draw(self):
+        self.drawn += 1
+        return [f"prompt {self.drawn}"], {"position": self.drawn}
+
+    def produce(self, step, prompts, stop):
+        self.begun.append(step)
+        while not self.done[step].wait(0.005):
+            if stop():
+                raise Interrupted("stopped")
+        return f"{prompts[0]} for step {step}"
+
+
+@pytest.fixture
+def engines():
+    return Engines()
+
+
+def ahead(engines, staleness, last=10):
+    return Ahead(engines.draw, engines.produce, first=1, last=last, max_staleness=staleness)
+
+
+def begun(engines, count):
+    deadline = time.monotonic() + 5
+    while len(engines.begun) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.02)  # one more would show by now
+    return sorted(engines.begun)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "at_start", "after_one"), [(0, [1], [1, 2]), (1, [1, 2], [1, 2, 3]),
+                                             (3, [1, 2, 3, 4], [1, 2, 3, 4, 5])]
+)  # fmt: skip
+def test_a_batch_begins_when_its_oldest_allowed_version_is_published(
+    engines, staleness, at_start, after_one
+):
+    with ahead(engines, staleness) as batches:
+        batches.admit(0)
+        assert begun(engines, len(at_start)) == at_start
+        engines.done[1].set()
+        assert batches.take(1, lambda: False) == ("prompt 1 for step 1", {"position": 1})
+        assert begun(engines, len(at_start)) == at_start  # taking alone admits nothing
+        batches.admit(1)
+        assert begun(engines, len(after_one)) == after_one
+
+
+def test_batches_that_end_out_of_order_are_handed_over_in_order_with_their_own_cursor(engines):
+    with ahead(engines, 2) as batches:
+        batches.admit(0)
+        for step in (3, 2, 1):
+            engines.done[step].set()
+        taken = [batches.take(step, lambda: False) for step in (1, 2, 3)]
+    assert taken == [(f"prompt {s} for step {s}", {"position": s}) for s in (1, 2, 3)]
+
+
+def test_nothing_is_drawn_beyond_the_last_step(engines):
+    with ahead(engines, 5, last=2) as batches:
+        batches.admit(0)
+        assert begun(engines, 2) == [1, 2] and engines.drawn == 2
+
+
+def test_a_stop_ends_the_wait_and_leaving_ends_what_is_in_flight(engines):
+    with ahead(engines, 1) as batches:
+        batches.admit(0)
+        with pytest.raises(Interrupted):
+            batches.take(1, lambda: True)
+        start = time.monotonic()
+    assert time.monotonic() - start < 2  # both batches saw the stop; none was ever done
+
+
+def test_a_failure_reaches_the_step_that_takes_the_batch(engines):
+    def fail(step, prompts, stop):
+        raise EngineError("no engine is left")
+
+    with Ahead(engines.draw, fail, first=1, last=1, max_staleness=0) as batches:
+        batches.admit(0)
+        with pytest.raises(EngineError, match="no engine is left"):
+            batches.take(1, lambda: False)
