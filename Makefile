@@ -23,6 +23,9 @@ lint: .venv/installed
 
 # SGLang for machines without a GPU, apart from the trainer. pip leaves bytecode out where the
 # environment forbids writing any, and without it every start of a server takes minutes.
+.PHONY: sglang
+sglang: .venv-sglang/installed  ## install SGLang for engines on a machine without a GPU
+
 SGLANG := .venv-sglang/bin/python
 .venv-sglang/installed: requirements/sglang-cpu.txt setup.py
 	$(PYTHON) -m venv .venv-sglang

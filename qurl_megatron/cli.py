@@ -76,6 +76,13 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def fleet(arguments: argparse.Namespace) -> int:
+    """Look at the engines of a run."""
+    from qurl_megatron.rollout.status import show as run
+
+    return run(arguments.urls, watch_s=arguments.watch, api_key_file=arguments.api_key_file)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qurl",
@@ -122,6 +129,16 @@ def _parser() -> argparse.ArgumentParser:
         "--exit-with-stdin",
         action="store_true",
         help="leave when standard input closes (set by qurl train)",
+    )
+
+    looks = command(fleet).add_subparsers(dest="look", required=True, metavar="LOOK")
+    status = looks.add_parser(
+        "status", help="a table of versions, queues and speeds of embedded and SGLang engines"
+    )
+    status.add_argument("urls", nargs="+", metavar="URL", help="e.g. http://127.0.0.1:30000")
+    status.add_argument("--watch", type=float, metavar="S", help="again every S seconds")
+    status.add_argument(
+        "--api-key-file", type=Path, help="file with the engines' key; else QURL_API_KEY is taken"
     )
     return parser
 

@@ -278,6 +278,11 @@ class RolloutConfig:
                 getattr(self, key) >= 0,
                 f"rollout.{key} must be 0 or more, got {getattr(self, key)}",
             )
+        for url in self.urls:
+            require(
+                url.startswith(("http://", "https://")),
+                f"rollout.urls must be like http://host:30000, got {url!r}",
+            )
         require(
             not (self.urls and self.rendezvous),
             "rollout.urls and rollout.rendezvous both name engines; leave one of them out",

@@ -201,7 +201,7 @@ class EngineClient:
         self._succeed("/update_weight_version", body)
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free the device memory of ``tags`` ("weights", "kv_cache"; None: all); it must be idle."""
+        """Free the device memory of ``tags`` ("weights", "kv_cache"; None: all), when idle."""
         self._request("POST", "/release_memory_occupation", {"tags": tags and list(tags)})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ import hashlib
 import math
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -207,6 +207,7 @@ class _Collection:
         self.flights: dict[asyncio.Task, _Flight] = {}
         self.sessions: dict[Engine, Session] = {}
         self.sent = 0
+        self.moved: Counter[Engine] = Counter()  # requests that left an engine since the last look
 
     async def run(self) -> list[Sample]:
         async with contextlib.AsyncExitStack() as self.stack:
@@ -331,18 +332,18 @@ class _Collection:
                 self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
                 self._send_on(flight)
             elif flight.age > flight.patience and not flight.aborted:
-                flight.aborted = True
-                self.fleet.count("aborted", len(flight.items))
-                self.fleet.note("aborted", flight.engine, f"a straggler of {flight.age:.0f} s")
                 await self._abort(flight)
+        for engine, number in self.moved.items():
+            self.fleet.count("retries", number)
+            self.fleet.note("retried", engine, f"{number} responses go on elsewhere")
+        self.moved.clear()
 
     def _send_on(self, flight: _Flight) -> None:
         rest = [item for item in flight.items if not item.finish]
         if not rest:
             return
         if flight.lost:
-            self.fleet.count("retries", len(rest))
-            self.fleet.note("retried", flight.engine, f"{len(rest)} requests go to other engines")
+            self.moved[flight.engine] += len(rest)
         # Twice the time for the rest of a straggler: else one that waits in a queue would be
         # aborted again and again.
         patience = flight.patience * 2 if flight.aborted else flight.patience
@@ -355,6 +356,10 @@ class _Collection:
         await asyncio.to_thread(self.fleet.fail, flight.engine, reason)
 
     async def _abort(self, flight: _Flight) -> None:
+        flight.aborted = True
+        self.fleet.count("aborted", len(flight.items))
+        why = f"{len(flight.items)} responses, after {flight.age:.0f} s"
+        self.fleet.note("aborted", flight.engine, why)
         try:
             await asyncio.to_thread(flight.engine.client.abort, flight.rid)
         except EngineError as error:

@@ -360,7 +360,7 @@ class Fleet:
             empty = engine.process is not None and not embedded  # started without weights
             engine.state = "ready" if empty or self.version is not None else "serving"
             engine.version, engine.reason = None, ""
-            self.note("restarted" if engine.restarts else "started", engine, engine.state)
+            self.note("restarted" if engine.restarts else "started", engine, f"at {engine.url}")
 
     def leave(self, engine: Engine, event: str, message: str) -> None:
         with self._lock:

@@ -136,8 +136,8 @@ def checksum(data: Tensor) -> str:
 
 
 def word_sum(data: Tensor) -> int:
-    """A checksum that a GPU computes at the speed of its memory: the words of 8 bytes, each times
-    an odd number of its own, modulo 2**64. One changed word, or two exchanged, always show.
+    """A checksum that a GPU computes at the speed of its memory: the sum, modulo 2**64, of all
+    words of 8 bytes, each scrambled with its place. A single changed word always shows.
 
     Args:
         data: uint8 [n].
@@ -145,10 +145,15 @@ def word_sum(data: Tensor) -> int:
     if len(data) % 8 or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(-len(data) % 8)])
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for begin, words in enumerate(data.view(torch.int64).split(WORDS)):
-        index = torch.arange(begin * WORDS, begin * WORDS + len(words), device=data.device)
-        total += (words * (index * MULTIPLIER | 1)).sum()
+    for run, words in enumerate(data.view(torch.int64).split(WORDS)):
+        place = torch.arange(run * WORDS, run * WORDS + len(words), device=data.device)
+        total += _scrambled(_scrambled(words + place * MULTIPLIER)).sum()
     return total.item() % 2**64
+
+
+def _scrambled(words: Tensor) -> Tensor:
+    """One to one. The mask makes the shift a logical one: torch's repeats the sign."""
+    return (words ^ ((words >> 29) & (2**35 - 1))) * MULTIPLIER
 
 
 def copy_checked(target: Tensor, source: Tensor) -> str:

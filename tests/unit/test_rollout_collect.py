@@ -1,84 +1,262 @@
-import copy
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+"""Samples from scripted engines that fail in the middle of everything."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import collect, greedy, sample_seed
+from qurl_megatron.rollout.collect import Interrupted, _part, collect, greedy, sample_seed
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.testing.engines import FakeEngine, token_at
 from qurl_megatron.types import Prompt
 
-GOOD = {
-    "text": "",
-    "output_ids": [4, 5, 6],
-    "meta_info": {
-        "finish_reason": {"type": "length", "length": 3},
-        "weight_version": "8",
-        "weight_versions": [
-            {"version": "7", "start": 0, "end": 1},
-            {"version": "8", "start": 1, "end": 3},
-        ],
-        "output_token_logprobs": [[-1.0, 4, None], [-2.0, 5, None], [0.0, 6, None]],
-    },
-}
-PROMPTS = [Prompt(10 + i, (2, 3 + i), "", "") for i in range(3)]
+PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 
 
-@dataclass
-class FakeEngine:
-    """A server that answers everything with one canned response."""
-
-    answer: dict = field(default_factory=lambda: copy.deepcopy(GOOD))
-    url: str = "http://fake"
-    requests: list = field(default_factory=list)
-
-    def generate(self, input_ids, sampling_params, *, rid):
-        self.requests.append((input_ids, sampling_params, rid))
-        return [self.answer] * len(input_ids)
-
-    def abort(self, rid):
-        pass
-
-
-def fleet_of(*engines):
-    return SimpleNamespace(clients=list(engines), check=lambda: None)
+@contextmanager
+def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
+    """A fleet that has adopted the engines, and published a version to them."""
+    options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
+    config = RolloutConfig(urls=tuple(engine.url for engine in engines), **options)
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.close)
+        fleet = stack.enter_context(Fleet(config, "unused", scheme="none", log_dir="unused"))
+        if version is not None:
+            fleet.publish("unused", version)
+        fleet.drain()
+        for engine in engines:
+            engine.calls.clear()
+        yield fleet
 
 
-def test_prompts_go_round_robin_with_one_batched_request_per_engine():
-    engines = FakeEngine(), FakeEngine()
-    config = RolloutConfig(samples_per_prompt=2, max_new_tokens=5, temperature=0.5)
-    samples = collect(fleet_of(*engines), PROMPTS, config, seed=3, step=4)
-    assert [sample.prompt.index for sample in samples] == [10, 10, 11, 11, 12, 12]
-    [(ids, params, _)] = engines[0].requests
-    assert ids == [(2, 3), (2, 3), (2, 5), (2, 5)]
-    assert [p["sampling_seed"] for p in params] == [
-        sample_seed(3, 4, index, sample) for index in (10, 12) for sample in (0, 1)
+def gather(fleet, prompts=PROMPTS, **options):
+    return collect(fleet, prompts, fleet.config, seed=3, step=4, **options)
+
+
+def check_whole(samples, prompts=PROMPTS, *, per_prompt=2, new=6):
+    """Every sample once, in order, each token as if nothing had ever happened."""
+    assert [s.prompt.index for s in samples] == [
+        prompt.index for prompt in prompts for _ in range(per_prompt)
     ]
-    assert params[0]["temperature"] == 0.5 and params[0]["max_new_tokens"] == 5
-    assert len(engines[1].requests) == 1
+    for sample in samples:
+        start = len(sample.prompt.input_ids)
+        assert sample.response_ids == tuple(token_at(start + i) for i in range(new))
+        assert sample.behaviour_log_probs == tuple(-t / 100 for t in sample.response_ids)
+        assert sample.finish_reason == "length"
 
 
-def test_an_engine_without_work_is_not_asked():
-    engines = FakeEngine(), FakeEngine()
-    assert len(greedy(fleet_of(*engines), PROMPTS[:1], 5)) == 1
-    assert engines[1].requests == []
-    assert greedy(fleet_of(*engines), [], 5) == []
+def test_embedded_engines_get_all_of_their_prompts_in_one_request():
+    a, b = FakeEngine(embedded=True), FakeEngine(embedded=True)
+    with fleet_of(a, b, temperature=0.5) as fleet:
+        check_whole(gather(fleet, PROMPTS[:3]), PROMPTS[:3])
+        [body] = a.bodies("/generate")
+        assert body["input_ids"] == [[2, 3], [2, 3], [2, 3, 4, 5], [2, 3, 4, 5]]
+        assert [p["sampling_seed"] for p in body["sampling_params"]] == [
+            sample_seed(3, 4, index, sample) for index in (10, 12) for sample in (0, 1)
+        ]
+        assert body["sampling_params"][0]["temperature"] == 0.5
+        assert len(b.bodies("/generate")) == 1
+        assert len(greedy(fleet, PROMPTS[:1], 5)) == 1
+        assert len(b.bodies("/generate")) == 1  # an engine without work is not asked
+        assert greedy(fleet, [], 5) == []
 
 
-def test_a_token_carries_the_version_of_its_span():
-    [sample] = greedy(fleet_of(FakeEngine()), PROMPTS[:1], 5)
-    assert sample.versions == (7, 8, 8)
-    assert sample.behaviour_log_probs == (-1.0, -2.0, 0.0)
-    assert sample.truncated
+def test_sglang_engines_get_a_request_per_prompt_no_more_than_they_hold_the_idle_one_first():
+    slow, quick = FakeEngine(token_s=0.05), FakeEngine(token_s=0.002)
+    with fleet_of(slow, quick, requests_per_engine=4) as fleet:
+        most = 0
+        done = threading.Event()
+
+        def watch():
+            nonlocal most
+            while not done.is_set():
+                most = max(most, slow.running, quick.running)
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        samples = gather(fleet)
+        done.set()
+        thread.join()
+        check_whole(samples)
+        assert 2 <= most <= 4
+        assert all(len(body["input_ids"]) == 2 for body in slow.bodies("/generate"))
+        assert len(quick.bodies("/generate")) >= 2 * len(slow.bodies("/generate"))
+        assert all(e.in_flight == e.tokens_in_flight == 0 for e in fleet.engines())
+        assert sum(e.tokens for e in fleet.engines()) == 12 * 2 * 6
 
 
-def test_weights_under_a_name_that_is_no_number_have_version_minus_one():
+def test_the_next_request_goes_where_the_fewest_tokens_per_device_are_in_flight():
+    with fleet_of(FakeEngine(), FakeEngine(tp=4)) as fleet:
+        one, four = fleet.serving()
+        assert (one.tp, four.tp) == (1, 4)
+        fleet.occupy(four, 300, 3)
+        fleet.occupy(one, 100, 1)
+        assert fleet.take(200, 2) is four
+        assert fleet.take(10, 1) is one
+        assert fleet.take(10, 5, limit=5) is None
+
+
+@pytest.mark.parametrize("fault", ["500", "cut", "mixed", "nan"])
+@pytest.mark.parametrize("embedded", [True, False])
+def test_what_an_engine_that_fails_leaves_undone_another_does(fault, embedded):
+    bad, good = FakeEngine(embedded=embedded), FakeEngine(embedded=embedded)
+    with fleet_of(bad, good) as fleet:
+        bad.faults = [fault]
+        samples = gather(fleet)
+        check_whole(samples)
+        assert {version for sample in samples for version in sample.versions} == {7}
+        assert [e.url for e in fleet.serving()] == [good.url]
+        events, metrics = fleet.drain()
+        assert {"failed", "retried"} <= {event["event"] for event in events}
+        assert {event["engine"] for event in events} == {"engine-0"}
+        assert metrics["fleet/retries"] >= 1 and metrics["fleet/serving"] == 1
+        # Nothing was answered twice: what the failing engine answered well was not asked again.
+        asked = [
+            tuple(ids) for e in (bad, good) for b in e.bodies("/generate") for ids in b["input_ids"]
+        ]
+        assert len(asked) - len(samples) == metrics["fleet/retries"]
+
+
+def test_an_engine_that_goes_silent_loses_its_requests_to_another():
+    deaf, good = FakeEngine(token_s=0.1), FakeEngine()
+    with fleet_of(deaf, good, health_timeout_s=0.6) as fleet:
+        deaf.faults = ["hang"] * 20
+        deaf.deaf.set()
+        start = time.monotonic()
+        check_whole(gather(fleet))
+        assert 0.6 < time.monotonic() - start < 5
+        assert "no health check was answered" in fleet.why_not()
+        assert [e.url for e in fleet.serving()] == [good.url]
+
+
+def test_with_no_engine_left_the_error_says_what_happened_to_each():
+    a, b = FakeEngine(), FakeEngine()
+    with fleet_of(a, b) as fleet:
+        a.faults, b.faults = ["500"], ["cut"]
+        with pytest.raises(EngineError, match="no engine is serving") as error:
+            gather(fleet)
+        assert f"engine-0 ({a.url}) is stale: {a.url}/generate answered 500" in str(error.value)
+        assert f"engine-1 ({b.url}) is stale: {b.url}/generate did not answer" in str(error.value)
+        assert all(e.in_flight == 0 for e in fleet.engines())
+
+
+def test_a_request_that_no_engine_can_answer_is_an_error_and_fails_no_engine():
     engine = FakeEngine()
-    del engine.answer["meta_info"]["weight_versions"]
-    engine.answer["meta_info"]["weight_version"] = "default"
-    [sample] = greedy(fleet_of(engine), PROMPTS[:1], 5)
-    assert sample.versions == (-1, -1, -1)
+    engine.generate = lambda body: (400, {"error": {"message": "the prompt is too long"}})
+    with fleet_of(engine) as fleet:
+        with pytest.raises(EngineError, match="answered 400: the prompt is too long"):
+            gather(fleet)
+        assert len(fleet.serving()) == 1
+
+
+def test_a_request_that_never_gets_a_token_is_an_error():
+    engine = FakeEngine()
+    with fleet_of(engine) as fleet:
+        engine.faults = ["nothing"] * 3
+        with pytest.raises(EngineError, match="prompt 10 failed 3 times without a token.*told to"):
+            gather(fleet, PROMPTS[:1])
+        engine.faults = ["nothing"] * 2
+        check_whole(gather(fleet, PROMPTS[:1]), PROMPTS[:1])
+
+
+def test_a_straggler_is_aborted_and_continued_from_its_tokens():
+    slow, quick = FakeEngine(token_s=0.1), FakeEngine()
+    with fleet_of(slow, quick, straggler_s=0.25, max_new_tokens=20) as fleet:
+        samples = gather(fleet)
+        check_whole(samples, new=20)
+        bodies = [*slow.bodies("/generate"), *quick.bodies("/generate")]
+        lengths = {len(prompt.input_ids) for prompt in PROMPTS}
+        continued = [
+            (len(ids), params)
+            for body in bodies
+            for ids, params in zip(body["input_ids"], body["sampling_params"], strict=True)
+            if params["max_new_tokens"] < 20
+        ]
+        assert continued
+        for length, params in continued:
+            assert length - (20 - params["max_new_tokens"]) in lengths
+        # The same seed again would repeat the random numbers of the first tokens.
+        seeds = [p["sampling_seed"] for body in bodies for p in body["sampling_params"]]
+        assert len(set(seeds)) == len(seeds)
+        events, metrics = fleet.drain()
+        assert metrics["fleet/aborted"] >= 2 and metrics["fleet/retries"] == 0
+        assert len(fleet.serving()) == 2
+
+
+def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
+    engine = FakeEngine(token_s=0.03)
+    with fleet_of(engine, max_new_tokens=20) as fleet, ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(gather, fleet, PROMPTS[:2])
+        while not engine.generated:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        with fleet.publication() as engines:
+            fleet.each(lambda e: e.client.abort(everything=True), "aborting", engines)
+            fleet.each(lambda e: e.client.pause("abort"), "pausing", engines)
+            engine._aborted.clear()
+            engine.version = "8"
+            fleet.each(lambda e: e.client.resume(), "resuming", engines)
+            fleet.confirm(engines, 8)
+        samples = pending.result(10)
+        check_whole(samples, PROMPTS[:2], new=20)
+        for sample in samples:
+            assert set(sample.versions) == {7, 8} and list(sample.versions) == sorted(
+                sample.versions
+            )
+
+
+def test_requests_on_a_paused_engine_wait_and_do_not_count_as_stragglers():
+    engine = FakeEngine(token_s=0.01)
+    with fleet_of(engine, straggler_s=0.3) as fleet, ThreadPoolExecutor(1) as pool:
+        with fleet.publication() as engines:
+            fleet.each(lambda e: e.client.pause(), "pausing", engines)
+            pending = pool.submit(gather, fleet)
+            time.sleep(0.8)
+            assert not pending.done() and not engine.answered
+            fleet.each(lambda e: e.client.resume(), "resuming", engines)
+        check_whole(pending.result(10))
+        assert fleet.drain()[1]["fleet/aborted"] == 0
+
+
+def test_several_threads_may_collect_at_once():
+    engines = FakeEngine(token_s=0.005), FakeEngine(token_s=0.005)
+    with fleet_of(*engines, requests_per_engine=6) as fleet, ThreadPoolExecutor(4) as pool:
+        engines[0].faults = ["", "", "", "500"]
+        for samples in pool.map(lambda _: gather(fleet), range(4)):
+            check_whole(samples)
+        assert all(e.in_flight == e.tokens_in_flight == 0 for e in fleet.engines())
+
+
+def test_a_stop_aborts_the_requests_and_raises():
+    engine = FakeEngine(token_s=1.0)
+    with fleet_of(engine) as fleet:
+        start = time.monotonic()
+        with pytest.raises(Interrupted):
+            gather(fleet, stop=lambda: time.monotonic() > start + 0.3)
+        assert time.monotonic() - start < 3
+        assert engine.bodies("/abort_request")[0]["rid"] in engine.bodies("/generate")[0]["rid"][0]
+        assert fleet.engines()[0].in_flight == 0
+
+
+def test_weights_older_than_an_engine_confirmed_are_an_error_and_never_a_sample():
+    back, good = FakeEngine(), FakeEngine()
+    with fleet_of(back, good) as fleet:
+        back.version = "default"  # restarted by somebody else, between two requests
+        check_whole(samples := gather(fleet))
+        assert {v for s in samples for v in s.versions} == {7}
+        assert "weights of version -1, where it had confirmed 7" in fleet.why_not()
+
+
+def test_before_anything_is_published_weights_have_the_version_minus_one():
+    with fleet_of(FakeEngine(), version=None) as fleet:
+        [sample] = greedy(fleet, PROMPTS[:1], 3)
+        assert sample.versions == (-1, -1, -1)
 
 
 def test_seeds_are_stable_and_differ():
@@ -87,6 +265,39 @@ def test_seeds_are_stable_and_differ():
         sample_seed(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)
     }
     assert len(seeds) == 16 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def good_answer() -> dict:
+    return {
+        "text": "",
+        "output_ids": [4, 5, 6],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 3},
+            "weight_version": "8",
+            "weight_versions": [
+                {"version": "7", "start": 0, "end": 1},
+                {"version": "8", "start": 1, "end": 3},
+            ],
+            "output_token_logprobs": [[-1.0, 4, None], [-2.0, 5, None], [0.0, 6, None]],
+        },
+    }
+
+
+def test_a_token_carries_the_version_of_its_span():
+    part = _part(good_answer(), 5, 7)
+    assert part.versions == [7, 8, 8]
+    assert part.log_probs == [-1.0, -2.0, 0.0]
+    assert part.finish == "length"
+
+
+def test_an_abort_in_a_queue_has_no_tokens_and_one_between_token_and_log_prob_loses_the_token():
+    aborted = {"type": "abort", "message": "why"}
+    queued = {"output_ids": [], "meta_info": {"finish_reason": aborted, "weight_version": "7"}}
+    assert _part(queued, 5, 7).ids == []
+    late = good_answer()
+    late["meta_info"]["finish_reason"] = aborted
+    late["meta_info"]["output_token_logprobs"].pop()
+    assert _part(late, 5, 7).ids == [4, 5] and _part(late, 5, 7).versions == [7, 8]
 
 
 def _without(key):
@@ -101,24 +312,26 @@ def _set_log_prob(value):
 
 
 BAD = {
-    "no log-probs": (_without("output_token_logprobs"), "malformed"),
+    "no log-probs": (_without("output_token_logprobs"), "output_token_logprobs"),
     "too few log-probs": (lambda m: m["output_token_logprobs"].pop(), "do not belong"),
     "another token": (lambda m: m["output_token_logprobs"][0].__setitem__(1, 9), "do not belong"),
     "nan": (_set_log_prob(float("nan")), "not finite"),
-    "null": (_set_log_prob(None), "malformed"),
+    "null": (_set_log_prob(None), "NoneType"),
     "positive": (_set_log_prob(0.5), "positive"),
-    "no version": (lambda m: (m.pop("weight_versions"), m.pop("weight_version")), "malformed"),
+    "no version": (lambda m: (m.pop("weight_versions"), m.pop("weight_version")), "weight_version"),
     "a gap": (lambda m: m["weight_versions"].pop(0), "gap"),
     "spans too short": (lambda m: m["weight_versions"].pop(), "1 of 3"),
-    "aborted": (lambda m: m.update(finish_reason={"type": "abort", "message": "why"}), "why"),
     "unknown end": (lambda m: m.update(finish_reason={"type": "tired"}), "tired"),
+    "mixed": (lambda m: m["weight_versions"][1].update(version="updating-8"), "mixed weights"),
+    "too old": (lambda m: m["weight_versions"][0].update(version="6"), "version 6, where"),
 }
 
 
 @pytest.mark.parametrize("change,message", BAD.values(), ids=BAD)
-def test_an_answer_that_cannot_be_trained_on_is_an_error(change, message):
-    engine = FakeEngine()
-    change(engine.answer["meta_info"])
-    with pytest.raises(EngineError, match=message) as error:
-        greedy(fleet_of(engine), PROMPTS[:1], 5)
-    assert "http://fake, prompt 10" in str(error.value)
+def test_an_answer_that_cannot_be_trained_on_is_refused(change, message):
+    answer = good_answer()
+    change(answer["meta_info"])
+    with pytest.raises((ValueError, KeyError, TypeError), match=message):
+        _part(answer, 5, 7)
+    with pytest.raises(ValueError, match="where 2 were asked for"):
+        _part(good_answer(), 2, 7)

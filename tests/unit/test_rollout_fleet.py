@@ -1,7 +1,10 @@
 import signal
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
+import httpx
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
@@ -56,8 +59,24 @@ def test_a_refused_version_names_every_engine_and_leaves_them_answering_for_the_
     assert all(client.url in str(error.value) for client in fleet.clients)
     assert [client.weight_version() for client in fleet.clients] == [served] * 2
     assert all(client.server_info()["is_paused"] for client in fleet.clients)
+    assert fleet.serving() == []
     fleet.publish(folder, 10)
     assert not any(client.server_info()["is_paused"] for client in fleet.clients)
+    assert [engine.version for engine in fleet.serving()] == [10, 10]
+
+
+def test_every_run_has_a_key_of_its_own_that_nobody_sees(fleet):
+    key = fleet._run_key
+    assert len(key) >= 32
+    for engine in fleet.engines():
+        pid = engine.process.popen.pid
+        assert key not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert key not in engine.process.log.read_text()
+        assert key not in repr(vars(engine)) + repr(vars(engine.process))
+        refused = httpx.get(f"{engine.url}/server_info", trust_env=False)
+        assert refused.status_code == 401
+        assert httpx.get(f"{engine.url}/health", trust_env=False).status_code == 200
+    assert engine.client.server_info()["scheme"] == "int8"
 
 
 def test_collect_repeats_bit_for_bit_and_keeps_the_order(fleet):
@@ -102,7 +121,7 @@ def test_adopted_servers_outlive_the_fleet(folder, tmp_path):
 def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder, tmp_path):
     dies = [sys.executable, "-c", "import sys; print('no such weights'); sys.exit(3)"]
     with (
-        pytest.raises(EngineError, match=r"(?s)engine \d exited with status 3.*no such weights"),
+        pytest.raises(EngineError, match=r"(?s)engine-\d exited with status 3.*no such weights"),
         Fleet(CONFIG, folder, scheme="int8", log_dir=tmp_path, serve_command=dies),
     ):
         pass
@@ -110,45 +129,21 @@ def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder,
 
 def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder, tmp_path):
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
-    fleet = Fleet(
-        CONFIG, folder, scheme="int8", log_dir=tmp_path, serve_command=sleeps, start_timeout_s=0.5
-    )
+    config = replace(CONFIG, start_timeout_s=0.5)
+    fleet = Fleet(config, folder, scheme="int8", log_dir=tmp_path, serve_command=sleeps)
     start = time.monotonic()
-    with pytest.raises(EngineError, match="did not start within"):
+    with pytest.raises(EngineError, match="engine-1 did not start within"):
         fleet.__enter__()
-    assert fleet._processes == []
+    assert fleet.engines() == []
     assert time.monotonic() - start < 5  # ended by SIGTERM, not by SIGKILL after a grace period
 
 
-def test_an_engine_that_says_yes_but_serves_the_old_version_is_named(folder, tmp_path):
-    class Stubborn:
-        url = "http://stubborn"
-        paused = False
-
-        def pause(self, mode):
-            self.paused = True
-
-        def update_weights_from_disk(self, folder, version):
-            pass
-
-        def weight_version(self):
-            return "1"
-
-        def resume(self):
-            self.paused = False
-
-    fleet = Fleet(CONFIG, folder, scheme="int8", log_dir=tmp_path)
-    fleet.clients = [Stubborn()]
-    with pytest.raises(EngineError, match="http://stubborn serves version '1'"):
-        fleet.publish(folder, 2)
-    assert fleet.clients[0].paused
-
-
 def test_engines_leave_cleanly_when_asked_and_when_their_parent_is_gone(folder, tmp_path):
-    with Fleet(CONFIG, folder, scheme="int8", dtype="float32", log_dir=tmp_path) as fleet:
-        asked, orphaned = (process.popen for process in fleet._processes)
+    config = replace(CONFIG, max_restarts=0)
+    with Fleet(config, folder, scheme="int8", dtype="float32", log_dir=tmp_path) as fleet:
+        asked, orphaned = (engine.process.popen for engine in fleet.engines())
         asked.send_signal(signal.SIGTERM)
         orphaned.stdin.close()
         assert (asked.wait(20), orphaned.wait(20)) == (0, 0)
-        with pytest.raises(EngineError, match="engine 0 exited with status 0"):
+        with pytest.raises(EngineError, match="engine-0 .*exited with status 0"):
             greedy(fleet, PROMPTS, 2)

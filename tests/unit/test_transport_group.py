@@ -164,6 +164,17 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(
     assert together(trainers, "settle")[0] == {}
 
 
+def test_a_bucket_that_is_still_on_its_way_is_not_overwritten(cast):
+    trainers, engine = cast.trainers(), cast(Engine, 0)
+    connect(trainers, {"a": [engine]})
+    (blob,) = trainers[0].call("put", 0, 1, 64000)  # goes when the engine asks for it
+    trainers[0].call("deliver", 0)
+    trainers[0].start("put", 2, 1, 64000)  # into the same memory
+    time.sleep(0.5)
+    engine.call("fetch", blob)  # compares the checksum
+    trainers[0].result()
+
+
 def test_an_engine_started_anew_takes_part_in_the_next_version(cast):
     trainers, first = cast.trainers(), cast(Engine, 0)
     connect(trainers, {"a": [first]})

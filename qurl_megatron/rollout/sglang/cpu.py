@@ -34,10 +34,18 @@ def wanted() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not torch.cuda.is_available()
 
 
+def registered() -> bool:
+    """True where ``register`` has done its work in this process."""
+    module = sys.modules.get("sglang.srt.layers.quantization.w8a8_int8")
+    return module is not None and module.W8A8Int8LinearMethod.apply is _apply_int8
+
+
 def install() -> None:
     """Fill the gaps that show while SGLang is imported: before that, in each of its processes."""
     if not wanted():
         return
+    # One helper of the embedding is compiled otherwise: half a minute, and a C++ compiler.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if "sgl_kernel" not in sys.modules:
         sys.modules["sgl_kernel"] = _Stub("sgl_kernel")
     if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
@@ -52,6 +60,7 @@ def register() -> None:
     if not wanted():
         return
     install()
+    import sglang.srt.configs.update_config  # noqa: F401
     from sglang.srt.layers.quantization import w8a8_fp8, w8a8_int8
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
@@ -64,6 +73,10 @@ def register() -> None:
     w8a8_fp8.W8A8Fp8LinearMethod.apply = _apply_fp8
     compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8.apply_weights = _apply_int8
     compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.apply_weights = _apply_fp8
+
+    for module in ("sglang.srt.configs.update_config", "sglang.srt.model_executor.model_runner"):
+        if module in sys.modules:
+            sys.modules[module].adjust_config_with_unaligned_cpu_tp = _as_on_gpus
 
     config = compressed_tensors.CompressedTensorsConfig
     config._check_scheme_supported = _up_to_hopper
@@ -112,6 +125,11 @@ def _per_channel(layer: nn.Module) -> Tensor:
     if len(scale) != layer.weight.shape[1]:
         raise NotImplementedError("without a GPU there are W8A8 layers with a scale per channel")
     return scale
+
+
+def _as_on_gpus(model_config: object, load_config: object, tp_size: int) -> object:
+    """SGLang pads heads and MLPs for AMX's tiles; here they are split and copied as on GPUs."""
+    return model_config
 
 
 def _up_to_hopper(self, min_capability: int, error: bool = True, **_: object) -> bool:

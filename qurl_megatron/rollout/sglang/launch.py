@@ -57,7 +57,8 @@ def engine_launch(
         "--host": host,
         "--port-file": port_file,
     }
-    command = [str(python), "-m", "qurl_megatron.rollout.sglang.server"]
+    # -P: the working folder may have another copy of this package, or of anything.
+    command = [str(python), "-P", "-m", "qurl_megatron.rollout.sglang.server"]
     command += [str(part) for pair in options.items() for part in pair]
     # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
     command += ["--exit-with-stdin", "--skip-tokenizer-init"]

@@ -1,4 +1,4 @@
-"""SGLang's server as one engine of a run: ``python -m qurl_megatron.rollout.sglang.server``.
+"""SGLang's server as one engine of a run: ``python -P -m qurl_megatron.rollout.sglang.server``.
 
 Takes SGLang's own options, and two more. Our weight loader is always in it. Where there is no CUDA,
 the options that SGLang needs there are added, unless they are given.
@@ -77,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
+    if cpu.wanted() and not cpu.registered():
+        sys.exit(
+            "SGLang did not find the plugin of qurl-megatron, needed without a GPU: install "
+            "the package in this environment with `pip install --no-deps -e .`, and start with "
+            "`python -P`, which leaves out what the working folder says of it"
+        )
     args = prepare_server_args(arguments(rest, cuda=torch.cuda.is_available(), port=_free_port()))
     if cpu.wanted():
         # One entry a rank is demanded; only the kernels that are not there would bind to it.

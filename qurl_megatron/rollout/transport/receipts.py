@@ -23,7 +23,8 @@ def leave(folder: Path, receipt: Receipt) -> None:
         aside.rename(path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); trainer and engines must share the folder"
+            f"{path} cannot be written ({error.strerror}); trainer and engines must share that "
+            "folder"
         ) from None
 
 

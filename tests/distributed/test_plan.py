@@ -1,0 +1,43 @@
+"""The plan's idea of who holds what is what Megatron's ranks hold."""
+
+import pytest
+
+from qurl_megatron.rollout.plan import Layout, Span, trainer_part
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from tests.distributed.test_policy import build, recipe
+
+
+def compare(device, config):
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        layout = Layout(tensor=ranks.tensor.size, pipeline=ranks.pipeline.size)
+        where = ranks.pipeline.rank, ranks.tensor.rank
+        held = 0
+        for shard in policy.hf_shards():
+            planned = trainer_part(policy.arch, shard.name, shard.shape, layout, *where)
+            stop = shard.offset + (
+                1 if shard.split_dim is None else shard.value.shape[shard.split_dim]
+            )
+            actual = Span(shard.split_dim, shard.offset, stop)
+            if planned is None:  # of a copy, or padding of the vocabulary
+                assert actual.empty or (actual.dim is None and ranks.tensor.rank > 0), shard.name
+            else:
+                assert planned == actual, shard.name
+            held += 1
+        assert held > 10
+
+
+@pytest.mark.parametrize(
+    "family,changes",
+    [
+        ("qwen2", dict(vocab_size=131, tie_word_embeddings=True)),
+        ("qwen3", dict(vocab_size=129)),
+        ("qwen3_moe", {}),
+    ],
+)
+def test_the_plan_knows_what_every_training_rank_holds(family, changes, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family, **changes)
+    config = recipe(folder, dict(tensor=2, pipeline=2))
+    run_on_ranks(compare, 4, "gloo", tmp_path, config)

@@ -1,0 +1,224 @@
+"""One real INT8 server through everything that can go wrong with an update, and back each time."""
+
+import re
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.rollout.sglang.server import LOADER
+from qurl_megatron.rollout.wire import payload
+from tests.sglang.engines import (
+    Case,
+    Publication,
+    Server,
+    checkpoints,
+    difference,
+    publish,
+    score,
+    servers,
+)
+
+CASE = Case("qwen2", "int8")
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+Q_SCALE = "model.layers.2.self_attn.q_proj.weight_scale"
+NORM = "model.norm.weight"
+
+
+class Engine:
+    """The server under test, and what it answers under each of two versions."""
+
+    def __init__(self, server: Server, versions: list, folder: Path) -> None:
+        self.server, self.versions, self.folder = server, versions, folder
+        self.number = 0
+        self.expected = []
+        for version in versions:
+            self.bring(version)
+            self.expected.append(server.answers())
+
+    def bring(self, version) -> None:
+        self.number += 1
+        receipts = publish(self.server, version.tensors, self.number, self.folder)
+        assert [receipt.error for receipt in receipts] == [None]
+
+    def publication(self) -> Publication:
+        self.number += 1
+        return Publication(self.server, self.number, self.folder)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    versions = checkpoints(CASE, folder, ["first", "second"])
+    with servers(lambda: Server(folder / "base", CASE, folder / "server", empty=True)) as (server,):
+        yield Engine(server, versions, folder / "sync")
+
+
+@pytest.fixture(autouse=True)
+def mended(engine):
+    """After each mistake the server lives, and a whole update makes it right again."""
+    yield
+    engine.bring(engine.versions[0])
+    assert difference(engine.server.answers(), engine.expected[0]) == 0
+
+
+def test_two_versions_can_be_told_apart(engine):
+    assert difference(*engine.expected) > 0.01
+
+
+def spoilt(update: Publication, *rounds: dict) -> str:
+    """The receipt's error after these buckets; the server is left answering."""
+    update.begin()
+    for tensors in rounds:
+        update.bucket(update.put(tensors))
+    (receipt,) = update.check()
+    update.commit()
+    update.server.answers()
+    return receipt.error
+
+
+def test_a_missing_tensor_is_named(engine):
+    tensors = {k: v for k, v in engine.versions[1].tensors.items() if k != Q_SCALE}
+    assert Q_SCALE in spoilt(engine.publication(), tensors)
+
+
+def test_a_tensor_that_comes_twice_is_named(engine):
+    tensors = engine.versions[1].tensors
+    assert f"{NORM} came twice" in spoilt(engine.publication(), tensors, {NORM: tensors[NORM]})
+
+
+def test_a_tensor_that_the_model_does_not_have_is_named(engine):
+    tensors = engine.versions[1].tensors | {"model.layers.9.extra.weight": torch.zeros(3)}
+    assert "model.layers.9.extra.weight" in spoilt(engine.publication(), tensors)
+
+
+def test_another_dtype_is_refused(engine):
+    tensors = engine.versions[1].tensors
+    error = spoilt(engine.publication(), tensors | {NORM: tensors[NORM].bfloat16()})
+    assert f"{NORM} came as bfloat16, the engine holds float32" in error
+
+
+def test_another_shape_is_refused(engine):
+    tensors = engine.versions[1].tensors
+    assert NORM in spoilt(engine.publication(), tensors | {NORM: tensors[NORM][:-1]})
+
+
+def test_a_bucket_that_never_came_is_an_error(engine):
+    update = engine.publication()
+    update.begin()
+    update.bucket(update.put(engine.versions[1].tensors))
+    update.buckets += 1
+    (receipt,) = update.check()
+    update.commit()
+    assert receipt.error == "bucket 1 of 2 did not arrive"
+
+
+def test_a_damaged_piece_is_named_and_not_loaded(engine):
+    update = engine.publication()
+    update.begin()
+    blobs = update.put(engine.versions[1].tensors)
+    piece = next(piece for piece in blobs[0].pieces if piece.name == O_PROJ)
+    path = Path(blobs[0].where["path"])
+    content = bytearray(path.read_bytes())
+    content[blobs[0].where["offset"] + piece.offset] ^= 1
+    path.write_bytes(content)
+    update.bucket(blobs)
+    (receipt,) = update.check()
+    update.commit()
+    assert O_PROJ in receipt.error and "damaged" in receipt.error
+
+
+def test_a_file_that_is_gone_is_named(engine):
+    update = engine.publication()
+    update.begin()
+    blobs = update.put(engine.versions[1].tensors)
+    path = Path(blobs[1].where["path"])
+    path.unlink()
+    update.bucket(blobs)
+    (receipt,) = update.check()
+    update.commit()
+    assert str(path) in receipt.error
+
+
+class Nonsense:
+    def to_json(self) -> str:
+        return '{"format": "another"}'
+
+
+def test_a_message_of_another_format_is_ignored(engine):
+    update = engine.publication()
+    update.begin()
+    engine.server.client.update_weights_from_tensor(payload([Nonsense()]), LOADER)
+    update.bucket(update.put(engine.versions[1].tensors))
+    (receipt,) = update.check()
+    update.commit()
+    assert receipt.error is None
+
+
+def test_a_trainer_that_died_half_way_leaves_nothing_to_the_next(engine):
+    update = engine.publication()
+    update.begin()
+    update.bucket(update.put({NORM: engine.versions[1].tensors[NORM] * 2}))
+    engine.bring(engine.versions[1])  # the session that it left open is taken over
+    assert difference(engine.server.answers(), engine.expected[1]) == 0
+
+
+def test_a_square_weight_loaded_untransposed_would_show(engine):
+    tensors = engine.versions[1].tensors
+    assert tensors[O_PROJ].shape[0] == tensors[O_PROJ].shape[1]
+    publish(engine.server, tensors | {O_PROJ: tensors[O_PROJ].t().contiguous()}, 0, engine.folder)
+    assert difference(engine.server.answers(), engine.expected[1]) > 0.01
+
+
+def test_answers_that_span_an_update_carry_the_version_of_every_token(engine):
+    before, after = str(engine.number), str(engine.number + 1)
+    prompts = [[5 + i, 9, 11] for i in range(32)]
+    tokens = 200
+    answers = {}
+
+    def ask(index: int) -> None:
+        params = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+        (answers[index],) = engine.server.client.generate([prompts[index]], params)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.5)
+    engine.bring(engine.versions[1])
+    for thread in threads:
+        thread.join()
+
+    spanning = 0
+    for index, prompt in enumerate(prompts):
+        meta, response = answers[index]["meta_info"], answers[index]["output_ids"]
+        spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
+        assert [version for version, _, _ in spans] in ([before], [after], [before, after])
+        assert spans[0][1] == 0 and spans[-1][2] == len(response) == tokens
+        if len(spans) == 2:
+            spanning += 1
+            cut = spans[1][1]
+            assert spans[0][2] == cut
+            # What follows was computed with the new weights alone, its context included.
+            given = torch.tensor([pair[0] for pair in meta["output_token_logprobs"]])
+            now = score(engine.server, prompt, response)
+            torch.testing.assert_close(given[cut:], now[cut:], atol=0.02, rtol=0)
+            assert (given[:cut] - now[:cut]).abs().max() > 0.1
+    assert spanning > 0
+
+
+def test_without_the_key_there_is_no_answer_and_nobody_sees_it(engine):
+    server = engine.server
+    for key in (None, "another"):
+        stranger = EngineClient(server.client.url, api_key=key)
+        assert stranger.healthy()
+        for ask in (stranger.weight_version, stranger.pause, partial(stranger.generate, [[1]], {})):
+            with pytest.raises(EngineError, match="401"):
+                ask()
+    assert server.key not in server.log.read_text()
+    for process in server.processes():
+        assert server.key not in " ".join(process.cmdline())
+    assert not re.search(server.key, str(server.client.server_info()))

@@ -1,0 +1,18 @@
+"""The server process: it ends with whoever started it."""
+
+import psutil
+
+from tests.sglang.engines import Case, Server, checkpoints, servers
+
+
+def test_when_standard_input_closes_every_process_of_the_server_ends(tmp_path):
+    case = Case("llama", "none")
+    (version,) = checkpoints(case, tmp_path, ["first"])
+    with servers(lambda: Server(version.folder, case, tmp_path / "server")) as (server,):
+        running = server.processes()
+        assert len(running) > 2
+        running[-1].suspend()  # a stuck one goes too
+        server.popen.stdin.close()
+        _, alive = psutil.wait_procs(running[1:], timeout=10)
+        server.popen.wait(10)
+    assert not alive

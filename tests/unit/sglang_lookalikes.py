@@ -1,0 +1,164 @@
+"""Models that hold parameters as SGLang does, class names and attributes included, in plain torch.
+
+What SGLang itself does with them is checked in ``tests/sglang``.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+HIDDEN, HEADS, KV_HEADS, HEAD, MLP, VOCAB, LAYERS = 16, 4, 2, 4, 24, 70, 2
+
+
+class UnquantizedLinearMethod: ...
+
+
+class W8A8Int8LinearMethod: ...
+
+
+class UnquantizedEmbeddingMethod: ...
+
+
+class CompressedTensorsLinearMethod: ...
+
+
+class CompressedTensorsW8A8Fp8: ...
+
+
+class Fp8LinearMethod: ...
+
+
+class _Linear(nn.Module):
+    def __init__(self, rows: int, columns: int, engine: SimpleNamespace, bias: bool) -> None:
+        super().__init__()
+        self.tp_group = SimpleNamespace(rank_in_group=engine.rank, world_size=engine.tp)
+        self.quant_method, self.scheme = engine.method(), engine.scheme
+        quantized = not isinstance(self.quant_method, UnquantizedLinearMethod)
+        kind = torch.int8 if quantized else torch.float32
+        self.weight = nn.Parameter(torch.zeros(rows, columns, dtype=kind), requires_grad=False)
+        if quantized:
+            self.weight_scale = nn.Parameter(torch.zeros(rows, 1), requires_grad=False)
+            self.weight = nn.Parameter(self.weight.data.t(), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(rows), requires_grad=False) if bias else None
+
+
+class QKVParallelLinear(_Linear):
+    def __init__(self, engine: SimpleNamespace) -> None:
+        self_heads, self_kv = HEADS // engine.tp, max(1, KV_HEADS // engine.tp)
+        rows = (self_heads + 2 * self_kv) * HEAD
+        super().__init__(rows, HIDDEN, engine, bias=True)
+        self.input_size, self.output_size_per_partition = HIDDEN, rows
+        self.head_size = self.v_head_size = HEAD
+        self.num_heads, self.num_kv_heads = self_heads, self_kv
+        self.total_num_heads, self.total_num_kv_heads = HEADS, KV_HEADS
+        self.num_kv_head_replicas = max(1, engine.tp // KV_HEADS)
+
+
+class MergedColumnParallelLinear(_Linear):
+    def __init__(self, engine: SimpleNamespace) -> None:
+        rows = 2 * MLP // engine.tp
+        super().__init__(rows, HIDDEN, engine, bias=False)
+        self.input_size, self.output_size_per_partition = HIDDEN, rows
+        self.output_sizes = [MLP, MLP]
+
+
+class RowParallelLinear(_Linear):
+    def __init__(self, columns: int, engine: SimpleNamespace) -> None:
+        super().__init__(HIDDEN, columns // engine.tp, engine, bias=False)
+        self.output_size, self.input_size_per_partition = HIDDEN, columns // engine.tp
+
+
+class VocabParallelEmbedding(nn.Module):
+    def __init__(self, engine: SimpleNamespace) -> None:
+        super().__init__()
+        each = -(-VOCAB // (64 * engine.tp)) * 64
+        start, stop = (min(VOCAB, each * (engine.rank + last)) for last in (0, 1))
+        self.quant_method, self.org_vocab_size = UnquantizedEmbeddingMethod(), VOCAB
+        self.shard_indices = SimpleNamespace(
+            org_vocab_start_index=start,
+            org_vocab_end_index=stop,
+            added_vocab_start_index=VOCAB,
+            added_vocab_end_index=VOCAB,
+        )
+        self.weight = nn.Parameter(torch.zeros(each, HIDDEN), requires_grad=False)
+
+
+class ParallelLMHead(VocabParallelEmbedding): ...
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size), requires_grad=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, engine: SimpleNamespace) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn.qkv_proj = QKVParallelLinear(engine)
+        self.self_attn.o_proj = RowParallelLinear(HEADS * HEAD, engine)
+        self.mlp.gate_up_proj = MergedColumnParallelLinear(engine)
+        self.mlp.down_proj = RowParallelLinear(MLP, engine)
+        self.input_layernorm = RMSNorm(HIDDEN)
+        self.post_attention_layernorm = RMSNorm(HIDDEN)
+
+
+class Qwen2ForCausalLM(nn.Module):
+    """One rank's model: attention projects 16 to 16, so o_proj is square at TP1."""
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        tp: int = 1,
+        method: type = W8A8Int8LinearMethod,
+        scheme: object = None,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        engine = SimpleNamespace(rank=rank, tp=tp, method=method, scheme=scheme)
+        self.model = nn.Module()
+        self.model.embed_tokens = VocabParallelEmbedding(engine)
+        self.model.layers = nn.ModuleList(_Layer(engine) for _ in range(LAYERS))
+        self.model.norm = RMSNorm(HIDDEN)
+        self.lm_head = ParallelLMHead(engine)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def whole_tensors(*, quantized: bool = True, tied: bool = False) -> dict[str, torch.Tensor]:
+    """What a checkpoint of it holds, every value different from its neighbours."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator)
+
+    tensors = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN)}
+    if not tied:
+        tensors["lm_head.weight"] = matrix(VOCAB, HIDDEN)
+    tensors["model.norm.weight"] = matrix(1, HIDDEN)[0]
+    linear = {
+        "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
+        "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+        "mlp.gate_proj": (MLP, HIDDEN),
+        "mlp.up_proj": (MLP, HIDDEN),
+        "mlp.down_proj": (HIDDEN, MLP),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = matrix(1, HIDDEN)[0]
+        for name, (rows, columns) in linear.items():
+            if quantized:
+                codes = torch.randint(-127, 128, (rows, columns), generator=generator)
+                tensors[f"{prefix}{name}.weight"] = codes.to(torch.int8)
+                tensors[f"{prefix}{name}.weight_scale"] = matrix(rows, 1)
+            else:
+                tensors[f"{prefix}{name}.weight"] = matrix(rows, columns)
+            if name[-6] in "qkv" and "attn" in name:
+                tensors[f"{prefix}{name}.bias"] = matrix(1, rows)[0]
+    return tensors

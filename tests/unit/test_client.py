@@ -1,0 +1,83 @@
+import socket
+import time
+
+import pytest
+
+from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
+from qurl_megatron.testing.engines import FakeEngine
+
+
+@pytest.fixture
+def engine():
+    with FakeEngine() as made:
+        yield made
+
+
+def test_a_session_for_weights_opens_loads_and_closes(engine):
+    client = EngineClient(engine.url)
+    client.begin_weight_update()
+    client.begin_weight_update()  # a dead trainer left it open: that is fine
+    client.update_weights_from_tensor(["a", "b"], "package.load")
+    [body] = engine.bodies("/update_weights_from_tensor")
+    assert body["serialized_named_tensors"] == ["a", "b"]
+    assert (body["load_format"], body["flush_cache"]) == ("package.load", False)
+    client.end_weight_update()
+    with pytest.raises(EngineError, match="update_weights_from_tensor answered 400: no session"):
+        client.update_weights_from_tensor([], "package.load")
+    client.set_weight_version(12)
+    assert client.weight_version() == "12"
+    [body] = engine.bodies("/update_weight_version")
+    assert body["abort_all_requests"] is False
+
+
+def test_an_update_that_fails_with_status_200_is_an_error(engine):
+    engine.end_weight_update = lambda body: (200, {"success": False, "message": "no disk"})
+    with pytest.raises(EngineError, match=f"{engine.url}/end_weight_update failed: no disk"):
+        EngineClient(engine.url).end_weight_update()
+
+
+def test_the_version_is_asked_where_sglang_tells_the_present_one(engine):
+    engine.version = "5"
+    client = EngineClient(engine.url)
+    assert client.server_info()["weight_version"] == "default"
+    assert client.weight_version() == "5"
+
+
+def test_older_releases_are_asked_under_their_own_names(engine):
+    known = {"/get_server_info": {"tp_size": 2}, "/get_model_info": {"weight_version": "3"}}
+    engine.get = lambda path: (200, known[path]) if path in known else (404, {})
+    client = EngineClient(engine.url)
+    assert client.server_info() == {"tp_size": 2}
+    assert client.weight_version() == "3"
+
+
+def test_a_deadline_bounds_every_request_of_its_thread(engine):
+    client = EngineClient(engine.url, timeout_s=60)
+    engine.deaf.set()
+    start = time.monotonic()
+    with deadline(0.3):
+        with pytest.raises(EngineError, match="/pause_generation did not answer within"):
+            client.pause()
+        with pytest.raises(EngineError, match="was not asked: the deadline has passed"):
+            client.resume()
+    assert 0.3 <= time.monotonic() - start < 2
+    engine.deaf.clear()
+    client.resume()
+
+
+def test_every_failure_names_url_endpoint_and_cause(engine):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(EngineError, match=f"{url}/flush_cache did not answer: .*refused"):
+            EngineClient(url).flush()
+    client = EngineClient(engine.url, api_key="k")
+    engine.api_key = "other"
+    with pytest.raises(EngineError, match="/flush_cache answered 401") as error:
+        client.flush()
+    assert error.value.ours and error.value.status == 401
+    client.close()
+    with pytest.raises(EngineError, match="was not asked"):
+        client.flush()
+    with pytest.raises(EngineError, match="is no address of an engine"):
+        EngineClient("http://[::zz]:1")

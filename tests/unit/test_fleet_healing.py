@@ -1,0 +1,303 @@
+"""Engines that die, hang, fail updates, appear and leave; scripted ones, some in real processes."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout import fleet as fleet_module
+from qurl_megatron.rollout import supervisor
+from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.rollout.collect import collect, greedy
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.membership import read_members
+from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.types import Prompt
+
+PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
+QUICK = {
+    "health_every_s": 0.1,
+    "health_timeout_s": 0.6,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 5,
+}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.05)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.05)
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.2)
+    monkeypatch.setattr(fleet_module, "PROBE_S", 0.5)
+    monkeypatch.setattr(fleet_module, "GRACE_S", 1.0)
+
+
+def local_fleet(tmp_path, *options, **changes) -> Fleet:
+    """Two engines in processes of their own."""
+    command = [sys.executable, "-m", "qurl_megatron.testing.engines", *map(str, options)]
+    config = RolloutConfig(engines=2, **{**QUICK, **changes})
+    return Fleet(config, "unused", scheme="none", log_dir=tmp_path, serve_command=command)
+
+
+def adopted(*engines: FakeEngine, **changes) -> Fleet:
+    config = RolloutConfig(urls=tuple(e.url for e in engines), **{**QUICK, **changes})
+    return Fleet(config, "unused", scheme="none", log_dir="unused")
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.02)
+
+
+def events(fleet) -> list[tuple[str, str]]:
+    return [(event["engine"], event["event"]) for event in fleet.drain()[0]]
+
+
+def test_an_engine_that_was_killed_comes_back_and_joins_with_the_next_publication(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        fleet.publish("unused", 1)
+        killed, other = fleet.serving()
+        fleet.drain()
+        old_url, log = killed.url, killed.process.log
+        os.kill(killed.process.popen.pid, signal.SIGKILL)
+        wait_until(lambda: killed.state == "ready")
+        assert fleet.serving() == [other]
+        assert killed.url != old_url and killed.restarts == 1
+        assert log.read_text().count("listening") == 2
+        samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
+        assert {v for s in samples for v in s.versions} == {1}
+        fleet.publish("unused", 2)
+        assert fleet.serving() == [killed, other]
+        assert killed.version == 2 and killed.client.weight_version() == "2"
+        names = [event for engine, event in events(fleet) if engine == "engine-0"]
+        assert names[-3:] == ["died", "restarted", "joined"]
+
+
+def test_a_death_is_quoted_from_the_log_and_restarts_are_counted(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        os.kill(fleet.serving()[0].process.popen.pid, signal.SIGKILL)
+        wait_until(lambda: fleet.engines()[0].restarts == 1)
+        seen, metrics = fleet.drain()
+        [death] = [event for event in seen if event["event"] == "died"]
+        assert death["message"].startswith("exited with status -9; the end of")
+        assert "listening" in death["message"]
+        assert metrics["fleet/restarts"] == 1
+        assert fleet.drain()[1]["fleet/restarts"] == 0
+
+
+def test_restarts_wait_twice_as_long_each_time_and_end(tmp_path):
+    lives = tmp_path / "lives"
+    with local_fleet(tmp_path, "--lives", lives, max_restarts=2) as fleet:
+        victim, other = fleet.serving()
+        times = []
+        for life in range(3):
+            wait_until(lambda: victim.state in ("serving", "ready"))
+            os.kill(victim.process.popen.pid, signal.SIGKILL)
+            died = time.monotonic()
+            if life < 2:
+                wait_until(lambda life=life: victim.restarts == life + 1)
+                times.append(time.monotonic() - died)
+        wait_until(lambda: victim.state == "gone")
+        assert times[0] >= 0.2 and times[1] >= 0.4
+        assert len(lives.read_text().split()) == 2 + 2
+        assert ("engine-0", "gave up") in events(fleet)
+        assert fleet.engines() == [other]
+        fleet.publish("unused", 1)
+        assert fleet.serving() == [other]
+
+
+def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp_path):
+    with local_fleet(tmp_path, "--token-s", 0.05) as fleet:
+        fleet.publish("unused", 1)
+        stopped, other = fleet.serving()
+        pid = stopped.process.popen.pid
+        threading.Timer(0.1, os.kill, (pid, signal.SIGSTOP)).start()
+        start = time.monotonic()
+        samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
+        assert 0.5 < time.monotonic() - start < 5
+        assert [s.prompt.index for s in samples] == [i for i in range(6) for _ in range(2)]
+        assert fleet.serving() == [other]
+        wait_until(lambda: stopped.state == "ready")
+        assert stopped.process.popen.pid != pid
+        assert ("engine-0", "failed") in events(fleet)
+        fleet.publish("unused", 2)
+        assert fleet.serving() == [stopped, other]
+
+
+def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():
+    hung, good = FakeEngine(), FakeEngine()
+    with hung, good, adopted(hung, good, update_timeout_s=0.5) as fleet:
+        fleet.publish("unused", 1)
+        hung.update_fault = "hang"
+        start = time.monotonic()
+        fleet.publish("unused", 2)
+        assert time.monotonic() - start < 1.5
+        assert [e.url for e in fleet.serving()] == [good.url]
+        assert hung.paused.is_set()  # not told to go on: it might have half of the weights
+        assert hung.version == "updating-2"
+        assert "did not answer within" in fleet.why_not()
+        hung.update_fault = ""
+        fleet.publish("unused", 3)
+        assert len(fleet.serving()) == 2 and hung.version == "3"
+
+
+def test_an_engine_that_says_yes_but_serves_the_old_version_is_named_and_stays_paused():
+    with FakeEngine() as liar, adopted(liar) as fleet:
+        liar.update_fault = "lie"
+        with pytest.raises(EngineError, match=f"{liar.url} serves version 'updating-2'"):
+            fleet.publish("unused", 2)
+        assert liar.paused.is_set() and fleet.serving() == []
+
+
+def test_an_engine_of_ours_that_keeps_failing_updates_is_started_anew(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        bad, good = fleet.serving()
+        for _ in range(2):
+            with fleet.publication() as engines:
+
+                def act(engine):
+                    if engine is bad:
+                        raise EngineError("its loader is broken")
+
+                fleet.confirm(fleet.each(act, "updating", engines), 1)
+            wait_until(lambda: bad.state in ("ready", "stale") and bad.pulse.healthy)
+        wait_until(lambda: bad.restarts == 1 and bad.state == "ready")
+        assert fleet.serving() == [good]
+
+
+def test_nothing_is_restarted_while_a_publication_is_under_way(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        with fleet.publication() as engines:
+            os.kill(engines[0].process.popen.pid, signal.SIGKILL)
+            time.sleep(0.8)
+            assert (engines[0].state, engines[0].restarts) == ("serving", 0)
+            done = fleet.each(lambda e: e.client.weight_version(), "asking", engines)
+            assert list(done) == [engines[1]]
+            fleet.confirm(done, 1)
+        wait_until(lambda: engines[0].state == "ready")
+
+
+def test_a_mistake_of_ours_in_an_act_is_not_taken_for_a_failing_engine():
+    with FakeEngine() as engine, adopted(engine) as fleet:
+        with pytest.raises(ZeroDivisionError):
+            fleet.each(lambda e: 1 / 0, "dividing")
+        assert len(fleet.serving()) == 1
+
+
+def test_an_adopted_engine_that_comes_back_gets_no_traffic_before_the_next_publication():
+    with FakeEngine() as away, FakeEngine() as other, adopted(away, other) as fleet:
+        fleet.publish("unused", 1)
+        away.deaf.set()
+        wait_until(lambda: len(fleet.serving()) == 1)
+        away.deaf.clear()
+        wait_until(lambda: fleet.engines()[0].pulse.healthy)
+        assert fleet.engines()[0].state == "stale"
+        greedy(fleet, PROMPTS, 2)
+        assert not away.bodies("/generate")
+        fleet.publish("unused", 2)
+        assert len(fleet.serving()) == 2
+
+
+def test_a_fleet_without_engines_says_so_and_waits_if_asked(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        for engine in fleet.serving():
+            os.kill(engine.process.popen.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="no engine is serving.*exited with status -9"):
+            greedy(fleet, PROMPTS, 2)
+        assert fleet.await_recruits(10)
+        fleet.publish("unused", 1)
+        assert len(greedy(fleet, PROMPTS, 2)) == 6
+
+
+def test_engines_come_and_go_with_the_rendezvous(tmp_path):
+    with FakeEngine() as first, FakeEngine(api_key="secret") as second:
+        offered = tmp_path / "engines"
+        offered.mkdir()
+        (tmp_path / "engines" / "key").write_text("secret\n")
+        config = RolloutConfig(rendezvous=str(offered), **QUICK)
+        fleet = Fleet(config, "unused", scheme="none", log_dir="unused")
+        (offered / "a.json").write_text(json.dumps({"url": first.url}))
+        with fleet:
+            fleet.publish("unused", 1)
+            (offered / "b.json").write_text('{"url": "http')  # a writer in the middle of it
+            time.sleep(0.3)
+            assert len(fleet.engines()) == 1
+            entry = {"url": second.url, "api_key_file": "key"}
+            (offered / "b.json").write_text(json.dumps(entry))
+            wait_until(lambda: len(fleet.engines()) == 2 and fleet.engines()[1].state == "ready")
+            assert [e.url for e in fleet.serving()] == [first.url]
+            fleet.publish("unused", 2)
+            assert [e.url for e in fleet.serving()] == [first.url, second.url]
+            (offered / "a.json").unlink()
+            wait_until(lambda: len(fleet.engines()) == 1)
+            assert len(greedy(fleet, PROMPTS, 2)) == 6
+            assert not first.bodies("/generate")
+            names = events(fleet)
+            assert ("engine-1", "joined") in names and ("engine-0", "left") in names
+
+
+def test_a_file_of_lines_offers_engines_too_and_its_mistakes_are_named(tmp_path):
+    file = tmp_path / "engines.jsonl"
+    assert read_members(file) == {}
+    file.write_text('{"url": "http://a:1/"}\n\n{"url": "http://b:2", "api_key_file": "k"}\n')
+    a, b = read_members(file).values()
+    assert (a.url, a.api_key()) == ("http://a:1", None)
+    assert b.api_key_file == tmp_path / "k"
+    with pytest.raises(ConfigError, match="API key of http://b:2 cannot be read"):
+        b.api_key()
+    file.write_text('{"url": "http://a:1"}\n{"uri": "http://b:2"}\n')
+    with pytest.raises(ConfigError, match="engines.jsonl, line 2 is not"):
+        read_members(file)
+
+
+def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_path):
+    with FakeEngine() as engine:
+        file = tmp_path / "engines.jsonl"
+        file.write_text(json.dumps({"url": engine.url}))
+        config = RolloutConfig(rendezvous=str(file), engines=2, start_timeout_s=0.4, **QUICK)
+        with (
+            pytest.raises(EngineError, match="offers 1 of 2 engines after 0 s"),
+            Fleet(config, "unused", scheme="none", log_dir="unused"),
+        ):
+            pass
+
+
+def test_an_adopted_engine_wants_its_key_at_once(monkeypatch):
+    with FakeEngine(api_key="secret") as engine:
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="answered 401.*QURL_API_KEY"), adopted(engine):
+            pass
+        assert time.monotonic() - start < 5
+        monkeypatch.setenv("QURL_API_KEY", "secret")
+        with adopted(engine) as fleet:
+            assert len(fleet.serving()) == 1
+
+
+def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_path):
+    with FakeEngine() as engine, adopted(engine) as fleet:
+        fleet.release(["weights", "kv_cache"])
+        fleet.resume(["weights"])
+        endpoints = [endpoint for endpoint, _ in engine.calls]
+        assert endpoints == [
+            "/pause_generation",
+            "/release_memory_occupation",
+            "/resume_memory_occupation",
+        ]
+        assert engine.bodies("/release_memory_occupation") == [{"tags": ["weights", "kv_cache"]}]
+    with local_fleet(tmp_path) as fleet:
+        fleet.released = True
+        victim = fleet.serving()[0]
+        os.kill(victim.process.popen.pid, signal.SIGKILL)
+        wait_until(lambda: victim.start_at is not None)
+        time.sleep(0.5)
+        assert victim.restarts == 0
+        fleet.released = False
+        wait_until(lambda: victim.restarts == 1)

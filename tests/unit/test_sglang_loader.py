@@ -1,0 +1,261 @@
+import dataclasses
+
+import pytest
+import torch
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.sglang.loader import Rank, handle
+from qurl_megatron.rollout.sglang.targets import pointers, targets
+from qurl_megatron.rollout.wire import Blob, Message, checksum, lay_out, piece_of
+from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+NORM = "model.norm.weight"
+
+
+class Wire:
+    """The outside: blobs by number, receipts in a list."""
+
+    def __init__(self) -> None:
+        self.blobs: list[torch.Tensor] = []
+        self.fetched: list[int] = []
+        self.receipts = []
+        self.opened = self.closed = 0
+
+    def open(self, transport: dict, rank: int) -> "Wire":
+        self.opened += 1
+        return self
+
+    def put(self, parts: list[tuple]) -> Blob:
+        pieces, size = lay_out(parts)
+        data = torch.zeros(size, dtype=torch.uint8)
+        for index, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
+            piece_of(data, piece).copy_(part[1])
+            pieces[index] = dataclasses.replace(piece, checksum=checksum(part[1]))
+        self.blobs.append(data)
+        return Blob({"number": len(self.blobs) - 1}, size, tuple(pieces))
+
+    def fetch(self, blob: Blob) -> torch.Tensor:
+        self.fetched.append(blob.where["number"])
+        if self.blobs[blob.where["number"]] is None:
+            raise ConfigError("the blob is gone")
+        return self.blobs[blob.where["number"]]
+
+    def report(self, receipt) -> None:
+        self.receipts.append(receipt)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Engine:
+    """One rank, and a trainer that talks to it."""
+
+    def __init__(self, wire: Wire | None = None, **model) -> None:
+        self.model, self.wire = Qwen2ForCausalLM(**model), wire or Wire()
+        self.rank = Rank(self.wire.open)
+        self.session, self.index = "one", 0
+
+    def say(self, action: str, index: int = 0, blobs: tuple = (), **transport) -> None:
+        message = Message(action, self.session, 1, index, {"kind": "test", **transport}, blobs)
+        handle(self.model, self.rank, Message.from_json(message.to_json()))
+
+    def bucket(self, *blobs: Blob) -> None:
+        self.say("bucket", self.index, blobs)
+        self.index += 1
+
+    def check(self):
+        self.say("check", self.index)
+        return self.wire.receipts[-1]
+
+    def next(self, session: str) -> None:
+        self.session, self.index = session, 0
+
+
+def parts(tensors: dict, ranks: int = 1) -> list[list[tuple]]:
+    """What each of ``ranks`` training ranks holds of whole tensors."""
+    made: list[list] = [[] for _ in range(ranks)]
+    for name, value in tensors.items():
+        row_parallel = "o_proj" in name or "down_proj" in name
+        if "norm" in name or (row_parallel and name.endswith("scale")):
+            made[0].append((name, value, None, 0))
+            continue
+        dim, start = (1 if row_parallel else 0), 0
+        for rank, part in enumerate(value.tensor_split(ranks, dim)):
+            made[rank].append((name, part.contiguous(), dim, start))
+            start += part.shape[dim]
+    return made
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_ends_with_its_part_of_every_tensor(ranks, tp):
+    whole = whole_tensors()
+    for rank in range(tp):
+        engine = Engine(rank=rank, tp=tp)
+        before = pointers(targets(engine.model))
+        names = sorted(whole)
+        for bucket in range(3):
+            some = {name: whole[name] for name in names[bucket::3]}
+            engine.bucket(*[engine.wire.put(part) for part in parts(some, ranks)])
+        receipt = engine.check()
+        assert receipt.error is None
+        assert receipt.rank == rank
+        assert receipt.pointers == before
+        found = targets(engine.model)
+        assert receipt.bytes == sum(target.view.nbytes for target in found.values())
+        for name, target in found.items():
+            part = tuple(slice(*span) for span in target.box)
+            assert torch.equal(target.view, whole[name][part]), name
+
+
+def test_finish_leaves_what_a_fresh_load_leaves_for_sglang_to_transpose():
+    engine, whole = Engine(), whole_tensors()
+    engine.bucket(engine.wire.put(parts(whole)[0]))
+    engine.say("finish")
+    o_proj = engine.model.model.layers[0].self_attn.o_proj
+    assert torch.equal(o_proj.weight, whole[O_PROJ])  # square: only the strides can tell
+    assert not torch.equal(o_proj.weight.t(), whole[O_PROJ])
+
+
+def test_a_second_update_finds_the_weights_however_the_first_left_them():
+    engine, whole = Engine(), whole_tensors()
+    engine.bucket(engine.wire.put(parts(whole)[0]))
+    engine.say("finish")  # and the trainer dies before SGLang transposes
+    doubled = {name: value * 2 for name, value in whole.items()}
+    engine.next("two")
+    engine.bucket(engine.wire.put(parts(doubled)[0]))
+    assert engine.check().error is None
+    assert torch.equal(engine.model.model.layers[0].self_attn.o_proj.weight, doubled[O_PROJ])
+
+
+def failed(engine: Engine, *rounds: list[tuple]) -> str:
+    for one in rounds:
+        engine.bucket(engine.wire.put(one))
+    return engine.check().error
+
+
+def test_a_missing_tensor_is_named():
+    whole = whole_tensors()
+    del whole[NORM]
+    assert f"{NORM} (none of it arrived)" in failed(Engine(), parts(whole)[0])
+
+
+def test_a_missing_shard_is_named():
+    first, second = parts(whole_tensors(), ranks=2)
+    absent = [part for part in second if part[0] != O_PROJ]
+    assert f"{O_PROJ} (a part only of it arrived)" in failed(Engine(), first, absent)
+
+
+def test_a_rank_does_not_miss_what_it_does_not_hold():
+    first, _ = parts({O_PROJ: whole_tensors()[O_PROJ]}, ranks=2)
+    rest = whole_tensors()
+    del rest[O_PROJ]
+    assert failed(Engine(rank=0, tp=2), parts(rest)[0], first) is None
+
+
+def test_a_piece_that_comes_twice_or_overlaps_is_named():
+    whole = whole_tensors()
+    overlap = (O_PROJ, whole[O_PROJ][:, 3:5].contiguous(), 1, 3)
+    error = failed(Engine(), parts(whole)[0], [overlap])
+    assert error == f"{O_PROJ} columns [3, 5) came twice"
+
+
+def test_an_unknown_tensor_is_named():
+    assert "model.extra is no tensor" in failed(Engine(), [("model.extra", torch.ones(2), None, 0)])
+
+
+def test_another_dtype_is_refused_and_nothing_written():
+    engine = Engine()
+    error = failed(engine, [(NORM, torch.ones(16, dtype=torch.bfloat16), None, 0)])
+    assert error == f"{NORM} came as bfloat16, the engine holds float32"
+    assert not engine.model.model.norm.weight.any()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (NORM, torch.ones(15), None, 0),
+        (NORM, torch.ones(16, 1), None, 0),
+        (O_PROJ, torch.ones(16, 8, dtype=torch.int8), 1, 9),
+        (O_PROJ, torch.ones(15, 8, dtype=torch.int8), 1, 0),
+    ],
+)
+def test_another_shape_is_refused_by_name(part):
+    assert part[0] in failed(Engine(), [part])
+
+
+def test_a_damaged_piece_is_named_and_not_written():
+    engine = Engine()
+    blob = engine.wire.put([(NORM, torch.ones(16), None, 0)])
+    engine.wire.blobs[0][5] ^= 1
+    engine.bucket(blob)
+    assert "damaged" in engine.check().error and NORM in engine.check().error
+    assert not engine.model.model.norm.weight.any()
+
+
+def test_the_first_error_is_told_and_the_rest_is_fetched_but_not_written():
+    engine = Engine()
+    whole = parts(whole_tensors())[0]
+    error = failed(engine, [("model.extra", torch.ones(2), None, 0)], whole)
+    assert "model.extra" in error
+    assert engine.wire.fetched == [0, 1]
+    assert not engine.model.model.norm.weight.any()
+
+
+def test_a_bucket_that_is_not_there_is_told_and_no_other_waited_for():
+    engine = Engine()
+    blob = engine.wire.put(parts(whole_tensors())[0])
+    engine.wire.blobs[0] = None
+    engine.bucket(blob, blob)
+    assert engine.check().error == "the blob is gone"
+    assert engine.wire.fetched == [0]
+
+
+def test_a_blob_without_anything_for_this_rank_is_not_fetched():
+    engine = Engine(rank=1, tp=2)
+    first, second = parts({O_PROJ: whole_tensors()[O_PROJ]}, ranks=2)
+    engine.bucket(engine.wire.put(first), engine.wire.put(second))
+    assert engine.wire.fetched == [1]
+
+
+def test_a_bucket_that_never_came_is_an_error():
+    engine = Engine()
+    engine.bucket(engine.wire.put(parts(whole_tensors())[0]))
+    engine.index += 1
+    assert engine.check().error == "bucket 1 of 2 did not arrive"
+
+
+def test_a_new_session_forgets_the_errors_and_the_coverage_of_the_last():
+    engine = Engine()
+    failed(engine, parts(whole_tensors())[0], [("model.extra", torch.ones(2), None, 0)])
+    engine.next("two")
+    assert failed(engine, parts(whole_tensors())[0]) is None
+
+
+def test_the_transport_stays_open_until_it_changes_or_fails():
+    engine = Engine()
+    engine.say("connect")
+    engine.next("two")
+    engine.say("connect")
+    assert (engine.wire.opened, engine.wire.closed) == (1, 0)
+    engine.next("three")
+    engine.say("connect", port=2)
+    assert (engine.wire.opened, engine.wire.closed) == (2, 1)
+    engine.say("close")
+    assert engine.wire.closed == 2
+
+
+def test_whatever_a_receiver_raises_goes_into_the_receipt():
+    class Broken(Wire):
+        def fetch(self, blob: Blob) -> torch.Tensor:
+            raise RuntimeError("the network is down")
+
+    engine = Engine(Broken())
+    assert "the network is down" in failed(engine, parts(whole_tensors())[0])
+
+
+def test_a_model_that_is_not_understood_goes_into_the_receipt():
+    engine = Engine()
+    engine.model.model.extra = torch.nn.Linear(2, 2)
+    assert "model.extra.weight" in failed(engine, parts(whole_tensors())[0])

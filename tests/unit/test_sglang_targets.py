@@ -1,0 +1,142 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.sglang.targets import pointers, targets, tensor_rank, turn_back
+from tests.unit import sglang_lookalikes as lookalikes
+from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+
+UNQUANTIZED = lookalikes.UnquantizedLinearMethod
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("method", [UNQUANTIZED, lookalikes.W8A8Int8LinearMethod])
+def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(tp, method):
+    whole = whole_tensors(quantized=method is not UNQUANTIZED)
+    held = {name: torch.zeros(value.shape, dtype=torch.int32) for name, value in whole.items()}
+    for rank in range(tp):
+        model = Qwen2ForCausalLM(rank=rank, tp=tp, method=method)
+        assert tensor_rank(model) == rank
+        found = targets(model)
+        assert found.keys() == whole.keys()
+        for name, target in found.items():
+            assert target.shape == whole[name].shape
+            assert target.view.dtype == whole[name].dtype
+            part = tuple(slice(*span) for span in target.box)
+            assert held[name][part].shape == target.view.shape
+            held[name][part] += 1
+    for name, times in held.items():
+        copies = set(times.flatten().tolist())
+        if any(part in name for part in ("k_proj", "v_proj")):
+            assert copies == {max(1, tp // lookalikes.KV_HEADS)}, name
+        elif "norm" in name or name.endswith(("o_proj.weight_scale", "down_proj.weight_scale")):
+            assert copies == {tp}, name
+        else:
+            assert copies == {1}, name
+
+
+def test_writing_through_a_target_writes_the_live_parameter():
+    model = Qwen2ForCausalLM()
+    found = targets(model)
+    o_proj = model.model.layers[0].self_attn.o_proj
+    found["model.layers.0.self_attn.o_proj.weight"].view[3, 5] = 7
+    assert o_proj.weight[5, 3] == 7  # SGLang holds [in, out]
+    found["model.layers.1.self_attn.k_proj.bias"].view[0] = 9.0
+    assert model.model.layers[1].self_attn.qkv_proj.bias[lookalikes.HEADS * lookalikes.HEAD] == 9.0
+
+
+def test_a_square_weight_is_turned_back_by_its_strides():
+    model = Qwen2ForCausalLM()
+    before = pointers(targets(model))
+    o_proj = model.model.layers[0].self_attn.o_proj
+    place = o_proj.weight.data_ptr()
+    assert o_proj.weight.shape == (16, 16) and not o_proj.weight.is_contiguous()
+    for _ in range(2):  # the second time there is nothing to do
+        turn_back(model)
+        assert o_proj.weight.is_contiguous()
+    assert o_proj.weight.data_ptr() == place
+    assert pointers(targets(model)) == before
+
+
+def test_pointers_notice_a_parameter_that_moved():
+    model = Qwen2ForCausalLM()
+    before = pointers(targets(model))
+    model.model.norm.weight.data = model.model.norm.weight.data.clone()
+    assert pointers(targets(model)) != before
+
+
+def test_a_tied_output_layer_comes_with_the_embedding():
+    assert targets(Qwen2ForCausalLM(tied=True)).keys() == whole_tensors(tied=True).keys()
+
+
+def test_a_parameter_that_no_update_would_reach_is_refused_by_name():
+    model = Qwen2ForCausalLM()
+    model.model.layers[1].mlp.extra = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.extra\.weight"):
+        targets(model)
+
+
+def test_a_static_activation_scale_beside_the_weight_is_refused_by_name():
+    model = Qwen2ForCausalLM()
+    model.model.layers[0].mlp.down_proj.input_scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match=r"down_proj\.input_scale"):
+        targets(model)
+
+
+def test_an_unknown_model_is_refused():
+    class GptOssForCausalLM(Qwen2ForCausalLM): ...
+
+    with pytest.raises(ConfigError, match="GptOssForCausalLM are not supported"):
+        targets(GptOssForCausalLM())
+
+
+def _compressed(**fields) -> object:
+    scheme = lookalikes.CompressedTensorsW8A8Fp8()
+    vars(scheme).update({"strategy": "channel", "is_static_input_scheme": False, **fields})
+    return scheme
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "said"),
+    [
+        (lookalikes.Fp8LinearMethod, None, "quantized as Fp8LinearMethod"),
+        (
+            lookalikes.CompressedTensorsLinearMethod,
+            _compressed(strategy="tensor"),
+            "weight scales per tensor",
+        ),
+        (
+            lookalikes.CompressedTensorsLinearMethod,
+            _compressed(is_static_input_scheme=True),
+            "static activation scales",
+        ),
+    ],
+)
+def test_other_ways_of_quantizing_are_refused(method, scheme, said):
+    with pytest.raises(ConfigError, match=said):
+        targets(Qwen2ForCausalLM(method=method, scheme=scheme))
+
+
+def test_compressed_tensors_with_a_scale_per_channel_is_known():
+    model = Qwen2ForCausalLM(method=lookalikes.CompressedTensorsLinearMethod, scheme=_compressed())
+    assert targets(model).keys() == whole_tensors().keys()
+
+
+def test_an_engine_with_attention_split_otherwise_is_refused():
+    model = Qwen2ForCausalLM(rank=1, tp=2)
+    model.model.layers[0].self_attn.qkv_proj.tp_group = SimpleNamespace(
+        rank_in_group=0, world_size=1
+    )
+    with pytest.raises(ConfigError, match="different groups"):
+        tensor_rank(model)
+
+
+def test_a_weight_that_was_repacked_is_refused():
+    model = Qwen2ForCausalLM()
+    down = model.model.layers[0].mlp.down_proj
+    down.weight = nn.Parameter(torch.zeros(24, 8, 2, dtype=torch.int8)[..., 0], requires_grad=False)
+    with pytest.raises(ConfigError, match=r"down_proj\.weight .* repacked"):
+        targets(model)

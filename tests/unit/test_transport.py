@@ -1,0 +1,394 @@
+"""Files and memory: what one process puts another fetches, and every mishap has a name."""
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.transport import open_receiver
+from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.transport.memory import MemorySender
+from qurl_megatron.rollout.version import MANIFEST, Manifest, manifest_of, read_version
+from qurl_megatron.rollout.wire import (
+    CHUNK,
+    Message,
+    Receipt,
+    checksum,
+    copy_checked,
+    piece_of,
+    word_sum,
+)
+from tests.unit.remote import Remote
+
+SHM = Path("/dev/shm")
+
+
+def parts(seed: int, rows: int = 6) -> list:
+    """Formats of 2, 1, 1, 4 and 2 bytes; a column slice is not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randint(-127, 128, (rows, 10), dtype=torch.int8, generator=generator)
+    return [
+        ("norm", torch.randn(7, generator=generator).bfloat16(), None, 0),
+        ("columns", wide[:, 3:8], 1, 3),
+        ("rows", wide[2:], 0, 12),
+        ("scale", torch.rand(rows, 1, generator=generator), 0, 12),
+        ("fp8", torch.randn(3, 5, generator=generator).to(torch.float8_e4m3fn), 0, 0),
+        ("odd", torch.randn(3, generator=generator).bfloat16(), None, 0),
+    ]
+
+
+@pytest.fixture(params=["files", "memory"])
+def sender(request, tmp_path):
+    made = make_sender(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+def make_sender(kind: str, root: Path):
+    if kind == "files":
+        return FilesSender(root / "versions", "pp0-tp0", leads=True, receipt_wait_s=0.2)
+    return MemorySender("test", 0, leads=True, root=root, receipt_wait_s=0.2)
+
+
+def check(memory: torch.Tensor, blob, sent: list) -> None:
+    assert memory.dtype is torch.uint8 and len(memory) == blob.bytes
+    by_name = {name: (tensor, dim, start) for name, tensor, dim, start in sent}
+    assert {piece.name for piece in blob.pieces} == by_name.keys()
+    for piece in blob.pieces:
+        tensor, dim, start = by_name[piece.name]
+        assert (piece.dim, piece.start) == (dim, start)
+        found = piece_of(memory, piece)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        assert checksum(found) == piece.checksum
+
+
+def over_the_wire(sender, blob):
+    message = Message("bucket", "s", 1, 0, sender.describe("http://a:1"), (blob,))
+    return Message.from_json(message.to_json())
+
+
+def test_what_is_put_is_fetched(sender):
+    sender.begin(1)
+    receiver = None
+    for index, rows in enumerate([6, 3, 40, 5, 4000, 5]):  # slots grow and are used again
+        blob = sender.put(index, parts(index, rows))
+        message = over_the_wire(sender, blob)
+        receiver = receiver or open_receiver(message.transport, 0)
+        check(receiver.fetch(message.blobs[0]), message.blobs[0], parts(index, rows))
+    receiver.close()
+
+
+def test_the_bucket_before_is_whole_while_the_next_is_put(sender):
+    sender.begin(1)
+    receiver = open_receiver(sender.describe("a"), 0)
+    first = sender.put(0, parts(0))
+    sender.put(1, parts(1))
+    check(receiver.fetch(first), first, parts(0))
+
+
+class Engine:
+    def __init__(self, transport, rank):
+        self.receiver, self.rank = open_receiver(transport, rank), rank
+
+    def sums(self, blob):
+        memory = self.receiver.fetch(blob)
+        return [checksum(piece_of(memory, piece)) for piece in blob.pieces]
+
+    def report(self, session):
+        self.receiver.report(Receipt(session, self.rank, None, 3, 0.1))
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_other_processes_see_the_bytes_and_leave_receipts(kind, tmp_path):
+    sender = make_sender(kind, tmp_path)
+    engines = [Remote(Engine, sender.describe("a"), rank) for rank in range(2)]
+    try:
+        sender.begin(1)
+        for index in range(5):
+            blob = sender.put(index, parts(index, rows=100 * (index + 1)))
+            for engine in engines:
+                assert engine.call("sums", blob) == [piece.checksum for piece in blob.pieces]
+        for engine in engines:
+            engine.call("report", "v1-a")
+        receipts = sender.receipts("v1-a", 2)
+        assert [(r.rank, r.error) for r in receipts] == [(0, None), (1, None)]
+        assert "rank 0 left no receipt" in sender.receipts("v1-a", 2)[0].error  # taken
+    finally:
+        for engine in engines:
+            engine.end()
+        sender.close()
+
+
+def test_a_receipt_that_comes_late_is_waited_for_and_one_that_is_missing_is_an_error(sender):
+    receiver = open_receiver(sender.describe("a"), 1)
+
+    def late():
+        time.sleep(0.1)
+        receiver.report(Receipt("v2", 1, "boom", 0, 0.0))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    lost, there = sender.receipts("v2", 2)
+    thread.join()
+    assert "rank 0 left no receipt" in lost.error and there.error == "boom"
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(ConfigError, match="carrier pigeon"):
+        open_receiver({"kind": "carrier pigeon"}, 0)
+    with pytest.raises(ConfigError, match="malformed.*receipts"):
+        open_receiver({"kind": "files"}, 0)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_a_safetensors_file_that_others_can_read(tmp_path):
+    sender = make_sender("files", tmp_path)
+    sender.begin(12)
+    blob = sender.put(3, parts(0))
+    path = tmp_path / "versions/v000012/pp0-tp0-b00003.safetensors"
+    assert blob.where["path"] == str(path)
+    found = load_file(path)
+    for name, tensor, _, _ in parts(0):
+        assert torch.equal(found[name].float(), tensor.float())
+
+
+def two_ranks(tmp_path, version=5):
+    """A version of one tensor in two slices, from two ranks, the second one's in two buckets."""
+    whole = torch.arange(60, dtype=torch.int8).view(12, 5)
+    senders = [FilesSender(tmp_path / "r", f"pp0-tp{i}", leads=i == 0) for i in range(2)]
+    for sender in senders:
+        sender.begin(version)
+    blobs = [
+        senders[0].put(0, [("w", whole[:6], 0, 0), ("n", torch.ones(3), None, 0)]),
+        senders[1].put(0, [("w", whole[6:8], 0, 6), ("v", whole[:0], 0, 12)]),
+        senders[1].put(1, [("w", whole[8:], 0, 8)]),
+    ]
+    return senders, blobs, whole
+
+
+def test_the_blobs_of_all_ranks_make_up_a_version(tmp_path):
+    senders, blobs, whole = two_ranks(tmp_path)
+    shapes = {"w": (12, 5), "n": (3,)}
+    manifest_of(5, "int8", reversed(blobs), shapes).write(senders[0].folder)
+    manifest = Manifest.read(tmp_path / "r/v000005")
+    assert (manifest.version, manifest.scheme) == (5, "int8")
+    found = dict(read_version(tmp_path / "r/v000005", manifest))
+    assert torch.equal(found["w"], whole) and torch.equal(found["n"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "change,shapes,message",
+    [
+        (lambda blobs: blobs[:2], {"w": (12, 5), "n": (3,)}, "tensor w: slices .* tile"),
+        (lambda blobs: [*blobs, blobs[2]], {"w": (12, 5), "n": (3,)}, "tensor w: slices .* tile"),
+        (lambda blobs: blobs, {"w": (12, 5), "n": (3,), "x": (1,)}, "lacks, .* x"),
+        (lambda blobs: blobs, {"w": (12, 5)}, "should not have, n"),
+    ],
+    ids=["a slice is missing", "a slice is there twice", "a tensor is missing", "one too many"],
+)
+def test_blobs_that_do_not_make_up_a_version_are_refused(tmp_path, change, shapes, message):
+    _, blobs, _ = two_ranks(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        manifest_of(5, "int8", change(blobs), shapes)
+
+
+def test_every_slice_is_verified_as_it_is_read(tmp_path):
+    senders, blobs, _ = two_ranks(tmp_path)
+    manifest_of(5, "int8", blobs, {"w": (12, 5), "n": (3,)}).write(senders[0].folder)
+    folder = senders[0].folder
+    path = folder / "pp0-tp1-b00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"tensor w in .*pp0-tp1-b00001.*checksum"):
+        dict(read_version(folder, Manifest.read(folder)))
+    path.write_bytes(b"\xff" * len(data))
+    with pytest.raises(ConfigError, match=r"pp0-tp1-b00001.safetensors is corrupt"):
+        dict(read_version(folder, Manifest.read(folder)))
+
+
+def test_a_version_begun_anew_is_unfinished_and_keeps_nothing_of_its_rank(tmp_path):
+    senders, blobs, _ = two_ranks(tmp_path)
+    manifest_of(5, "int8", blobs, {"w": (12, 5), "n": (3,)}).write(senders[0].folder)
+    senders[1].begin(5)
+    left = {path.name for path in (tmp_path / "r/v000005").iterdir()}
+    assert left == {"pp0-tp0-b00000.safetensors"}
+
+
+def test_only_the_newest_versions_are_kept(tmp_path):
+    sender = make_sender("files", tmp_path)
+    for version in (8, 9, 10, 100):
+        sender.begin(version)
+        sender.put(0, parts(0))
+        sender.finish(keep=2)
+    assert {path.name for path in sender.root.glob("v*")} == {"v000010", "v000100"}
+    sender.close()
+    assert not sender.root.exists()
+
+
+def test_a_full_disk_is_told_with_what_is_needed_and_leaves_no_half_a_file(tmp_path):
+    sender = make_sender("files", tmp_path)
+    sender.begin(1)
+    half = sender.folder / "pp0-tp0-b00000.tmp"
+    half.symlink_to("/dev/full")  # the one place that is always full
+    with pytest.raises(ConfigError, match=r"b00000.safetensors.*No space.*MB are free.*sync.dir"):
+        sender.put(0, parts(0))
+    assert not list(sender.folder.iterdir())
+    sender.put(0, parts(0))  # there is room again
+
+
+def test_a_folder_without_the_right_to_write_is_told():
+    with pytest.raises(ConfigError, match=r"/sys/qurl.*sync.dir"):
+        FilesSender(Path("/sys/qurl"), "pp0-tp0", leads=True)
+
+
+def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path):
+    sender = make_sender("files", tmp_path)
+    sender.begin(1)
+    blob = sender.put(0, parts(0))
+    receiver = open_receiver(sender.describe("a"), 0)
+    path = Path(blob.where["path"])
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ConfigError, match=r"b00000.safetensors has \d+ bytes instead of"):
+        receiver.fetch(blob)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"b00000.safetensors cannot be read.*share"):
+        receiver.fetch(blob)
+
+
+def test_the_manifest_names_its_format(tmp_path):
+    senders, blobs, _ = two_ranks(tmp_path)
+    manifest_of(5, "int8", blobs, {"w": (12, 5), "n": (3,)}).write(senders[0].folder)
+    path = senders[0].folder / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": "qurl-version-1"}))
+    with pytest.raises(ConfigError, match="not of format qurl-version-2"):
+        Manifest.read(path.parent)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_two_buckets_of_memory_are_all_there_ever_is(tmp_path):
+    sender = make_sender("memory", tmp_path)
+    for index in range(7):
+        sender.put(index, parts(index, rows=1000))
+    slots = [path for path in sender.folder.iterdir() if path.is_file()]
+    assert len(slots) == 2
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in slots)
+    assert sender.folder.stat().st_mode & 0o777 == 0o700
+    assert sum(path.stat().st_size for path in slots) < 2.1 * sender.put(0, parts(0, 1000)).bytes
+    sender.close()
+    assert not sender.folder.exists()
+
+
+def test_a_receiver_follows_a_trainer_that_was_started_anew_under_the_same_name(tmp_path):
+    killed = make_sender("memory", tmp_path)  # never closed
+    receiver = open_receiver(killed.describe("a"), 0)
+    receiver.fetch(killed.put(0, parts(0)))
+    second = make_sender("memory", tmp_path)
+    blob = second.put(0, parts(1))
+    check(receiver.fetch(blob), blob, parts(1))
+
+
+def test_a_slot_that_is_not_what_the_trainer_made_is_refused(tmp_path):
+    sender = make_sender("memory", tmp_path)
+    receiver = open_receiver(sender.describe("a"), 0)
+    blob = sender.put(0, parts(0))
+    path = Path(blob.where["slot"])
+
+    with pytest.raises(ConfigError, match="blob says"):
+        receiver.fetch(dataclasses.replace(blob, bytes=blob.bytes + 1000))
+    receiver.close()
+    other = tmp_path / "other"
+    other.write_bytes(path.read_bytes())
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be opened.*sync.transport"):
+        receiver.fetch(blob)
+    path.symlink_to(other)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        receiver.fetch(blob)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is not what this user's trainer makes"):
+        receiver.fetch(blob)
+    path.unlink()
+    path.write_bytes(other.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="another trainer"):
+        receiver.fetch(blob)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_another_users_slot_or_folder_is_refused(tmp_path):
+    sender = make_sender("memory", tmp_path)
+    blob = sender.put(0, parts(0))
+    os.chown(blob.where["slot"], 12345, 12345)
+    with pytest.raises(ConfigError, match="is not what this user's trainer makes"):
+        open_receiver(sender.describe("a"), 0).fetch(blob)
+    os.chown(sender.folder, 12345, 12345)
+    with pytest.raises(ConfigError, match="is not what this user's trainer makes"):
+        make_sender("memory", tmp_path)
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+def test_too_little_memory_is_told_before_a_byte_is_written():
+    sender = MemorySender(f"test-{os.getpid()}", 0, leads=True, root=SHM)
+    try:
+        huge = torch.zeros(1, dtype=torch.int8).expand(1 << 50)
+        with pytest.raises(ConfigError, match=r"rank0-0.*No space.*MB are needed.*MB are free"):
+            sender.put(0, [("w", huge, None, 0)])
+        sender.put(0, parts(0))
+    finally:
+        sender.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_bucket_is_opened_by_its_handle(tmp_path):
+    sender = MemorySender("test", 0, leads=True, device="cuda", root=tmp_path)
+    engine = Remote(Engine, sender.describe("a"), 0)
+    try:
+        for index in range(4):
+            on_gpu = [(n, t.cuda(), d, s) for n, t, d, s in parts(index, 1000)]
+            blob = sender.put(index, on_gpu)
+            assert engine.call("sums", blob) == [piece.checksum for piece in blob.pieces]
+    finally:
+        engine.end()
+        sender.close()
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
+def test_a_copy_in_chunks_has_the_checksum_of_the_whole(size):
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    assert copy_checked(target, source) == checksum(source)
+    assert torch.equal(target, source)
+
+
+def test_the_sum_of_words_shows_any_changed_byte_and_any_exchanged_words():
+    data = torch.randint(0, 256, (1003,), dtype=torch.uint8)
+    whole = word_sum(data)
+    for place in range(len(data)):
+        damaged = data.clone()
+        damaged[place] ^= 128
+        assert word_sum(damaged) != whole
+    twice = data.clone()
+    twice[7] ^= 128
+    twice[15] ^= 128
+    assert word_sum(twice) != whole
+    exchanged = data.clone()
+    exchanged[0:8], exchanged[80:88] = data[80:88], data[0:8]
+    assert word_sum(exchanged) != whole
+    assert word_sum(torch.cat([data.new_zeros(3), data])[3:]) == whole  # wherever it lies
