@@ -16,11 +16,12 @@ class Remote:
     """``make(*args)`` in a fresh process; ``start`` a method there, then take its ``result``."""
 
     def __init__(self, make: Callable, *args) -> None:
-        CONTEXT.set_forkserver_preload(["torch.distributed"])
+        CONTEXT.set_forkserver_preload(["qurl_megatron.rollout.transport.group"])
         self._pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_serve, args=(theirs, make, args), daemon=True)
         self.process.start()
         theirs.close()
+        self.result()  # ready: what is timed later is not the start
 
     def start(self, method: str, *args) -> "Remote":
         self._pipe.send((method, args))
@@ -57,6 +58,7 @@ def _serve(pipe: Connection, make: Callable, args: tuple) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     made = make(*args)
+    pipe.send((True, None))
     with contextlib.suppress(EOFError):  # the test is over
         while True:
             method, arguments = pipe.recv()

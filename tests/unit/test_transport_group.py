@@ -14,7 +14,7 @@ from qurl_megatron.rollout.wire import Receipt, checksum, piece_of
 from tests.unit.remote import Remote, together
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 LARGE = 64 << 20  # far more than sockets hold
 
 
@@ -152,9 +152,9 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(
     for blob in blobs:
         well.call("fetch", blob[0])
     failures = together(trainers, "settle")
-    assert time.monotonic() - begun < TIMEOUT_S + 3
+    assert time.monotonic() - begun < TIMEOUT_S + 5
     assert failures[0] == {} and failures[1].keys() == {"lost"}
-    assert "training rank 1 within 2 s" in failures[1]["lost"]
+    assert "training rank 1 within 3 s" in failures[1]["lost"]
 
     trainers[0].call("drop", "lost")  # as the lead tells all
     blobs = together(trainers, "put", 1, 1, LARGE)
@@ -200,22 +200,22 @@ def test_a_training_rank_that_is_lost_ends_the_wait_of_the_engine(cast, number):
     trainers[1].signal(number)
     engine.call("fetch", blobs[0][0])
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"training rank 1 did not send 67.1 MB within 2 s"):
+    with pytest.raises(ConfigError, match=r"training rank 1 did not send 67.1 MB within 3 s"):
         engine.call("fetch", blobs[1][0])
-    assert time.monotonic() - begun < TIMEOUT_S + 1
+    assert time.monotonic() - begun < TIMEOUT_S + 5
 
 
 def test_an_engine_that_does_not_come_keeps_the_others_waiting_no_longer_than_agreed(cast):
-    trainers = cast.trainers(connect_timeout_s=3.0)
+    trainers = cast.trainers(connect_timeout_s=4.0)
     well = cast(Engine, 0)
     together(trainers, "begin", 1)
     well.start("open", trainers[0].call("describe", "well"))
     begun = time.monotonic()
     failures = together(trainers, "connect", {"absent": 2, "well": 1})
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 15
     for rank, failure in enumerate(failures):
         assert failure.keys() == {"absent"}
-        assert f"training rank {rank} could not reach its 2 ranks within 3 s" in failure["absent"]
+        assert f"training rank {rank} could not reach its 2 ranks within 4 s" in failure["absent"]
     well.result()
     blobs = together(trainers, "put", 0, 1, 640)
     together(trainers, "deliver", 0)
@@ -229,7 +229,7 @@ def test_an_engine_alone_waits_for_the_training_ranks_no_longer_than_agreed(cast
     begun = time.monotonic()
     with pytest.raises(ConfigError, match="engine rank 0 could not meet the training ranks at"):
         cast(Engine, 0).call("open", transport)
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 15
 
 
 def test_the_store_is_bound_to_the_given_address_alone():
