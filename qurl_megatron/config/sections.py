@@ -431,6 +431,10 @@ class SyncConfig:
     new weights up to where they were, and go on; in_place: they go on with the old key/value cache.
     Either way each token tells its version."""
 
+    host: str = ""
+    """Address of the leading rank at which the group transport meets engines; it must be reachable
+    from them, and from nowhere else. Empty: 127.0.0.1 on one machine, else MASTER_ADDR."""
+
     dir: str = ""
     """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty
     takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""

@@ -140,6 +140,17 @@ class EngineClient:
         body = _generation(input_ids, sampling_params, rid)
         return self._answers(self._request("POST", "/generate", body))
 
+    def score(self, input_ids: Sequence[int], *, start: int) -> list[float]:
+        """Log-probs of ``input_ids[start:]``, each given all tokens before it; SGLang only."""
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        scored = self._object("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
+        return [log_prob for log_prob, *_ in scored[start:]]
+
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
         """For many generations at once on the running event loop."""

@@ -139,7 +139,7 @@ def launches(
             name: Launch((*serve_command, *one.command), {**one.env, **key})
             for name, one in zip(names, made, strict=True)
         }
-    python = _sglang_python(config.sglang_python)
+    python = sglang_python(config.sglang_python)
     return {
         name: engine_launch(
             python,
@@ -189,7 +189,7 @@ def _devices(config: RolloutConfig, index: int) -> list[str]:
     return options
 
 
-def _sglang_python(given: str) -> Path:
+def sglang_python(given: str) -> Path:
     if given:
         if not Path(given).is_file():
             raise ConfigError(

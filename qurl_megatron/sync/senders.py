@@ -13,6 +13,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.rollout.transport import Sender
 from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_store
 from qurl_megatron.rollout.transport.memory import MemorySender
 
 
@@ -31,7 +32,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     if kind == "memory":
         return MemorySender(token, ranks.rank, leads=ranks.leads, device=ranks.device)
     if kind == "group":
-        return _group_sender(sync, policy, hosts)
+        return _group_sender(sync, rollout, policy, one_machine=one_machine)
     root: list[Path | None] = [None]
     if ranks.leads:
         parameters = sum(p.numel() for p in policy.gpt.parameters())
@@ -42,6 +43,22 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     dist.broadcast_object_list(root, src=0)
     name = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-dp{ranks.data.rank}"
     return FilesSender(root[0], name, leads=ranks.leads)
+
+
+def _group_sender(
+    sync: SyncConfig, rollout: RolloutConfig, policy: Policy, *, one_machine: bool
+) -> GroupSender:
+    ranks, timeout_s = policy.ranks, rollout.update_timeout_s
+    # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
+    host = sync.host or ("127.0.0.1" if one_machine else os.environ["MASTER_ADDR"])
+    store = host_store(host, timeout_s) if ranks.leads else None
+    place: list = [store and store.port]
+    dist.broadcast_object_list(place, src=0)
+    if store is None:
+        store = join_store(host, place[0], timeout_s)
+    return GroupSender(
+        store, ranks.rank, ranks.world_size, device=ranks.device, timeout_s=timeout_s
+    )
 
 
 def choose(transport: str, *, embedded: bool, one_machine: bool) -> str:

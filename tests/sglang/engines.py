@@ -19,8 +19,7 @@ from torch import Tensor
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import quantization_config, stored
 from qurl_megatron.rollout.client import EngineClient
-from qurl_megatron.rollout.sglang.launch import engine_launch
-from qurl_megatron.rollout.sglang.server import LOADER
+from qurl_megatron.rollout.sglang.launch import LOADER, engine_launch
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.wire import Blob, Message, Receipt, payload
 from qurl_megatron.testing.models import tiny_checkpoint

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qurl_megatron.rollout.client import EngineClient, EngineError
-from qurl_megatron.rollout.sglang.server import LOADER
+from qurl_megatron.rollout.sglang.launch import LOADER
 from qurl_megatron.rollout.wire import payload
 from tests.sglang.engines import (
     Case,

@@ -1,4 +1,8 @@
-"""The command line and environment of one SGLang engine, from plain values."""
+"""The command line and environment of one SGLang engine, from plain values.
+
+``engine_launch`` is what the fleet runs; ``server_arguments`` what the server makes of it, on the
+machine where it runs, for SGLang.
+"""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +13,17 @@ from qurl_megatron.quant.export import quantization_config
 
 API_KEY = "QURL_API_KEY"
 """Environment variable that carries the key: command lines are there for everybody to read."""
+
+LOADER = "qurl_megatron.rollout.sglang.loader.load"
+
+CPU_OPTIONS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--max-total-tokens": "16384",  # without it SGLang takes most of the machine's memory
+    "--max-running-requests": "64",
+    "--sleep-on-idle": None,  # an idle scheduler would spin on a core
+    "--skip-server-warmup": None,
+}
 
 UNQUANTIZED = ("lm_head",)  # linear layers that keep the model's own format
 
@@ -72,3 +87,23 @@ def engine_launch(
     if api_key is not None:
         env[API_KEY] = api_key
     return Launch((*command, *extra), env)
+
+
+def server_arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]:
+    """What SGLang's parser gets: the given options, ours, and those the machine needs.
+
+    Args:
+        port: used where no ``--port`` is given.
+    """
+    given = {option.split("=")[0] for option in argv}
+    options: dict[str, str | None] = {"--port": str(port)}
+    if not cuda:
+        options |= CPU_OPTIONS
+    added = [
+        part
+        for option, value in options.items()
+        if option not in given
+        for part in (option, value)
+        if part is not None
+    ]
+    return [*argv, *added, "--custom-weight-loader", LOADER]

@@ -27,40 +27,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from qurl_megatron.rollout.sglang import cpu
-from qurl_megatron.rollout.sglang.launch import API_KEY
+from qurl_megatron.rollout.sglang.launch import API_KEY, server_arguments
 
 cpu.install()
-
-LOADER = "qurl_megatron.rollout.sglang.loader.load"
-
-CPU_OPTIONS = {
-    "--device": "cpu",
-    "--attention-backend": "torch_native",
-    "--max-total-tokens": "16384",  # without it SGLang takes most of the machine's memory
-    "--max-running-requests": "64",
-    "--sleep-on-idle": None,  # an idle scheduler would spin on a core
-    "--skip-server-warmup": None,
-}
-
-
-def arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]:
-    """What SGLang's parser gets: the given options, ours, and those the machine needs.
-
-    Args:
-        port: used where no ``--port`` is given.
-    """
-    given = {option.split("=")[0] for option in argv}
-    options: dict[str, str | None] = {"--port": str(port)}
-    if not cuda:
-        options |= CPU_OPTIONS
-    added = [
-        part
-        for option, value in options.items()
-        if option not in given
-        for part in (option, value)
-        if part is not None
-    ]
-    return [*argv, *added, "--custom-weight-loader", LOADER]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             "the package in this environment with `pip install --no-deps -e .`, and start with "
             "`python -P`, which leaves out what the working folder says of it"
         )
-    args = prepare_server_args(arguments(rest, cuda=torch.cuda.is_available(), port=_free_port()))
+    args = prepare_server_args(
+        server_arguments(rest, cuda=torch.cuda.is_available(), port=_free_port())
+    )
     if cpu.wanted():
         # One entry a rank is demanded; only the kernels that are not there would bind to it.
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * args.tp_size))

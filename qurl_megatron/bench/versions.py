@@ -1,0 +1,144 @@
+"""Did the engines of a run serve what its checkpoints hold?
+
+``python -m qurl_megatron.bench.versions RUN_DIR --out docs/results/versions_cpu.json``
+
+For every checkpoint of a finished run on SGLang engines: quantize it into a folder, start a new
+SGLang server on that folder, and have it score the responses that the run's engines gave at this
+version. The log-probs that the run recorded while sampling, from weights that came shard by shard
+into live parameters, must be those of a server that never knew another version.
+
+The run needs ``train.save_rollouts=true``, ``checkpoint.every=1`` and a ``checkpoint.keep`` that
+keeps them all. As a control each version's responses are also scored by the server of another one.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from qurl_megatron.config import RunConfig, load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.client import EngineClient
+from qurl_megatron.rollout.process import EngineProcess, port_file, sglang_python, stop
+from qurl_megatron.rollout.sglang.launch import engine_launch
+from qurl_megatron.training.state import RECIPE, checkpoints
+
+QUANTIZE = Path(__file__).parents[2] / "checkpoints_tools/quantize.py"
+START_S = 300.0
+GRACE_S = 10.0
+
+Response = dict
+"""One line of ``rollouts/step_000012.jsonl``."""
+
+
+def recorded(run_dir: Path, version: int, limit: int) -> list[Response]:
+    """The first distinct responses that were generated wholly at ``version``."""
+    path = run_dir / "rollouts" / f"step_{version + 1:06d}.jsonl"
+    if not path.is_file():
+        return []
+    found: dict[tuple, Response] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        response = json.loads(line)
+        if set(response["versions"]) == {version}:
+            key = (*response["prompt"]["input_ids"], -1, *response["response_ids"])
+            found.setdefault(key, response)
+    return list(found.values())[:limit]
+
+
+def differences(client: EngineClient, responses: Sequence[Response]) -> list[float]:
+    """|recorded - scored| of every response token's log-prob."""
+    found: list[float] = []
+    for response in responses:
+        prompt, tokens = response["prompt"]["input_ids"], response["response_ids"]
+        scored = client.score(prompt + tokens, start=len(prompt))
+        recorded_T = response["behaviour_log_probs"]
+        found += [abs(a - b) for a, b in zip(recorded_T, scored, strict=True)]
+    return found
+
+
+@contextmanager
+def fresh_engine(config: RunConfig, checkpoint: Path) -> Iterator[EngineClient]:
+    """A server that has only ever seen this checkpoint, quantized as an export for SGLang."""
+    with tempfile.TemporaryDirectory(prefix="qurl-version-") as folder:
+        export = Path(folder) / "model"
+        options = ["--model", checkpoint, "--scheme", config.quant.scheme, "--format", "sglang"]
+        command = [sys.executable, QUANTIZE, *options, "--dtype", "float32", "--out", export]
+        subprocess.run([*map(str, command)], check=True, capture_output=True)
+        launch = engine_launch(
+            sglang_python(config.rollout.sglang_python),
+            export,
+            scheme=config.quant.scheme,
+            dtype=config.model.dtype,
+            threads=2,
+            port_file=port_file(Path(folder), "engine"),
+            empty=False,
+        )
+        process = EngineProcess("engine", launch, Path(folder))
+        process.start()
+        try:
+            yield _client(process)
+        finally:
+            stop([process], GRACE_S)
+
+
+def _client(process: EngineProcess) -> EngineClient:
+    deadline = time.monotonic() + START_S
+    while (port := process.port()) is None:
+        if death := process.exited():
+            raise ConfigError(f"the engine {death}")
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the engine did not start within {START_S:.0f} s")
+        time.sleep(0.2)
+    return EngineClient(f"http://127.0.0.1:{port}")
+
+
+def run(run_dir: Path, *, limit: int) -> list[dict]:
+    """One row per version that has a checkpoint and responses."""
+    config = load(run_dir / RECIPE)
+    rows = []
+    for checkpoint in checkpoints(run_dir):
+        version = int(checkpoint.name.removeprefix("step_"))
+        responses = recorded(run_dir, version, limit)
+        others = recorded(run_dir, version - 1, limit)
+        if not responses:
+            continue
+        with fresh_engine(config, checkpoint) as client:
+            same, other = differences(client, responses), differences(client, others)
+        rows.append(
+            {
+                "version": version,
+                "tokens": len(same),
+                "max": max(same),
+                "mean": statistics.mean(same),
+                "max_of_version_before": max(other, default=None),
+                "mean_of_version_before": statistics.mean(other) if other else None,
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    if not rows:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint with responses; train with train.save_rollouts=true "
+            "checkpoint.every=1 checkpoint.keep=100"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--responses", type=int, default=64, help="per version")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = run(arguments.run_dir, limit=arguments.responses)
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"versions": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qurl_megatron.quant import dequantize, quantize, quantize_tokens
+from qurl_megatron.rollout.sglang import cpu
+
+
+@pytest.mark.parametrize(("scheme", "apply"), [("int8", cpu._apply_int8), ("fp8", cpu._apply_fp8)])
+@pytest.mark.parametrize("lead", [(5,), (2, 3)])
+def test_a_layer_equals_the_product_of_dequantized_values(scheme, apply, lead):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*lead, 32, generator=generator)
+    weight = quantize(torch.randn(24, 32, generator=generator), scheme)
+    bias = torch.randn(24, generator=generator)
+    layer = SimpleNamespace(weight=weight.values.t(), weight_scale=weight.scale)
+
+    codes, scale = quantize_tokens(x.view(-1, 32), scheme)
+    expected = (codes.float() * scale) @ dequantize(weight).float().t() + bias
+    actual = apply(None, layer, x, bias)
+    assert actual.shape == (*lead, 24)
+    torch.testing.assert_close(actual.view(-1, 24), expected, atol=2e-5, rtol=0)
+
+
+def test_a_scale_per_tensor_is_refused():
+    layer = SimpleNamespace(
+        weight=torch.zeros(32, 24, dtype=torch.int8), weight_scale=torch.ones(1)
+    )
+    with pytest.raises(NotImplementedError):
+        cpu._apply_int8(None, layer, torch.ones(1, 32))
+
+
+def test_nothing_happens_unless_sglang_is_asked_to_run_without_a_gpu(monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    assert not cpu.wanted()
+    cpu.install()
+    cpu.register()  # would import SGLang, which is not here
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not cpu.wanted()
+
+
+def test_the_stub_fails_when_it_is_called_not_when_it_is_imported():
+    stub = cpu._Stub("sgl_kernel")
+    assert stub.silu_and_mul is not None
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.silu_and_mul needs a GPU"):
+        stub.silu_and_mul(1)
+    assert not hasattr(stub, "__path__")

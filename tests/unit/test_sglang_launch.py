@@ -1,0 +1,38 @@
+import json
+
+import pytest
+
+from qurl_megatron.rollout.sglang.launch import API_KEY, engine_launch, server_arguments
+
+
+def test_the_key_is_in_the_environment_and_nowhere_else():
+    launch = engine_launch("python", "model", scheme="none", port_file="port", api_key="secret")
+    assert launch.env[API_KEY] == "secret"
+    assert "secret" not in " ".join(launch.command) + repr(launch)
+
+
+def test_an_empty_engine_is_told_how_its_weights_will_be_quantized():
+    launch = engine_launch("python", "model", scheme="int8", port_file="port")
+    command = launch.command
+    changes = json.loads(command[command.index("--json-model-override-args") + 1])
+    assert changes["quantization_config"]["quant_method"] == "w8a8_int8"
+    assert changes["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_a_checkpoint_says_by_itself_how_it_is_quantized():
+    launch = engine_launch("python", "model", scheme="int8", port_file="port", empty=False)
+    assert not {"dummy", "--json-model-override-args"} & set(launch.command)
+
+
+@pytest.mark.parametrize("given", [["--port", "7"], ["--port=7"]])
+def test_options_that_are_given_win_over_those_the_machine_needs(given):
+    arguments = server_arguments([*given, "--attention-backend", "other"], cuda=False, port=99)
+    assert "99" not in arguments
+    assert arguments.count("--attention-backend") == 1
+    assert "torch_native" not in arguments
+    assert arguments[arguments.index("--device") + 1] == "cpu"
+
+
+def test_where_there_is_cuda_sglang_keeps_its_defaults():
+    assert server_arguments([], cuda=True, port=99)[:2] == ["--port", "99"]
+    assert "--device" not in server_arguments([], cuda=True, port=99)
