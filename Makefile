@@ -9,6 +9,7 @@ quickstart: .venv/installed  ## make a small model and train it with INT8 rollou
 test: .venv/installed  ## run every test
 	$(BIN)/python -m pytest -n 2 tests/unit
 	$(BIN)/python -m pytest tests/distributed tests/integration
+	$(BIN)/python -m pytest tests/sglang
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -22,7 +23,8 @@ lint: .venv/installed
 	touch $@
 
 # SGLang for machines without a GPU, apart from the trainer. pip leaves bytecode out where the
-# environment forbids writing any, and without it every start of a server takes minutes.
+# environment forbids writing any, and without it every start of a server takes minutes. Some files
+# of the packages are templates, not Python, hence the "|| true".
 .PHONY: sglang
 sglang: .venv-sglang/installed  ## install SGLang for engines on a machine without a GPU
 

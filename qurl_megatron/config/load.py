@@ -26,7 +26,6 @@ SAME_RUN = (
     "rollout.sglang_python",
     "rollout.urls",
     "rollout.rendezvous",
-    "rollout.router",
     "rollout.colocate",
     "rollout.requests_per_engine",
     "rollout.straggler_s",

@@ -200,9 +200,6 @@ class RolloutConfig:
     """File of JSON lines, or folder with one JSON file per engine, each {"url": ...} with an
     optional "api_key_file"; a batch system writes it, and engines may come and go during a run."""
 
-    router: bool = False
-    """Put sglang-router in front of SGLang engines; requests are balanced here otherwise."""
-
     colocate: bool = False
     """Engines share the trainer's GPUs and give their memory back while it trains."""
 
@@ -288,11 +285,10 @@ class RolloutConfig:
             "rollout.urls and rollout.rendezvous both name engines; leave one of them out",
         )
         if self.backend == "embedded":
-            wrong = self.engine_tensor > 1 or self.engine_args or self.router or self.colocate
             require(
-                not wrong,
-                "rollout.engine_tensor, rollout.engine_args, rollout.router and rollout.colocate "
-                "are for SGLang engines; set rollout.backend=sglang",
+                not (self.engine_tensor > 1 or self.engine_args or self.colocate),
+                "rollout.engine_tensor, rollout.engine_args and rollout.colocate are for SGLang "
+                "engines; set rollout.backend=sglang",
             )
 
 

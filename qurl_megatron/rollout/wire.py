@@ -24,7 +24,6 @@ from qurl_megatron.errors import ConfigError
 
 FORMAT = "qurl-update-1"
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
-CHUNK = 256 << 10  # bytes copied and hashed at a time: they stay in a core's own cache between
 WORDS = 4 << 20  # summed at a time on a GPU: bounds the memory that takes
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
 Action = Literal["connect", "bucket", "check", "finish", "close"]
@@ -156,22 +155,6 @@ def _scrambled(words: Tensor) -> Tensor:
     return (words ^ ((words >> 29) & (2**35 - 1))) * MULTIPLIER
 
 
-def copy_checked(target: Tensor, source: Tensor) -> str:
-    """``target.copy_(source)`` and the checksum, the bytes read from memory once.
-
-    Args:
-        target: contiguous, of the shape and dtype of ``source``.
-    """
-    if target.is_cuda or not source.is_contiguous() or source.is_cuda:
-        target.copy_(source)
-        return checksum(target)
-    digest = xxhash.xxh3_128()
-    for to, part in zip(raw(target).split(CHUNK), raw(source).split(CHUNK), strict=True):
-        to.copy_(part)
-        digest.update(to.numpy())
-    return digest.hexdigest()
-
-
 def lay_out(parts: Iterable[tuple[str, Tensor, int | None, int]]) -> tuple[list[Piece], int]:
     """Places for ``(name, tensor, dim, start)`` in one blob, one after another.
 
@@ -189,14 +172,15 @@ def lay_out(parts: Iterable[tuple[str, Tensor, int | None, int]]) -> tuple[list[
 
 def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tuple[Piece, ...]:
     """Copy tensors to their places in a blob's bytes (uint8, 1-D); the pieces with checksums."""
-    filled = tuple(
-        replace(piece, checksum=copy_checked(piece_of(blob, piece), tensor))
-        for piece, tensor in zip(pieces, tensors, strict=True)
-    )
+    filled = []
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        place = piece_of(blob, piece)
+        place.copy_(tensor)
+        filled.append(replace(piece, checksum=checksum(place)))
     if blob.is_cuda:
         # Other processes, and other streams of this one, do not wait for this stream.
         torch.cuda.current_stream(blob.device).synchronize()
-    return filled
+    return tuple(filled)
 
 
 def piece_of(blob: Tensor, piece: Piece) -> Tensor:

@@ -51,6 +51,7 @@ class FakeEngine:
         self.paused = threading.Event()
         self.closing = threading.Event()
         self.calls: list[tuple[str, dict]] = []  # (endpoint, body) of every POST
+        self.looks = 0  # GETs
         self.answered: list[str] = []  # rid of every response that went out whole
         self.session_open = False
         self.running = self.generated = 0
@@ -82,6 +83,7 @@ class FakeEngine:
     # What the handler asks; each returns (status, JSON).
 
     def get(self, endpoint: str) -> tuple[int, dict]:
+        self.looks += 1
         if endpoint in ("/health", "/server_info", "/model_info", "/v1/loads"):
             return 200, getattr(self, endpoint.strip("/").replace("/", "_"))()
         return 404, {"error": {"message": "no such endpoint"}}

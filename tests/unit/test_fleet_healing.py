@@ -12,7 +12,7 @@ import pytest
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout import fleet as fleet_module
-from qurl_megatron.rollout import supervisor
+from qurl_megatron.rollout import process, supervisor
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -185,6 +185,19 @@ def test_nothing_is_restarted_while_a_publication_is_under_way(tmp_path):
         wait_until(lambda: engines[0].state == "ready")
 
 
+def test_silence_during_a_publication_is_not_held_against_an_engine():
+    with FakeEngine() as engine, adopted(engine) as fleet:
+        engine.deaf.set()  # as one that is busy loading weights
+        time.sleep(0.2)  # a check is on its way
+        with fleet.publication() as engines:
+            time.sleep(0.7)
+            engine.deaf.clear()
+            fleet.confirm(engines, 1)
+        time.sleep(0.5)
+        assert len(fleet.serving()) == 1
+        assert "failed" not in [name for _, name in events(fleet)]
+
+
 def test_a_mistake_of_ours_in_an_act_is_not_taken_for_a_failing_engine():
     with FakeEngine() as engine, adopted(engine) as fleet:
         with pytest.raises(ZeroDivisionError):
@@ -284,7 +297,9 @@ def test_an_adopted_engine_wants_its_key_at_once(monkeypatch):
 def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_path):
     with FakeEngine() as engine, adopted(engine) as fleet:
         fleet.release(["weights", "kv_cache"])
+        assert fleet.released
         fleet.resume(["weights"])
+        assert not fleet.released
         endpoints = [endpoint for endpoint, _ in engine.calls]
         assert endpoints == [
             "/pause_generation",
@@ -301,3 +316,46 @@ def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_pa
         assert victim.restarts == 0
         fleet.released = False
         wait_until(lambda: victim.restarts == 1)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        ({"engines": 0}, "rollout.engines must be 1 or more, got 0"),
+        ({"health_timeout_s": 0.0}, "rollout.health_timeout_s must be positive"),
+        ({"max_restarts": -1}, "rollout.max_restarts must be 0 or more"),
+        ({"urls": ("localhost:1",)}, "like http://host:30000, got 'localhost:1'"),
+        ({"urls": ("http://a:1",), "rendezvous": "f"}, "both name engines"),
+        ({"engine_tensor": 2}, "set rollout.backend=sglang"),
+    ],
+)
+def test_settings_of_the_fleet_that_cannot_work_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        RolloutConfig(**wrong)
+
+
+def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(process.torch.cuda, "device_count", lambda: 8)
+    config = RolloutConfig(
+        backend="sglang",
+        engines=2,
+        engine_tensor=2,
+        engine_first_gpu=4,
+        engine_threads=3,
+        engine_args=("--mem-fraction-static=0.8",),
+        sglang_python=sys.executable,
+        colocate=True,
+    )
+    known = {"scheme": "int8", "dtype": "bfloat16", "api_key": "secret"}
+    launches = process.launches(config, "model", tmp_path, **known)
+    command = list(launches["engine-1"].command)
+    assert command[0] == sys.executable
+    assert command[command.index("--base-gpu-id") + 1] == "6"
+    assert command[command.index("--tp-size") + 1] == "2"
+    assert "--enable-memory-saver" in command and "--mem-fraction-static=0.8" in command
+    assert launches["engine-1"].env["OMP_NUM_THREADS"] == "3"
+    assert launches["engine-1"].env["QURL_API_KEY"] == "secret"
+    assert "secret" not in " ".join(command) + repr(launches)
+    lost = RolloutConfig(backend="sglang", sglang_python="/no/python")
+    with pytest.raises(ConfigError, match="rollout.sglang_python = /no/python does not exist"):
+        process.launches(lost, "model", tmp_path, **known)

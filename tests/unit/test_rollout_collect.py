@@ -66,6 +66,16 @@ def test_embedded_engines_get_all_of_their_prompts_in_one_request():
         assert greedy(fleet, [], 5) == []
 
 
+def test_what_an_embedded_engine_leaves_does_not_wait_for_room_on_another():
+    bad, slow = FakeEngine(embedded=True), FakeEngine(embedded=True, token_s=0.1)
+    with fleet_of(bad, slow, requests_per_engine=2) as fleet, ThreadPoolExecutor(1) as pool:
+        bad.faults = ["500"]
+        pending = pool.submit(gather, fleet)
+        time.sleep(0.4)
+        assert slow.running == 24  # they queue in the engine by themselves
+        check_whole(pending.result(10))
+
+
 def test_sglang_engines_get_a_request_per_prompt_no_more_than_they_hold_the_idle_one_first():
     slow, quick = FakeEngine(token_s=0.05), FakeEngine(token_s=0.002)
     with fleet_of(slow, quick, requests_per_engine=4) as fleet:

@@ -17,11 +17,9 @@ from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.transport.memory import MemorySender
 from qurl_megatron.rollout.version import MANIFEST, Manifest, manifest_of, read_version
 from qurl_megatron.rollout.wire import (
-    CHUNK,
     Message,
     Receipt,
     checksum,
-    copy_checked,
     piece_of,
     word_sum,
 )
@@ -367,14 +365,6 @@ def test_a_gpu_bucket_is_opened_by_its_handle(tmp_path):
 
 
 # -- checksums -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [0, 1, 1000, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
-def test_a_copy_in_chunks_has_the_checksum_of_the_whole(size):
-    source = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    assert copy_checked(target, source) == checksum(source)
-    assert torch.equal(target, source)
 
 
 def test_the_sum_of_words_shows_any_changed_byte_and_any_exchanged_words():

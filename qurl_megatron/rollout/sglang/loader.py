@@ -8,6 +8,8 @@ An exception here would end SGLang's scheduler, and with it every request. So wh
 remembered, the first cause first, and told in the receipt. The rest of such a session is fetched,
 because a sender may be waiting for that, and dropped; the next session starts afresh, and a whole
 one mends whatever a broken one left.
+
+Messages are JSON, and bytes are only ever viewed as numbers: nothing is unpickled here.
 """
 
 import logging
@@ -16,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn, no_grad
+import torch
+from torch import Tensor, nn
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.targets import (
@@ -103,7 +106,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     handle(model, _ranks[model], message)
 
 
-@no_grad()
+@torch.no_grad()
 def handle(model: nn.Module, rank: Rank, message: Message) -> None:
     """One message; never raises for what it brings."""
     started = time.perf_counter()
@@ -155,6 +158,8 @@ def _bucket(model: nn.Module, rank: Rank, message: Message) -> None:
                 _take(session, data, piece)
             except ConfigError as error:
                 session.fail(str(error))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the sender may overwrite the bytes once this call is answered
 
 
 def _fetch(rank: Rank, blob: Blob) -> Tensor | None:
@@ -281,9 +286,6 @@ def _report(rank: Rank) -> None:
         )
     except Exception:  # see the top; the sender finds no receipt
         logger.exception("weight update %s: no receipt could be left", session.id)
-
-
-# -- boxes -----------------------------------------------------------------------------------------
 
 
 def common(one: Box, other: Box) -> Box | None:

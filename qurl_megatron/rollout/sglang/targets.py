@@ -137,9 +137,6 @@ def _rank_and_size(module: nn.Module) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
 
-# -- linear layers ---------------------------------------------------------------------------------
-
-
 def _is_quantized(name: str, module: nn.Module) -> bool:
     """True for W8A8 with one scale per output channel and dynamic activation scales.
 
@@ -257,9 +254,6 @@ def _rest(name: str, module: nn.Module) -> dict[str, Tensor]:
     expected = {"bias"} | ({"weight_scale"} if _is_quantized(name, module) else set())
     present = dict(module.named_parameters(recurse=False))
     return {kind: present[kind].data for kind in sorted(expected & present.keys())}
-
-
-# -- the others ------------------------------------------------------------------------------------
 
 
 def _vocabulary(name: str, module: nn.Module) -> Iterator[_Claim]:

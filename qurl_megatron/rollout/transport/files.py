@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.transport import AtOnce, Part, Rank
 from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.version import MANIFEST
-from qurl_megatron.rollout.wire import ALIGNMENT, CHUNK, Blob, Piece, Receipt, raw
+from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Piece, Receipt, checksum, raw
 from qurl_megatron.weights.hf_reader import DTYPES
 
 RECEIPTS = "receipts"
@@ -188,17 +187,14 @@ def _header(parts: Sequence[Part]) -> tuple[bytes, list[tuple[Part, int]], int]:
 
 
 def _written(descriptor: int, part: Part, offset: int) -> Piece:
-    """Append a tensor; each chunk is hashed and written while it is in the core's cache."""
+    """Append a tensor."""
     name, tensor, dim, start = part
-    digest = xxhash.xxh3_128()
-    for chunk in raw(tensor.cpu()).split(CHUNK):
-        view = memoryview(chunk.numpy())
-        digest.update(view)
-        _write(descriptor, view)
+    data = raw(tensor.cpu())
+    _write(descriptor, memoryview(data.numpy()))
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Piece(name, dtype, tuple(tensor.shape), dim, start, offset, digest.hexdigest())
+    return Piece(name, dtype, tuple(tensor.shape), dim, start, offset, checksum(data))
 
 
 def _write(descriptor: int, data: memoryview) -> None:
-    while data:  # a disk that is nearly full takes a part
+    while data:  # the system takes at most 2 GiB at once
         data = data[os.write(descriptor, data) :]
