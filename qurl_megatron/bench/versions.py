@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qurl_megatron.config import RunConfig, load
+from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient
 from qurl_megatron.rollout.process import EngineProcess, port_file, sglang_python, stop
@@ -63,18 +63,18 @@ def differences(client: EngineClient, responses: Sequence[Response]) -> list[flo
 
 
 @contextmanager
-def fresh_engine(config: RunConfig, checkpoint: Path) -> Iterator[EngineClient]:
+def fresh_engine(checkpoint: Path, python: Path, scheme: str, dtype: str) -> Iterator[EngineClient]:
     """A server that has only ever seen this checkpoint, quantized as an export for SGLang."""
     with tempfile.TemporaryDirectory(prefix="qurl-version-") as folder:
         export = Path(folder) / "model"
-        options = ["--model", checkpoint, "--scheme", config.quant.scheme, "--format", "sglang"]
+        options = ["--model", checkpoint, "--scheme", scheme, "--format", "sglang"]
         command = [sys.executable, QUANTIZE, *options, "--dtype", "float32", "--out", export]
         subprocess.run([*map(str, command)], check=True, capture_output=True)
         launch = engine_launch(
-            sglang_python(config.rollout.sglang_python),
+            python,
             export,
-            scheme=config.quant.scheme,
-            dtype=config.model.dtype,
+            scheme=scheme,
+            dtype=dtype,
             threads=2,
             port_file=port_file(Path(folder), "engine"),
             empty=False,
@@ -101,6 +101,7 @@ def _client(process: EngineProcess) -> EngineClient:
 def run(run_dir: Path, *, limit: int) -> list[dict]:
     """One row per version that has a checkpoint and responses."""
     config = load(run_dir / RECIPE)
+    python = sglang_python(config.rollout.sglang_python)
     rows = []
     for checkpoint in checkpoints(run_dir):
         version = int(checkpoint.name.removeprefix("step_"))
@@ -108,7 +109,7 @@ def run(run_dir: Path, *, limit: int) -> list[dict]:
         others = recorded(run_dir, version - 1, limit)
         if not responses:
             continue
-        with fresh_engine(config, checkpoint) as client:
+        with fresh_engine(checkpoint, python, config.quant.scheme, config.model.dtype) as client:
             same, other = differences(client, responses), differences(client, others)
         rows.append(
             {

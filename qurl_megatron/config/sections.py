@@ -290,6 +290,11 @@ class RolloutConfig:
                 "rollout.engine_tensor, rollout.engine_args and rollout.colocate are for SGLang "
                 "engines; set rollout.backend=sglang",
             )
+        require(
+            not (self.colocate and self.max_staleness),
+            "rollout.colocate takes the engines' memory away while the policy trains; it needs "
+            "rollout.max_staleness=0",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

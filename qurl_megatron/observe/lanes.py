@@ -7,6 +7,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from qurl_megatron.observe.plots import COLORS, PHASES, STYLE, for_html
 from qurl_megatron.observe.text import duration
@@ -63,7 +64,8 @@ def lanes_svg(spans: Sequence[Span]) -> str:
         first = [lanes.index(lane) for lane in dict.fromkeys(lanes)]
         axes.set_yticks(first, [LABELS[lanes[place]] for place in first])
         axes.tick_params(length=0)
-        axes.set_xlabel("seconds", loc="right", labelpad=-10)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g} s"))
+        axes.patch.set_visible(False)
         for side in ("top", "left", "right"):
             axes.spines[side].set_visible(False)
         file = io.StringIO()

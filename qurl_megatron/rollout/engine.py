@@ -45,6 +45,8 @@ class Engine:
     reason: str = ""  # why it is stale or gone
     pointers: tuple[str, ...] = ()  # of each rank, where its parameters lie
 
+    released: bool = False  # its device memory is the trainer's
+
     in_flight: int = 0  # responses asked of it
     tokens_in_flight: int = 0  # prompt tokens, and at most that many new ones
     tokens: int = 0  # received from it

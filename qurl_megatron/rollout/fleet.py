@@ -253,12 +253,21 @@ class Fleet:
         def act(engine: Engine) -> None:
             engine.client.pause("retract")  # SGLang wants to be idle for this
             engine.client.release_memory(tags)
+            engine.released = True
 
         self.each(act, "releasing memory", self.recruits())
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
         """Take device memory back, in stages where tags are given; a publication must follow."""
-        self.each(lambda e: e.client.resume_memory(tags), "resuming memory", self.recruits())
+        # SGLang ends over memory that it is told to take back and has not given.
+        lenders = [engine for engine in self.recruits() if engine.released]
+
+        def act(engine: Engine) -> None:
+            engine.client.resume_memory(tags)
+            engine.released = tags is not None
+
+        if lenders:
+            self.each(act, "resuming memory", lenders)
         self.released = False
 
     # Traffic.

@@ -182,11 +182,13 @@ def _embedded(
 
 def _devices(config: RolloutConfig, index: int) -> list[str]:
     """Options that give one SGLang engine its GPUs, and let it give their memory back."""
-    options = ["--enable-memory-saver"] if config.colocate else []
-    if torch.cuda.device_count():
-        first = config.engine_first_gpu + index * config.engine_tensor
-        options += ["--base-gpu-id", str(first)]
-    return options
+    if not torch.cuda.device_count():
+        return []
+    first = config.engine_first_gpu + index * config.engine_tensor
+    return [
+        *("--base-gpu-id", str(first)),
+        *(["--enable-memory-saver"] if config.colocate else []),
+    ]
 
 
 def sglang_python(given: str) -> Path:

@@ -166,7 +166,7 @@ class Supervisor:
         with self._fleet._lock:
             if engine.client is not None:
                 engine.client.close()
-            engine.client, engine.start_at = None, None
+            engine.client, engine.start_at, engine.released = None, None, False
             engine.restarts += 1
             engine.failed_updates = 0
             engine.pulse = type(engine.pulse)(epoch=self._fleet.publications)

@@ -18,9 +18,8 @@ from typing import Any
 from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Engine, Fleet
+from qurl_megatron.rollout.sglang.launch import LOADER
 from qurl_megatron.rollout.wire import Action, Blob, Message, Receipt, payload
-
-LOADER = "qurl_megatron.rollout.sglang.loader.load"
 
 BlobsFor = Callable[[Engine, int], Sequence[Blob]]
 """(engine, its rank) -> what the training ranks have for it in one bucket."""

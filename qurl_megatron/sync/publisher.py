@@ -259,6 +259,8 @@ class _Lead:
     def begin(self, _: list) -> dict[str, int]:
         """The engines that shall take the version in, with their tensor sizes."""
         publisher = self.publisher
+        if publisher.fleet.released:
+            publisher.fleet.resume()
         engines = self.stack.enter_context(publisher.fleet.publication())
         if any(engine.kind == "embedded" for engine in engines):
             return {}  # they load the finished folder

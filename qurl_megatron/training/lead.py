@@ -159,6 +159,11 @@ class Lead:
             save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", graded.samples)
         return Rollout(graded.samples, metrics, graded.generating_s)
 
+    def rest(self) -> None:
+        """The engines have nothing to do until the next version: lend the trainer their memory."""
+        if self.config.rollout.colocate:
+            self.fleet.release()
+
     def _draw(self) -> tuple[Sequence[Prompt], dict[str, Any]]:
         prompts = self.prompts.next_batch(self.config.data.prompts_per_step)
         return prompts, self.prompts.state_dict()

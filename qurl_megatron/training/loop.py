@@ -138,7 +138,9 @@ def _rollout(
     if lead is None or lead.stop:
         return None, None
     try:
-        return lead.rollout(step, timer), None
+        rollout = lead.rollout(step, timer)
+        lead.rest()
+        return rollout, None
     except Interrupted:
         return None, None
     except EngineError as error:

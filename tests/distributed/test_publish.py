@@ -22,6 +22,8 @@ from tests.distributed.test_policy import build, recipe
 class KeepsVersions:
     """Stands for a fleet of embedded engines: copies every version it is given."""
 
+    released = False
+
     def __init__(self, folder):
         self.folder = folder
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qurl_megatron.observe.lanes import overlap
+from qurl_megatron.observe.timeline import read_timeline
 from tests.unit.test_convert_mistakes import tool
 
 RECIPE = """
@@ -173,6 +175,24 @@ def test_killed_outright_it_goes_on_from_the_last_whole_checkpoint(recipe, unint
     again = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     assert metrics(run_dir) == metrics(uninterrupted)
+
+
+def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(recipe):
+    run_dir = recipe.parent / "ahead"
+    options = ("rollout.max_staleness=2", "train.save_rollouts=true", "train.eval_prompts=0")
+    done = qurl("train", recipe, f"train.run_dir={run_dir}", *options)
+    assert done.returncode == 0, done.stderr
+    seen = metrics(run_dir)
+    assert [seen[step]["sync/staleness"] for step in (1, 2, 3, 4)][0] == 0
+    assert 1 <= max(seen[step]["sync/staleness"] for step in (2, 3, 4)) <= 2
+    for step in (1, 2, 3, 4):
+        lines = (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert len(samples) == 64
+        assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
+        assert min(min(s["versions"]) for s in samples) >= step - 1 - 2
+    assert overlap(read_timeline(run_dir / "timeline.jsonl")) > 0
+    assert 'id="timeline"' in (run_dir / "report.html").read_text()
 
 
 def descendants(pid: int) -> list[int]:

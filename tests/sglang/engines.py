@@ -118,15 +118,8 @@ class Server:
         process = psutil.Process(self.popen.pid)
         return [process, *process.children(recursive=True)]
 
-    def answers(self, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[list, Tensor]]:
-        """Greedy token ids, and their log-probs, of each prompt alone."""
-        params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-        found = []
-        for prompt in prompts:
-            (answer,) = self.client.generate([prompt], params)
-            pairs = answer["meta_info"]["output_token_logprobs"]
-            found.append((answer["output_ids"], torch.tensor([pair[0] for pair in pairs])))
-        return found
+    def answers(self) -> list[tuple[list, Tensor]]:
+        return answers(self.client)
 
     def close(self) -> None:
         """What a trainer's death does."""
@@ -149,6 +142,17 @@ def servers(*starts: Callable[[], Server]) -> Iterator[list[Server]]:
     finally:
         for server in running:
             server.close()
+
+
+def answers(client: EngineClient) -> list[tuple[list, Tensor]]:
+    """Greedy token ids, and their log-probs, of each prompt alone."""
+    params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    found = []
+    for prompt in PROMPTS:
+        (answer,) = client.generate([prompt], params)
+        pairs = answer["meta_info"]["output_token_logprobs"]
+        found.append((answer["output_ids"], torch.tensor([pair[0] for pair in pairs])))
+    return found
 
 
 def difference(one: list[tuple[list, Tensor]], other: list[tuple[list, Tensor]]) -> float:

@@ -1,0 +1,425 @@
+"""Seconds and memory of publishing weights to a real SGLang engine, beside the straightforward way.
+
+``python -m qurl_megatron.bench.publish --out docs/results/publish_cpu.json``
+
+Two training ranks (TP2, BF16 weights with FP32 masters) hold a random model; one engine is started
+empty per scheme and tensor size. Then our transports and ``peers.gathered`` publish in turns: each
+time twice from scratch, of which the second is timed. The engine must give the same log-probs after
+all of them. Beside every turn stand the load average and what a plain copy ran at on both ranks.
+
+Memory is the highest of what all processes of one side have for themselves (RssAnon), and of what
+our files and slots in /dev/shm take, above what it was before the sender was made. Pages of files
+on a disk are not counted: the system takes them back when it needs to.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qurl_megatron.bench.random_model import SIZES
+from qurl_megatron.bench.random_model import main as random_model
+from qurl_megatron.config import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    QuantConfig,
+    RolloutConfig,
+    SyncConfig,
+)
+from qurl_megatron.runtime.launch import launch
+
+SCHEMES = ("int8", "fp8", "none")
+OURS = ("memory", "files", "files on disk", "group")
+GATHERED = {
+    "gathered": ("loader", None),
+    "gathered, buckets": ("loader", True),
+    "gathered, from_tensor": ("from_tensor", True),
+    "gathered, from_disk": ("from_disk", None),
+}
+MIB = 1 << 20
+SAMPLE_S = 0.02
+PROMPT = list(range(100, 124))
+TRAINERS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks shall do; they all follow it in step."""
+
+    model: Path
+    work: Path
+    disk: Path  # a folder that is not in memory
+    cases: tuple[tuple[str, int], ...]  # (scheme, tensor size of the engine)
+    candidates: tuple[str, ...]
+    turns: int
+    bucket_mb: float
+
+    def of(self, scheme: str) -> list[str]:
+        """The candidates that can bring weights of this scheme."""
+        own = ("gathered, from_tensor", "gathered, from_disk")
+        return [c for c in self.candidates if scheme == "none" or c not in own]
+
+
+def run(plan: Plan) -> int:
+    """One training rank."""
+    import torch
+    import torch.distributed as dist
+
+    from qurl_megatron.model.policy import Policy
+    from qurl_megatron.rollout.fleet import Fleet
+    from qurl_megatron.runtime.megatron import megatron_runtime
+
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(tensor=TRAINERS)
+    with megatron_runtime(parallel) as ranks:
+        model = ModelConfig(path=str(plan.model), dtype="bfloat16")
+        policy = Policy.build(model, parallel, OptimizerConfig(), ranks)
+        limits = measure_limits(ranks) if ranks.leads else measure_limits(ranks)
+        if ranks.leads:
+            write(plan, {"limits": limits})
+        for scheme, tp in plan.cases:
+            rollout = RolloutConfig(
+                backend="sglang", engine_tensor=tp, engine_threads=1, start_timeout_s=500
+            )
+            logs = plan.work / f"logs-{scheme}-tp{tp}"
+            started = time.perf_counter()
+            with (
+                Fleet(rollout, plan.model, scheme=scheme, log_dir=logs)
+                if ranks.leads
+                else nullcontext() as fleet
+            ):
+                dist.barrier()
+                if ranks.leads:
+                    print(f"{scheme} tp{tp}: engine up in {time.perf_counter() - started:.0f} s")
+                case = Case(plan, policy, rollout, fleet, scheme, tp)
+                for turn in range(plan.turns):
+                    names = plan.of(scheme)
+                    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                        case.turn(name)
+    return 0
+
+
+class Case:
+    """One engine, to which candidates publish in turns."""
+
+    def __init__(self, plan, policy, rollout, fleet, scheme, tp) -> None:
+        self.plan, self.policy, self.rollout, self.fleet = plan, policy, rollout, fleet
+        self.scheme, self.tp = scheme, tp
+        self.version = 0
+        self.log_probs: list[float] | None = None
+
+    def turn(self, name: str) -> None:
+        """Publish twice; the leading rank writes what the second time took."""
+        import torch.distributed as dist
+
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        copy = copy_gbps(16 * MIB)
+        watched = [None] * TRAINERS
+        dist.all_gather_object(watched, os.getpid())
+        dist.barrier()
+        memory = Memory(watched, self.fleet, self.plan) if self.fleet else None
+        load = os.getloadavg()[0]
+        folder = Path(tempfile.mkdtemp(dir=self.plan.work)) if self.fleet else None
+        box = [folder]
+        dist.broadcast_object_list(box)
+        with memory or nullcontext(), self.made(name, box[0]) as publish:
+            publish(self.version)
+            dist.barrier()
+            start = time.perf_counter()
+            found = publish(self.version + 1)
+            dist.barrier()
+            seconds = time.perf_counter() - start
+        self.version += 2
+        copies: list = [None] * TRAINERS
+        dist.all_gather_object(copies, copy)
+        if self.fleet:
+            self.agree(name)
+            record = {
+                "scheme": self.scheme,
+                "engine_tp": self.tp,
+                "candidate": name,
+                "seconds": seconds,
+                **found,
+                "trainer_mib": memory.trainer / MIB,
+                "engine_mib": memory.engine / MIB,
+                "load_before": load,
+                "copy_gbps": min(copies),
+            }
+            record = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
+            print(json.dumps(record), flush=True)
+            write(self.plan, record)
+
+    @contextmanager
+    def made(self, name: str, folder: Path) -> Iterator[Callable[[int], dict]]:
+        if name in GATHERED:
+            from qurl_megatron.bench.peers.gathered import Gathered
+
+            way, bucketed = GATHERED[name]
+            limit = self.plan.bucket_mb * MIB if bucketed else float("inf")
+            place = memory_folder(self.plan) / folder.name
+            peer = Gathered(self.policy, self.fleet, self.scheme, way, place, limit)
+            try:
+                yield lambda version: asdict(peer.publish(version))
+            finally:
+                peer.close()
+            return
+        from qurl_megatron.observe.metrics import merge, values
+        from qurl_megatron.sync.publisher import Publisher
+        from qurl_megatron.sync.senders import make_sender
+
+        place = self.plan.disk if name == "files on disk" else memory_folder(self.plan)
+        sync = SyncConfig(
+            transport=name.split()[0], dir=str(place), bucket_mb=self.plan.bucket_mb, keep=1
+        )
+        quant = QuantConfig(scheme=self.scheme, uaq_scale=1.0, diagnostics_every=0)
+        sender = make_sender(sync, self.rollout, self.policy, folder)
+
+        def publish(version: int) -> dict:
+            import torch.distributed as dist
+
+            gathered: list = [None] * TRAINERS
+            dist.all_gather_object(gathered, publisher.publish(version))
+            found = values(merge(gathered))
+            return {key.removeprefix("sync/"): value for key, value in found.items()}
+
+        with Publisher(self.policy, self.fleet, quant, sync, sender) as publisher:
+            yield publish
+
+    def agree(self, name: str) -> None:
+        """The engine answers as after the other candidates."""
+        (engine,) = self.fleet.serving()
+        scored = engine.client.score(PROMPT, start=1)
+        if self.log_probs is None:
+            self.log_probs = scored
+        worst = max(abs(a - b) for a, b in zip(self.log_probs, scored, strict=True))
+        assert worst < 1e-5, f"{name}: log-probs differ by {worst} from those of the first"
+
+
+class Memory:
+    """Watches two sides' memory from a thread of its own; afterwards the peaks above the start."""
+
+    def __init__(self, trainers: Sequence[int], fleet, plan: Plan) -> None:
+        import psutil
+
+        (engine,) = fleet.engines()
+        parent = psutil.Process(engine.process.popen.pid)
+        self._engines = [parent.pid, *(child.pid for child in parent.children(recursive=True))]
+        self._trainers = trainers
+        self._shared = (f"torch_{os.getpid()}", "qurl-")
+        self._own = {path for path in Path("/dev/shm").glob("qurl-*") if not _ours(path, plan)}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.trainer = self.engine = 0
+
+    def __enter__(self) -> "Memory":
+        self._rest = self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            trainer, engine = (
+                now - rest for now, rest in zip(self._look(), self._rest, strict=True)
+            )
+            self.trainer, self.engine = max(self.trainer, trainer), max(self.engine, engine)
+
+    def _look(self) -> tuple[int, int]:
+        shared = sum(
+            bytes_under(path)
+            for path in Path("/dev/shm").iterdir()
+            if path.name.startswith(self._shared) and path not in self._own
+        )
+        trainers, engines = (sum(map(anonymous, p)) for p in (self._trainers, self._engines))
+        return trainers + shared, engines
+
+
+def _ours(path: Path, plan: Plan) -> bool:
+    return path == memory_folder(plan)
+
+
+def memory_folder(plan: Plan) -> Path:
+    return Path("/dev/shm") / f"qurl-bench-{plan.work.name}"
+
+
+def anonymous(pid: int) -> int:
+    """Bytes that a process has for itself; 0 when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    lines = [line for line in status.splitlines() if line.startswith("RssAnon")]
+    return 1024 * int(lines[0].split()[1]) if lines else 0
+
+
+def bytes_under(path: Path) -> int:
+    """What a file or folder takes, while others write and remove there."""
+    try:
+        if not path.is_dir():
+            return 512 * path.stat().st_blocks
+        return sum(bytes_under(inner) for inner in path.iterdir())
+    except FileNotFoundError:
+        return 0
+
+
+def copy_gbps(size: int) -> float:
+    """Bytes per second that a plain copy in memory brings over, in GB/s."""
+    import torch
+
+    source = torch.ones(8, size, dtype=torch.uint8)
+    target = torch.ones(8, size, dtype=torch.uint8)
+    return rate(8 * size, lambda: target.copy_(source))
+
+
+def rate(size: int, act: Callable[[], object]) -> float:
+    """GB/s of the fastest of some repetitions."""
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - start)
+    return size / 1e9 / min(seconds)
+
+
+def measure_limits(ranks) -> dict[str, float]:
+    """GB/s of the machine's primitives, one thread on each rank, both at once."""
+    import torch
+    import torch.distributed as dist
+
+    from qurl_megatron.quant import quantize
+    from qurl_megatron.rollout.wire import checksum
+
+    weight = torch.randn(4864, 896)
+    data = torch.ones(64 * MIB, dtype=torch.uint8)
+
+    def exchange() -> None:
+        if ranks.rank == 0:
+            dist.send(data, 1)
+        else:
+            dist.recv(data, 0)
+
+    found = {}
+    for name, size, act in (
+        ("copy_gbps", 128 * MIB, None),
+        ("hash_gbps", len(data), lambda: checksum(data)),
+        ("quantize_int8_gbps", weight.nbytes, lambda: quantize(weight, "int8")),
+        ("quantize_fp8_gbps", weight.nbytes, lambda: quantize(weight, "fp8")),
+        ("cast_bf16_gbps", weight.nbytes, lambda: weight.bfloat16()),
+        ("gloo_gbps", len(data), exchange),
+    ):
+        dist.barrier()
+        found[name] = copy_gbps(16 * MIB) if act is None else rate(size, act)
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def write(plan: Plan, record: dict) -> None:
+    with (plan.work / "records.jsonl").open("a") as out:
+        out.write(json.dumps(record) + "\n")
+
+
+def summary(records: Sequence[dict]) -> list[dict]:
+    """One row per case and candidate: medians of its turns, fastest turn, highest memory."""
+    rows: dict[tuple, list[dict]] = {}
+    for record in records:
+        key = record["scheme"], record["engine_tp"], record["candidate"]
+        rows.setdefault(key, []).append(record)
+    return [_row(turns) for turns in rows.values()]
+
+
+def _row(turns: Sequence[dict]) -> dict:
+    first = turns[0]
+    numbers = [key for key, value in first.items() if isinstance(value, float)]
+    row = {
+        **{key: first[key] for key in ("scheme", "engine_tp", "candidate")},
+        **{key: round(statistics.median(t[key] for t in turns), 4) for key in numbers},
+        "bytes": first["bytes"],
+        "seconds_min": min(t["seconds"] for t in turns),
+        "trainer_mib": max(t["trainer_mib"] for t in turns),
+        "engine_mib": max(t["engine_mib"] for t in turns),
+        "load_before": sorted(t["load_before"] for t in turns),
+    }
+    work = sum(row.get(key, 0) for key in ("gather_s", "quantize_s", "put_s", "load_s"))
+    # 0: one thing after another. Ranks and engine at the same work count once each.
+    row["overlap"] = round(max(0.0, 1 - row["seconds"] / work), 3)
+    return row
+
+
+def machine() -> dict:
+    import platform
+    from importlib import metadata
+
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return {
+        "cpu": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), ""),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--work", type=Path, help="folder on a disk; 5 GB are used")
+    parser.add_argument("--size", choices=SIZES, default="0.5B")
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
+    parser.add_argument("--engine-tp", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--bucket-mb", type=float, default=SyncConfig().bucket_mb)
+    parser.add_argument(
+        "--candidates", nargs="+", choices=[*OURS, *GATHERED], default=[*OURS, *GATHERED]
+    )
+    options = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-publish-") as folder:
+        work = Path(folder)
+        random_model(options.size, work / "model")
+        (work / "disk").mkdir()
+        plan = Plan(
+            model=work / "model",
+            work=work,
+            disk=work / "disk",
+            cases=tuple((s, tp) for s in options.schemes for tp in options.engine_tp),
+            candidates=tuple(options.candidates),
+            turns=options.turns,
+            bucket_mb=options.bucket_mb,
+        )
+        shared = memory_folder(plan)
+        shared.mkdir()
+        try:
+            status = launch(run, (plan,), TRAINERS)
+        finally:
+            shutil.rmtree(shared)
+            text = (work / "records.jsonl").read_text().splitlines()
+        limits, *records = map(json.loads, text)
+    report = {
+        "machine": machine(),
+        "model": options.size,
+        "bucket_mb": options.bucket_mb,
+        **limits,
+        "rows": summary(records),
+        "turns": records,
+    }
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

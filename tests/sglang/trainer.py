@@ -1,0 +1,98 @@
+"""The lead of one training run, without a policy: brings versions to a fleet.
+
+As a process it publishes one version, and can be told to die in the middle of it::
+
+    python -m tests.sglang.trainer '{"checkpoint": ..., "version": 7, "dies": true, ...}'
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from qurl_megatron.config.sections import RolloutConfig, SyncConfig
+from qurl_megatron.rollout.fleet import Engine, Fleet
+from qurl_megatron.rollout.transport import Sender
+from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.update import Taken, Update
+from qurl_megatron.rollout.wire import Blob
+from tests.sglang.engines import Tensors, shards
+
+BUCKETS = 3
+
+During = Callable[[int, list[Blob]], None]
+"""(bucket, every training rank's blob of it), when the buckets before it are loaded and before
+this one is sent: the moment for a fault."""
+
+Sees = Callable[[Engine, int, list[Blob]], Sequence[Blob]]
+"""(engine, bucket, blobs) -> those that the engine is told of."""
+
+
+def publish(
+    fleet: Fleet,
+    tensors: Tensors,
+    version: int,
+    senders: Sequence[Sender],
+    *,
+    config: SyncConfig | None = None,
+    during: During = lambda index, blobs: None,
+    sees: Sees = lambda engine, index, blobs: blobs,
+) -> Taken:
+    """One version in three buckets, each of one blob per sender, to engines of one rank each."""
+    names, lead = sorted(tensors), senders[0]
+    with fleet.publication() as engines:
+        for sender in senders:
+            sender.begin(version)
+        with Update(fleet, engines, version, config or SyncConfig(), lead.describe) as update:
+            if lead.cut:
+                update.connect()
+                _drop(update, lead.connect(update.sizes))
+            for index in range(BUCKETS):
+                parts = shards(
+                    {name: tensors[name] for name in names[index::BUCKETS]}, len(senders)
+                )
+                to = (1, 0) if lead.cut else None
+                pairs = zip(senders, parts, strict=True)
+                blobs = [sender.put(index, part, to=to) for sender, part in pairs]
+                update.wait()
+                during(index, blobs)
+                update.bucket(lambda engine, _, i=index, b=blobs: sees(engine, i, b))
+                for sender in senders:
+                    sender.deliver(index)
+            _drop(update, lead.settle())
+            return update.commit(lead.receipts)
+
+
+def _drop(update: Update, failures: dict[str, str]) -> None:
+    for engine, reason in failures.items():
+        update.drop(engine, reason)
+
+
+def file_senders(folder: Path) -> list[FilesSender]:
+    """Of two tensor-parallel training ranks."""
+    return [FilesSender(folder, f"tp{rank}", leads=rank == 0) for rank in range(2)]
+
+
+def main(order: dict) -> None:
+    config = RolloutConfig(backend="sglang", urls=tuple(order["urls"]))
+    folder = Path(order["folder"])
+    tensors = load_file(Path(order["checkpoint"]) / "model.safetensors")
+
+    def die(index: int, blobs: list[Blob]) -> None:
+        if index == 1 and order["dies"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Fleet(
+        config, order["model"], scheme="int8", dtype="float32", log_dir=folder / "logs"
+    ) as fleet:
+        pids = [engine.process.popen.pid for engine in fleet.engines() if engine.process]
+        print(json.dumps(pids), flush=True)
+        publish(fleet, tensors, order["version"], file_senders(folder / "sync"), during=die)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
