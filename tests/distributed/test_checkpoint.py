@@ -48,6 +48,7 @@ def load_and_go_on(device, config, run_dir, out):
             torch.save(weights, out)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "before, after, exact",

@@ -67,6 +67,7 @@ def check_logits(device, folder, parallel, uaq_scale, ids, expected) -> None:
         assert (logits - expected).abs().max() < 1e-4
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tensor, pipeline", LAYOUTS)
@@ -97,6 +98,7 @@ def test_folding_uaq_leaves_the_function_as_it_was(family, tmp_path):
     )
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2), (2, 2)])
 def test_a_vocabulary_that_does_not_divide_is_padded(tied, tensor, pipeline, tmp_path):

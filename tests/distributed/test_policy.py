@@ -165,6 +165,7 @@ def check_masters(device, config: RunConfig, expected: dict) -> None:
         assert parameter.dtype == torch.bfloat16
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "layout, distributed", [({}, True), (dict(tensor=2, data=2), True), (dict(pipeline=2), False)]

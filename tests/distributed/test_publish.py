@@ -64,6 +64,7 @@ def publish(device, config, scheme, out, updates):
         assert not ranks.leads or not list((out / "root").iterdir())
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shards_join_into_the_quantized_whole_bit_for_bit(scheme, family, tmp_path):

@@ -1,0 +1,45 @@
+"""Cross products of cases: every value in each run, every combination with ``--thorough``."""
+
+from collections import Counter
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run every combination of tests marked crossed, not only every value once",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--thorough"):
+        return
+    crossed: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("crossed"):
+            crossed.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = [item for cases in crossed.values() for item in set(cases) - covering(cases)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def covering(cases: list[pytest.Item]) -> set[pytest.Item]:
+    """Few of the cases in which each parametrize still takes each of its values."""
+    # One id per parametrize; pytest has them joined in public, and ids may contain the joint.
+    values = {case: set(enumerate(case.callspec._idlist)) for case in cases}
+    missing = set().union(*values.values())
+    chosen: set[pytest.Item] = set()
+    used: Counter = Counter()
+    while missing:
+        # The most that is new; among equals, what has been used least.
+        best = max(
+            cases,
+            key=lambda case: (len(missing & values[case]), -sum(used[v] for v in values[case])),
+        )
+        chosen.add(best)
+        used.update(values[best])
+        missing -= values[best]
+    return chosen
