@@ -66,5 +66,10 @@ class Engine:
         """For comparing engines: tokens in flight per device."""
         return self.tokens_in_flight / self.tp
 
+    @property
+    def cause(self) -> str:
+        """The reason without the end of a log, for a sentence on several engines."""
+        return self.reason.partition("\n")[0].rstrip(":")
+
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.client else self.name

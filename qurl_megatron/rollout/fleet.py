@@ -149,7 +149,7 @@ class Fleet:
         """A sentence on every engine that is not serving."""
         with self._lock:
             return "; ".join(
-                f"{engine} is {engine.state}" + (f": {engine.reason}" if engine.reason else "")
+                f"{engine} is {engine.state}" + (f": {engine.cause}" if engine.cause else "")
                 for engine in self._engines
                 if engine.state != "serving"
             )
@@ -242,7 +242,7 @@ class Fleet:
             engine.failed_updates += 1
             self.fail(engine, f"{purpose} failed: {error}")
         if not results:
-            reasons = "; ".join(f"{e}: {e.reason}" for e in errors) or self.why_not()
+            reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
             raise EngineError(f"{purpose} failed on {len(errors)} engines: {reasons}")
         return results
 

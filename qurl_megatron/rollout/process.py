@@ -73,7 +73,7 @@ class EngineProcess:
         return None
 
     def exited(self, wait_s: float = 0.0) -> str | None:
-        """A sentence about its death, with the end of its log; None while it lives."""
+        """A line about its death, then the end of its log; None while it lives."""
         if self.popen is None:
             return None
         try:
@@ -81,7 +81,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             return None
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL:]
-        return f"exited with status {status}; the end of {self.log}:\n" + "\n".join(lines)
+        return f"exited with status {status}; see {self.log}:\n" + "\n".join(lines)
 
     def kill(self) -> None:
         """At once, with every process it started: a stopped one heeds no other signal."""

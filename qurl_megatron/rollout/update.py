@@ -60,14 +60,20 @@ class Update:
         self._session = {engine.name: f"v{version}-{engine.name}-{token}" for engine in engines}
         self._buckets = 0
         self._begun: float | None = None
+        self._committed = False
         self._background = ThreadPoolExecutor(1, thread_name_prefix="update")
         self._loading: Future | None = None
 
     def __enter__(self) -> "Update":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._background.shutdown()
+        if self._begun is not None and not self._committed:
+            # Paused, with weights of both versions: nobody must wait for an answer from them.
+            for engine in self.engines:
+                if engine.state == "serving":
+                    self.fleet.fail(engine, f"version {self.version} was given up: {error}")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -132,6 +138,7 @@ class Update:
 
         self._each(commit, "committing")
         self.fleet.confirm(self.engines, self.version)
+        self._committed = True
         done = [receipt for engine in self.engines for receipt in found[engine.name]]
         return Taken(
             bytes=sum(receipt.bytes for receipt in done),

@@ -69,11 +69,14 @@ class Manifest:
     files: dict[str, int]  # name -> bytes
     tensors: dict[str, TensorEntry]
 
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
     def write(self, folder: Path) -> None:
         """Write aside, sync, rename: after this call the version exists, before it it does not."""
         aside = folder / f"{MANIFEST}.tmp"
         with aside.open("w", encoding="utf-8") as out:
-            json.dump({"format": FORMAT, **asdict(self)}, out)
+            out.write(self.to_json())
             out.flush()
             os.fsync(out.fileno())
         aside.rename(folder / MANIFEST)

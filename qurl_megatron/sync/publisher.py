@@ -102,8 +102,7 @@ class Publisher:
         spent = _Spent()
         with ExitStack() as stack:
             lead = _Lead(self, version, stack) if self.fleet else None
-            self.sender.begin(version)
-            engines = self._agree(None, lead and lead.begin)
+            engines = self._agree(self._open(version), lead and lead.begin)
             failures = self.sender.connect(engines)
             for index in range(self._rounds):
                 mine = self._fill(index, version, engines, spent)
@@ -147,6 +146,14 @@ class Publisher:
         if isinstance(verdict[0], Exception):
             raise verdict[0]
         return verdict[0]
+
+    def _open(self, version: int) -> ConfigError | None:
+        """Begin on this rank; or what went wrong, as ``_fill`` does."""
+        try:
+            self.sender.begin(version)
+        except ConfigError as error:
+            return error
+        return None
 
     def _fill(
         self, index: int, version: int, engines: Mapping[str, int], spent: _Spent
@@ -256,9 +263,10 @@ class _Lead:
         self._rounds: list[list[tuple[Blobs, dict[str, tuple[int, ...]]]]] = []
         self._start = time.time()
 
-    def begin(self, _: list) -> dict[str, int]:
+    def begin(self, errors: list) -> dict[str, int]:
         """The engines that shall take the version in, with their tensor sizes."""
         publisher = self.publisher
+        _refuse(errors)
         if publisher.fleet.released:
             publisher.fleet.resume()
         engines = self.stack.enter_context(publisher.fleet.publication())
@@ -276,10 +284,8 @@ class _Lead:
     def load(self, parts: list) -> dict[str, int]:
         """Have the engines load one round; those that are left, with their tensor sizes."""
         self._fail([failures for _, failures in parts])
-        for contribution, _ in parts:
-            if isinstance(contribution, ConfigError):
-                raise contribution
         contributions = [contribution for contribution, _ in parts]
+        _refuse(contributions)
         if isinstance(self.publisher.sender, FilesSender):
             self._rounds.append(contributions)
         if self._update is None:
@@ -298,7 +304,7 @@ class _Lead:
             shapes = {
                 n: s for parts in self._rounds for _, shapes in parts for n, s in shapes.items()
             }
-            manifest_of(self.version, publisher.scheme, blobs, shapes).write(folder)
+            publisher.sender.seal(manifest_of(self.version, publisher.scheme, blobs, shapes))
         if self._update is None:
             start = time.perf_counter()
             publisher.fleet.publish(folder, self.version)
@@ -323,6 +329,13 @@ class _Lead:
         for engine, reason in {e: r for each in failures for e, r in each.items()}.items():
             if self._update:
                 self._update.drop(engine, reason)
+
+
+def _refuse(parts: Sequence[Any]) -> None:
+    """Raise the first ConfigError among what the ranks have."""
+    for part in parts:
+        if isinstance(part, ConfigError):
+            raise part
 
 
 def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> Callable[[Engine, int], list[Blob]]:

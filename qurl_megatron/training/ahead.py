@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any, Generic, TypeVar
 
+from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
 from qurl_megatron.types import Prompt
 
@@ -26,6 +27,7 @@ Batch = TypeVar("Batch")
 @dataclass(frozen=True)
 class _Pending(Generic[Batch]):
     step: int
+    prompts: Sequence[Prompt]
     future: "Future[Batch]"
     cursor: dict[str, Any]
 
@@ -67,16 +69,26 @@ class Ahead(Generic[Batch]):
         """``version`` is with the engines: begin every batch that may be generated from it."""
         while self._next <= min(version + 1 + self.max_staleness, self._last):
             prompts, cursor = self._draw()
-            future = self._pool.submit(self._produce, self._next, prompts, self._closing.is_set)
-            self._pending.append(_Pending(self._next, future, cursor))
+            future = self._begin(self._next, prompts)
+            self._pending.append(_Pending(self._next, prompts, future, cursor))
             self._next += 1
+
+    def retry(self) -> None:
+        """Begin anew what no engine could answer: the same prompts, so nothing is lost."""
+        for index, batch in enumerate(self._pending):
+            if batch.future.done() and isinstance(batch.future.exception(), EngineError):
+                future = self._begin(batch.step, batch.prompts)
+                self._pending[index] = replace(batch, future=future)
+
+    def _begin(self, step: int, prompts: Sequence[Prompt]) -> "Future[Batch]":
+        return self._pool.submit(self._produce, step, prompts, self._closing.is_set)
 
     def take(self, step: int, stop: Callable[[], bool]) -> tuple[Batch, dict[str, Any]]:
         """The batch of ``step`` and where the prompts go on after it; waits for it.
 
         Raises:
             Interrupted: ``stop()`` became true. Nothing is lost: a restart draws the same prompts.
-            EngineError: no engine could answer.
+            EngineError: no engine could answer; after ``retry`` it can be taken again.
         """
         pending = self._pending[0]
         assert pending.step == step, f"batch {pending.step} comes before {step}"

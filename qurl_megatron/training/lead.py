@@ -136,7 +136,7 @@ class Lead:
         Raises:
             Interrupted: a stop was requested while the engines generated; nothing is lost, because
                 the same prompts come again after a restart.
-            EngineError: no engine is left, or a token is older than ``rollout.max_staleness``.
+            EngineError: no engine is left.
         """
         self.progress.phase("rollout")
         self._ahead.admit(step - 1)
@@ -148,16 +148,31 @@ class Lead:
         timer.add("rollout", waited - grading)
         timer.add("reward", grading)
         metrics = _sample_metrics(graded.samples, newest=step - 1)
-        staleness = metrics["sync/staleness"].value
-        if staleness > self.config.rollout.max_staleness:
-            raise EngineError(
-                f"step {step} got tokens that are {staleness:.0f} versions old, "
-                f"rollout.max_staleness allows {self.config.rollout.max_staleness}; "
-                "an engine serves an old version"
-            )
+        # Ahead admits no batch too early, and no engine serves less than what it confirmed.
+        assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
         if self.config.train.save_rollouts:
             save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", graded.samples)
         return Rollout(graded.samples, metrics, graded.generating_s)
+
+    def recover(self) -> None:
+        """No engine is left: wait until one can take the weights in again.
+
+        Raises:
+            EngineError: none came back, or a stop was requested meanwhile.
+        """
+        self.progress.phase("waiting for an engine")
+        end = time.monotonic() + self.config.rollout.start_timeout_s
+        while True:
+            try:
+                self.fleet.await_recruits(timeout_s=1.0)
+                return
+            except EngineError:
+                if self.stop or not self.fleet.engines() or time.monotonic() > end:
+                    raise
+
+    def retry(self) -> None:
+        """The engines have the weights again: generate what they left unanswered."""
+        self._ahead.retry()
 
     def rest(self) -> None:
         """The engines have nothing to do until the next version: lend the trainer their memory."""
@@ -209,14 +224,18 @@ class Lead:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step's metrics, and what happened to the engines meanwhile."""
-        events, fleet = self.fleet.drain()
-        for event in events:
-            what = " ".join((event["engine"], event["event"], event["message"].splitlines()[0]))
-            self.timeline.event("fleet", what.strip(), step, event["time"])
-        metrics = {**metrics, **fleet}
+        metrics = {**metrics, **self.happened(step)}
         for sink in self.sinks:
             sink.write(step, metrics)
         self.progress.step(step, metrics)
+
+    def happened(self, step: int) -> dict[str, float]:
+        """Log what happened to the engines since the last call; returns metrics of it."""
+        events, metrics = self.fleet.drain()
+        for event in events:
+            what = " ".join((event["engine"], event["event"], event["message"].splitlines()[0]))
+            self.timeline.event("fleet", what.strip(), step, event["time"])
+        return metrics
 
     def _graded(self, samples: list[Sample]) -> list[Sample]:
         texts = [self.tokenizer.decode(sample.response_ids) for sample in samples]

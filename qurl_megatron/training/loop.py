@@ -32,6 +32,8 @@ from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState, claim, latest
 from qurl_megatron.training.step import improve
 
+HEALS = 3  # times that one step waits for engines to come back
+
 
 def train(config: RunConfig, stop: StopRequest) -> bool:
     """Start a run, or resume the one in ``train.run_dir``.
@@ -96,16 +98,14 @@ def _run(
     while state.step < config.train.steps and failure is None:
         step = state.step + 1
         timer = lead.timer(step) if lead else Timer()
-        rollout, failure = _share(_rollout(lead, step, timer))
+        rollout, failure = _samples(lead, publisher, step, timer)
         if rollout is None:
             break
         advantages = _advantages(rollout, config)
         metrics = improve(policy, rollout.samples, advantages, config, step=step, timer=timer)
         with timer.phase("publish"):
-            try:
-                metrics |= publisher.publish(step)
-            except (EngineError, ConfigError) as error:  # the same on every rank
-                failure = error
+            published, failure = _publish(lead, publisher, step)
+            metrics |= published
         if lead and failure is None:
             lead.published(step)
         measured = _over_ranks({**metrics, **timer.metrics()})
@@ -126,9 +126,64 @@ def _run(
             saved = step
     if saved != state.step:
         checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
+    if lead:
+        lead.happened(state.step)  # in a step that was not finished
     if failure is not None:
         raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
     return state
+
+
+def _samples(
+    lead: Lead | None, publisher: Publisher, step: int, timer: Timer
+) -> tuple[Rollout | None, Exception | None]:
+    """One step's samples, on every rank; none where the run was stopped, or cannot go on.
+
+    Where no engine is left, one that comes back gets the weights and the same prompts again.
+    """
+    for _ in range(HEALS):
+        rollout, failure = _share(_rollout(lead, step, timer))
+        if failure is None:
+            return rollout, None
+        _, unhealed = _publish(lead, publisher, step - 1, failure)
+        if unhealed is not None:
+            return None, unhealed
+        if lead:
+            lead.retry()
+    return None, failure
+
+
+def _publish(
+    lead: Lead | None, publisher: Publisher, version: int, failure: EngineError | None = None
+) -> tuple[dict[str, Metric], Exception | None]:
+    """Publish, where no engine takes the version also to those that come back.
+
+    Args:
+        failure: why all engines are known to be gone; they are waited for first.
+
+    Returns:
+        The metrics, and what went wrong, the same on every rank.
+    """
+    for _ in range(HEALS):
+        if failure is not None and (gone := _recovered(lead)):
+            return {}, EngineError(f"{failure}; {gone}")
+        try:
+            return publisher.publish(version), None
+        except EngineError as error:
+            failure = error
+        except ConfigError as error:
+            return {}, error
+    return {}, failure
+
+
+def _recovered(lead: Lead | None) -> EngineError | None:
+    """None once an engine is back; else why none is, on every rank."""
+    failure = None
+    if lead:
+        try:
+            lead.recover()
+        except EngineError as error:
+            failure = error
+    return _share((None, failure))[1]
 
 
 def _rollout(

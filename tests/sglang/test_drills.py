@@ -1,7 +1,7 @@
 """Fault drills: two real SGLang engines, started and healed by a fleet, and a trainer that fails.
 
-Every fault comes from outside: a signal, a changed file, a blob that one engine is not told of. After
-each, a whole publication makes both engines answer as that version does.
+Every fault comes from outside: a signal, a changed file, a blob that one engine is not told of.
+After each, a whole publication makes both engines answer as that version does.
 """
 
 import json
@@ -25,7 +25,6 @@ from qurl_megatron.rollout.collect import collect
 from qurl_megatron.rollout.fleet import Engine, Fleet
 from qurl_megatron.rollout.process import API_KEY
 from qurl_megatron.rollout.transport import Sender
-from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.transport.group import GroupSender, host_store
 from qurl_megatron.rollout.transport.memory import MemorySender
 from qurl_megatron.rollout.update import Taken
@@ -55,6 +54,7 @@ class Drill:
             self.publish(which)
             self.expected.append(answers(self.fleet.serving()[0].client))
         assert difference(*self.expected) > 0.01
+        self.fleet.drain()
 
     def publish(self, which: int, senders: list[Sender] | None = None, **faults) -> Taken:
         """Bring the engines to one of the two sets of weights, under the next number."""

@@ -87,7 +87,7 @@ def test_a_death_is_quoted_from_the_log_and_restarts_are_counted(tmp_path):
         wait_until(lambda: fleet.engines()[0].restarts == 1)
         seen, metrics = fleet.drain()
         [death] = [event for event in seen if event["event"] == "died"]
-        assert death["message"].startswith("exited with status -9; the end of")
+        assert death["message"].startswith("exited with status -9; see ")
         assert "listening" in death["message"]
         assert metrics["fleet/restarts"] == 1
         assert fleet.drain()[1]["fleet/restarts"] == 0

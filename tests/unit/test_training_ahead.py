@@ -96,3 +96,21 @@ def test_a_failure_reaches_the_step_that_takes_the_batch(engines):
         batches.admit(0)
         with pytest.raises(EngineError, match="no engine is left"):
             batches.take(1, lambda: False)
+
+
+def test_what_no_engine_answered_is_asked_again_with_the_same_prompts(engines):
+    asked = []
+
+    def fail_once(step, prompts, stop):
+        asked.append((step, prompts[0]))
+        if len(asked) == 1:
+            raise EngineError("no engine is left")
+        return prompts[0]
+
+    with Ahead(engines.draw, fail_once, first=1, last=1, max_staleness=0) as batches:
+        batches.admit(0)
+        with pytest.raises(EngineError):
+            batches.take(1, lambda: False)
+        batches.retry()
+        assert batches.take(1, lambda: False) == ("prompt 1", {"position": 1})
+    assert asked == [(1, "prompt 1")] * 2

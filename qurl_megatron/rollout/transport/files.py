@@ -25,7 +25,7 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.transport import AtOnce, Part, Rank
 from qurl_megatron.rollout.transport.receipts import collect, leave
-from qurl_megatron.rollout.version import MANIFEST
+from qurl_megatron.rollout.version import MANIFEST, Manifest
 from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Piece, Receipt, checksum, raw
 from qurl_megatron.weights.hf_reader import DTYPES
 
@@ -82,6 +82,17 @@ class FilesSender(AtOnce):
                 pieces = [_written(file.fileno(), *place) for place in places]
             aside.rename(path)
         return Blob({"path": str(path), "offset": len(header)}, size, tuple(pieces))
+
+    def seal(self, manifest: Manifest) -> None:
+        """From now on the folder is a version.
+
+        Raises:
+            ConfigError: no room, or no right to write.
+        """
+        path = self.folder / MANIFEST
+        aside = path.with_name(f"{MANIFEST}.tmp")
+        with refusing(path, len(manifest.to_json()), half_written=aside):
+            manifest.write(self.folder)
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         return collect(self.root / RECEIPTS, session, ranks, self.receipt_wait_s)

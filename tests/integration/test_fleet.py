@@ -1,0 +1,166 @@
+"""Whole runs that lose engines or room on the disk, with embedded engines and real processes."""
+
+import json
+import os
+import re
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config import QuantConfig, SyncConfig
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.version import MANIFEST, Manifest
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.testing.models import tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from tests.disks import exhaust_names, fill, small_disk
+from tests.distributed.test_policy import build, recipe
+from tests.runs import SAMPLES, Run, make_recipe
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_recipe(tmp_path_factory.mktemp("fleet"))
+
+
+def test_a_run_loses_an_engine_and_goes_on_loses_all_and_is_started_again(tiny):
+    run = Run(tiny, "healing", "train.steps=2000")
+    with run.process():
+        run.wait(lambda: run.step() >= 2)
+        os.kill(run.engine(0), signal.SIGKILL)
+        run.wait(lambda: run.happened("engine-0 joined") == 2)
+        since = run.step()
+        run.wait(lambda: run.step() >= since + 2)
+        for index in (0, 1):
+            os.kill(run.engine(index), signal.SIGKILL)
+        assert run.ended() == 1
+    assert re.search(
+        r"^qurl: .*engine-0 .*exited with status -9.*engine-1 .*exited with status -9.*"
+        r"step (\d+) is saved, start again to go on from it$",
+        run.stderr(),
+    )
+    assert run.stderr().count("\n") == 1
+    (saved,) = run.saved()
+    assert saved == run.step()
+
+    again = Run(tiny, "healing", f"train.steps={saved + 2}")
+    with again.process():
+        assert again.ended() == 0, again.stderr()
+    assert f"resuming {run.dir} after step {saved}" in again.stdout()
+    for step in range(1, saved + 3):
+        samples = run.samples(step)
+        assert len(samples) == SAMPLES and len({s["prompt"]["index"] for s in samples}) == 8
+        assert {v for s in samples for v in s["versions"]} == {step - 1}
+    report = (run.dir / "report.html").read_text()
+    for event in ("engine-0 died", "engine-0 restarted", "engine-0 joined", "engine-1 failed"):
+        assert event in report, event
+
+
+def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(tiny, tmp_path):
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        run = Run(tiny, "full", "train.steps=2000", f"sync.dir={disk}")
+        with run.process() as process:
+            run.wait(lambda: run.step() >= 2)
+            while process.poll() is None:  # old versions are deleted meanwhile
+                fill(disk)
+                time.sleep(0.01)
+            assert run.ended() == 2
+        assert re.search(
+            rf"^qurl: {disk}/\S+ cannot be written \(No space left on device\): \S+ MB are needed, "
+            r"0\.0 MB are free; .*sync\.dir.*; step \d+ is saved, start again",
+            run.stderr(),
+        )
+        assert run.stderr().count("\n") == 1
+        (saved,) = run.saved()
+        assert saved == run.step() >= 2
+
+        (disk / "filler").unlink()
+        again = Run(tiny, "full", f"train.steps={saved + 2}", f"sync.dir={disk}")
+        with again.process():
+            assert again.ended() == 0, again.stderr()
+        assert run.step() == saved + 2
+
+
+def refused(publisher, version: int) -> str:
+    try:
+        publisher.publish(version)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def publish_where_there_is_no_room(device, config, disk, other, out):
+    import torch.distributed as dist
+
+    from qurl_megatron.sync.publisher import Publisher
+
+    with megatron_runtime(config.parallel) as ranks, ExitStack() as stack:
+        policy = build(config, ranks)
+        fleet = None
+        if ranks.leads:
+            engine = stack.enter_context(FakeEngine(embedded=True))
+            adopted = RolloutConfig(urls=(engine.url,))
+            fleet = stack.enter_context(Fleet(adopted, "unused", scheme="int8", log_dir=out))
+        sync = SyncConfig(keep=4, bucket_mb=0.02)
+        name = f"rank{ranks.rank}"
+        sender = FilesSender(disk / "versions", name, leads=ranks.leads)
+        elsewhere = FilesSender((disk if ranks.leads else other) / "apart", name, leads=True)
+        quant = QuantConfig(scheme="int8")
+        publisher = Publisher(policy, fleet, quant, sync, sender)
+        apart = Publisher(policy, fleet, quant, sync, elsewhere)
+
+        def no_room(which, version: int, leave: int) -> str:
+            if ranks.leads:
+                fill(disk, leave=leave)
+            dist.barrier()
+            error = refused(which, version)
+            dist.barrier()
+            if ranks.leads:
+                (disk / "filler").unlink()
+            left = [path.name for path in disk.rglob("*.tmp")]
+            assert not left, left
+            return error
+
+        publisher.publish(0)
+        first = disk / "versions/v000000"
+        pages = sum(-(-p.stat().st_size // 4096) for p in first.glob("*.safetensors"))
+        errors = [no_room(publisher, 1, leave=4096 * (pages // 2))]
+        errors.append(no_room(publisher, 2, leave=4096 * pages))
+        if ranks.rank == 1:
+            exhaust_names(other)
+        dist.barrier()
+        errors.append(refused(apart, 3))
+        if fleet:
+            assert fleet.version == 0 and engine.version == "0"
+        publisher.publish(4)
+        if fleet:
+            assert engine.version == "4"
+            assert Manifest.read(disk / "versions/v000004").version == 4
+        (out / f"{name}.json").write_text(json.dumps(errors))
+
+
+def test_every_rank_learns_that_one_of_them_has_no_room(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", vocab_size=8192)
+    config = recipe(folder, dict(tensor=2))
+    with (
+        small_disk(tmp_path / "disk", "32m") as disk,
+        small_disk(tmp_path / "other", "1m,nr_inodes=100") as other,
+    ):
+        run_on_ranks(
+            publish_where_there_is_no_room, 2, "gloo", tmp_path, config, disk, other, tmp_path
+        )
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    shard, manifest, folder = first
+    assert re.search(r"/v000001/rank\d-b\d+\.safetensors cannot be written \(No space", shard)
+    assert re.search(rf"/v000002/{MANIFEST} cannot be written \(No space", manifest)
+    assert re.search(r"other/apart/v000003 cannot be written \(No space", folder)
+    needed = re.search(r": ([\d.]+) MB are needed, ([\d.]+) MB are free; .*sync.dir", shard)
+    assert float(needed[1]) > float(needed[2])

@@ -1,0 +1,136 @@
+"""``qurl train`` on a model that is small enough to lose engines many times a minute."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from qurl_megatron.observe.timeline import read_timeline
+
+QURL = [sys.executable, "-m", "qurl_megatron.cli"]
+SAMPLES = 64  # of one step
+
+RECIPE = """
+[model]
+path = "{root}/model"
+dtype = "float32"
+[warmstart]
+steps = 10
+hidden = 64
+layers = 2
+heads = 4
+kv_heads = 2
+intermediate = 128
+batch = 64
+[data]
+task = "chain_sum"
+task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
+task_size = 20000
+prompts_per_step = 8
+[rollout]
+engines = 2
+engine_threads = 1
+samples_per_prompt = 8
+max_new_tokens = 4
+[reward]
+kind = "exact"
+[algo]
+# So small a model earns nothing: this moves its weights all the same.
+entropy_coef = 0.01
+[optimizer]
+lr = 1e-4
+[checkpoint]
+every = 0
+[train]
+steps = 2000
+micro_batch = 32
+save_rollouts = true
+"""
+
+
+def make_recipe(root: Path) -> Path:
+    path = root / "recipe.toml"
+    path.write_text(RECIPE.format(root=root))
+    return path
+
+
+class Run:
+    """One call of ``qurl train``, watched from outside."""
+
+    def __init__(self, recipe: Path, name: str, *overrides: str) -> None:
+        self.dir = recipe.parent / name
+        self._out, self._err = (recipe.parent / f"{name}.{end}" for end in ("out", "err"))
+        self._command = [*QURL, "train", str(recipe), f"train.run_dir={self.dir}", *overrides]
+
+    @contextlib.contextmanager
+    def process(self) -> Iterator[subprocess.Popen]:
+        """Whatever happens, nothing of it is left."""
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.popen = subprocess.Popen(
+                self._command, stdout=out, stderr=err, start_new_session=True
+            )
+        try:
+            yield self.popen
+        finally:
+            for process in self._kin():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.popen.wait()
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 300.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.popen.poll() is None, self.stdout()[-2000:] + self.stderr()[-2000:]
+            assert time.monotonic() < end, self.stdout()[-2000:]
+            time.sleep(0.05)
+
+    def ended(self, seconds: float = 300.0) -> int:
+        return self.popen.wait(seconds)
+
+    def engine(self, index: int) -> int:
+        """The process of one engine."""
+        for process in self._kin():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = process.cmdline()
+                if "--port-file" in command and command[-1] != "--multiprocessing-fork":
+                    file = Path(command[command.index("--port-file") + 1])
+                    if file.name == f"engine-{index}.port":
+                        return process.pid
+        raise AssertionError(f"engine-{index} has no process")
+
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def step(self) -> int:
+        """The last one that is measured."""
+        path = self.dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
+
+    def happened(self, event: str) -> int:
+        """How often the timeline tells of it."""
+        spans = read_timeline(self.dir / "timeline.jsonl")
+        return sum(span.lane == "fleet" and span.name.startswith(event) for span in spans)
+
+    def samples(self, step: int) -> list[dict]:
+        lines = (self.dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def saved(self) -> list[int]:
+        folders = (self.dir / "checkpoints").glob("step_*/state.json")
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in folders)
+
+    def _kin(self) -> list[psutil.Process]:
+        try:
+            process = psutil.Process(self.popen.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
