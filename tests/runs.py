@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.rollout.process import port_file
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 SAMPLES = 64  # of one step
@@ -77,7 +80,7 @@ class Run:
         try:
             yield self.popen
         finally:
-            for process in self._kin():
+            for process in self.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.popen.wait()
@@ -92,15 +95,18 @@ class Run:
     def ended(self, seconds: float = 300.0) -> int:
         return self.popen.wait(seconds)
 
+    def kill(self, *engines: int) -> None:
+        """With all that belongs to them."""
+        for process in [self.engine(index) for index in engines]:
+            os.killpg(process, signal.SIGKILL)
+
     def engine(self, index: int) -> int:
-        """The process of one engine."""
-        for process in self._kin():
+        """The process of one engine; the leader of its group."""
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = process.cmdline()
-                if "--port-file" in command and command[-1] != "--multiprocessing-fork":
-                    file = Path(command[command.index("--port-file") + 1])
-                    if file.name == f"engine-{index}.port":
-                        return process.pid
+                if str(port_file(self.dir / "logs", f"engine-{index}")) in command:
+                    return process.pid
         raise AssertionError(f"engine-{index} has no process")
 
     def stdout(self) -> str:
@@ -112,8 +118,8 @@ class Run:
     def step(self) -> int:
         """The last one that is measured."""
         path = self.dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
+        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+        return max((json.loads(line)["step"] for line in whole.splitlines()[-3:]), default=0)
 
     def happened(self, event: str) -> int:
         """How often the timeline tells of it."""
@@ -128,9 +134,27 @@ class Run:
         folders = (self.dir / "checkpoints").glob("step_*/state.json")
         return sorted(int(path.parent.name.removeprefix("step_")) for path in folders)
 
-    def _kin(self) -> list[psutil.Process]:
-        try:
-            process = psutil.Process(self.popen.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+    def processes(self) -> list[psutil.Process]:
+        """All that still run, engines included."""
+        found = {process.pid: process for process in living(self.popen.pid)}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.popen.pid).children(recursive=True)
+            found |= {process.pid: process for process in children}
+        return list(found.values())
+
+    def left(self) -> list[psutil.Process]:
+        """What a run that has ended leaves behind, a moment later."""
+        end = time.monotonic() + 5
+        while (found := self.processes()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return found
+
+
+def living(session: int) -> list[psutil.Process]:
+    """The processes of one session."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -3,9 +3,10 @@
 ``python -m qurl_megatron.bench.publish --out docs/results/publish_cpu.json``
 
 Two training ranks (TP2, BF16 weights with FP32 masters) hold a random model; one engine is started
-empty per scheme and tensor size. Then our transports and ``peers.gathered`` publish in turns: each
-time twice from scratch, of which the second is timed. The engine must give the same log-probs after
-all of them. Beside every turn stand the load average and what a plain copy ran at on both ranks.
+empty per scheme and tensor size. Then our transports and ``peers.gathered`` publish in turns. Ours
+are made anew for each turn, publish once so that their slots exist, and are timed then. The engine
+must give the same log-probs after all of them. Beside every turn stand the load average and what a
+plain copy ran at on both ranks.
 
 Memory is the highest of what all processes of one side have for themselves (RssAnon), and of what
 our files and slots in /dev/shm take, above what it was before the sender was made. Pages of files
@@ -16,6 +17,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -26,6 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from qurl_megatron.bench.random_model import SIZES
 from qurl_megatron.bench.random_model import main as random_model
@@ -38,9 +42,11 @@ from qurl_megatron.config import (
     SyncConfig,
 )
 from qurl_megatron.runtime.launch import launch
+from qurl_megatron.weights import read_arch, read_config
+from qurl_megatron.weights.checkpoint import parameter_count
 
 SCHEMES = ("int8", "fp8", "none")
-OURS = ("memory", "files", "files on disk", "group")
+OURS = ("memory", "files", "files, staged", "files on disk", "group")
 GATHERED = {
     "gathered": ("loader", None),
     "gathered, buckets": ("loader", True),
@@ -85,7 +91,7 @@ def run(plan: Plan) -> int:
     with megatron_runtime(parallel) as ranks:
         model = ModelConfig(path=str(plan.model), dtype="bfloat16")
         policy = Policy.build(model, parallel, OptimizerConfig(), ranks)
-        limits = measure_limits(ranks) if ranks.leads else measure_limits(ranks)
+        limits = measure_limits(ranks)
         if ranks.leads:
             write(plan, {"limits": limits})
         for scheme, tp in plan.cases:
@@ -103,8 +109,9 @@ def run(plan: Plan) -> int:
                 if ranks.leads:
                     print(f"{scheme} tp{tp}: engine up in {time.perf_counter() - started:.0f} s")
                 case = Case(plan, policy, rollout, fleet, scheme, tp)
+                names = plan.of(scheme)
+                case.warm_up(names[0])
                 for turn in range(plan.turns):
-                    names = plan.of(scheme)
                     for name in names[turn % len(names) :] + names[: turn % len(names)]:
                         case.turn(name)
     return 0
@@ -128,21 +135,25 @@ class Case:
         watched = [None] * TRAINERS
         dist.all_gather_object(watched, os.getpid())
         dist.barrier()
-        memory = Memory(watched, self.fleet, self.plan) if self.fleet else None
+        memory = Watch(watched, self.fleet, self.plan) if self.fleet else None
         load = os.getloadavg()[0]
         folder = Path(tempfile.mkdtemp(dir=self.plan.work)) if self.fleet else None
         box = [folder]
         dist.broadcast_object_list(box)
         with memory or nullcontext(), self.made(name, box[0]) as publish:
-            publish(self.version)
+            if name not in GATHERED:  # which keeps nothing from one version to the next
+                publish(self.version)
             dist.barrier()
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.process_time()
+            engine_worked = memory.cpu_seconds() if memory else 0.0
             found = publish(self.version + 1)
             dist.barrier()
-            seconds = time.perf_counter() - start
+            seconds, worked = time.perf_counter() - start, time.process_time() - worked
+            engine_worked = memory.cpu_seconds() - engine_worked if memory else 0.0
         self.version += 2
-        copies: list = [None] * TRAINERS
-        dist.all_gather_object(copies, copy)
+        measured: list = [None] * TRAINERS
+        dist.all_gather_object(measured, (copy, worked))
+        copies, worked = zip(*measured, strict=True)
         if self.fleet:
             self.agree(name)
             record = {
@@ -151,6 +162,8 @@ class Case:
                 "candidate": name,
                 "seconds": seconds,
                 **found,
+                "trainer_cpu_s": sum(worked),
+                "engine_cpu_s": engine_worked,
                 "trainer_mib": memory.trainer / MIB,
                 "engine_mib": memory.engine / MIB,
                 "load_before": load,
@@ -159,6 +172,12 @@ class Case:
             record = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
             print(json.dumps(record), flush=True)
             write(self.plan, record)
+
+    def warm_up(self, name: str) -> None:
+        """An engine that was started empty gets its memory when it is first written to."""
+        with self.made(name, self.plan.work / "warm-up") as publish:
+            publish(self.version)
+        self.version += 1
 
     @contextmanager
     def made(self, name: str, folder: Path) -> Iterator[Callable[[int], dict]]:
@@ -180,7 +199,10 @@ class Case:
 
         place = self.plan.disk if name == "files on disk" else memory_folder(self.plan)
         sync = SyncConfig(
-            transport=name.split()[0], dir=str(place), bucket_mb=self.plan.bucket_mb, keep=1
+            transport=re.match(r"\w+", name)[0],
+            dir=str(place),
+            bucket_mb=self.plan.bucket_mb,
+            keep=1,
         )
         quant = QuantConfig(scheme=self.scheme, uaq_scale=1.0, diagnostics_every=0)
         sender = make_sender(sync, self.rollout, self.policy, folder)
@@ -193,7 +215,8 @@ class Case:
             found = values(merge(gathered))
             return {key.removeprefix("sync/"): value for key, value in found.items()}
 
-        with Publisher(self.policy, self.fleet, quant, sync, sender) as publisher:
+        stage = name == "files, staged"
+        with Publisher(self.policy, self.fleet, quant, sync, sender, stage=stage) as publisher:
             yield publish
 
     def agree(self, name: str) -> None:
@@ -206,12 +229,10 @@ class Case:
         assert worst < 1e-5, f"{name}: log-probs differ by {worst} from those of the first"
 
 
-class Memory:
-    """Watches two sides' memory from a thread of its own; afterwards the peaks above the start."""
+class Watch:
+    """Two sides' memory, from a thread of its own; afterwards the peaks above the start."""
 
     def __init__(self, trainers: Sequence[int], fleet, plan: Plan) -> None:
-        import psutil
-
         (engine,) = fleet.engines()
         parent = psutil.Process(engine.process.popen.pid)
         self._engines = [parent.pid, *(child.pid for child in parent.children(recursive=True))]
@@ -222,7 +243,12 @@ class Memory:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.trainer = self.engine = 0
 
-    def __enter__(self) -> "Memory":
+    def cpu_seconds(self) -> float:
+        """Of the engine's processes so far; to the hundredth."""
+        times = [psutil.Process(pid).cpu_times() for pid in self._engines]
+        return sum(each.user + each.system for each in times)
+
+    def __enter__(self) -> "Watch":
         self._rest = self._look()
         self._thread.start()
         return self
@@ -331,16 +357,20 @@ def write(plan: Plan, record: dict) -> None:
         out.write(json.dumps(record) + "\n")
 
 
-def summary(records: Sequence[dict]) -> list[dict]:
-    """One row per case and candidate: medians of its turns, fastest turn, highest memory."""
+def summary(records: Sequence[dict], fp32_bytes: int) -> list[dict]:
+    """One row per case and candidate: medians of its turns, fastest turn, highest memory.
+
+    Args:
+        fp32_bytes: of the masters of the whole model, for the shares of what a plain copy takes.
+    """
     rows: dict[tuple, list[dict]] = {}
     for record in records:
         key = record["scheme"], record["engine_tp"], record["candidate"]
         rows.setdefault(key, []).append(record)
-    return [_row(turns) for turns in rows.values()]
+    return [_row(turns, fp32_bytes) for turns in rows.values()]
 
 
-def _row(turns: Sequence[dict]) -> dict:
+def _row(turns: Sequence[dict], fp32_bytes: int) -> dict:
     first = turns[0]
     numbers = [key for key, value in first.items() if isinstance(value, float)]
     row = {
@@ -352,6 +382,13 @@ def _row(turns: Sequence[dict]) -> dict:
         "engine_mib": max(t["engine_mib"] for t in turns),
         "load_before": sorted(t["load_before"] for t in turns),
     }
+    row["copy_share"] = round(row["bytes"] / 1e9 / row["copy_gbps"] / row["seconds_min"], 3)
+    if "put_s" in row and row["candidate"] in OURS:
+        # A copy reads and writes each byte, quantizing reads four or more and writes one or two.
+        moved = (fp32_bytes + row["bytes"]) / 2 / TRAINERS
+        row["quantize_share"] = round(moved / 1e9 / row["copy_gbps"] / row["quantize_s"], 3)
+        put = row["bytes"] / TRAINERS / 1e9 / row["copy_gbps"]
+        row["put_share"] = round(put / row["put_s"], 3)
     work = sum(row.get(key, 0) for key in ("gather_s", "quantize_s", "put_s", "load_s"))
     # 0: one thing after another. Ranks and engine at the same work count once each.
     row["overlap"] = round(max(0.0, 1 - row["seconds"] / work), 3)
@@ -407,12 +444,13 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(shared)
             text = (work / "records.jsonl").read_text().splitlines()
         limits, *records = map(json.loads, text)
+        fp32_bytes = 4 * parameter_count(read_arch(read_config(plan.model)))
     report = {
         "machine": machine(),
         "model": options.size,
         "bucket_mb": options.bucket_mb,
         **limits,
-        "rows": summary(records),
+        "rows": summary(records, fp32_bytes),
         "turns": records,
     }
     if options.out:

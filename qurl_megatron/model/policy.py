@@ -289,6 +289,8 @@ class Policy:
         master = parameter.main_param
         if not getattr(parameter, "main_param_sharded", False):
             return None if elsewhere else master.detach()
+        if data.size == 1:
+            return master.detach().view(parameter.shape)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if master is not None:
             whole[self._owned_range(parameter)] = master.detach()

@@ -18,7 +18,7 @@ from qurl_megatron.quant.formats import SCHEMES, Scheme, round_to_grid_, scale_o
 # Float32 elements that are in flight at once, however large the weight: 32 MB on a GPU, and what
 # stays in the caches of a CPU from one pass to the next.
 _CHUNK = 8 << 20
-_CHUNK_CPU = 1 << 20
+_CHUNK_CPU = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def quantize(
     scale = scale_of(amax, rules)
     values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
     for rows, chunk in _float_chunks(weight, rules.block):
-        chunk.div_(_spread(scale, rows, weight.shape, rules.block))
+        torch.div(weight[rows], _spread(scale, rows, weight.shape, rules.block), out=chunk)
         values[rows].copy_(round_to_grid_(chunk, rules))
     return QuantizedWeight(values, scale, rules.block)
 
@@ -112,7 +112,7 @@ def _block_amax(weight_OI: Tensor, block: int) -> Tensor:
     amax_RC = torch.zeros(squares, device=weight_OI.device)
     for rows, chunk in _float_chunks(weight_OI, block):
         height, width = (-size % block for size in chunk.shape)
-        padded = F.pad(chunk.abs_(), (0, width, 0, height))
+        padded = F.pad(chunk.copy_(weight_OI[rows]).abs_(), (0, width, 0, height))
         first = rows.start // block
         tiles = padded.view(-1, block, squares[1], block)
         amax_RC[first : first + len(tiles)] = tiles.amax(dim=(1, 3))
@@ -120,7 +120,7 @@ def _block_amax(weight_OI: Tensor, block: int) -> Tensor:
 
 
 def _float_chunks(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows, each copied to one float32 buffer; whole squares where there are any."""
+    """Slices of rows, with a float32 buffer of their shape; whole squares where there are any."""
     O, I = weight_OI.shape  # noqa: E741
     if weight_OI.numel() == 0:
         return
@@ -130,7 +130,7 @@ def _float_chunks(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice,
     buffer = torch.empty(step, I, device=weight_OI.device)
     for start in range(0, O, step):
         stop = min(start + step, O)
-        yield slice(start, stop), buffer[: stop - start].copy_(weight_OI[start:stop])
+        yield slice(start, stop), buffer[: stop - start]
 
 
 def _spread(scale: Tensor, rows: slice, shape: torch.Size, block: int | None) -> Tensor:

@@ -42,7 +42,8 @@ class _Spent:
     """What one version took on this rank."""
 
     quantize_s: float = 0.0
-    send_s: float = 0.0
+    put_s: float = 0.0
+    send_s: float = 0.0  # put, and waiting for the others and for the engines
     bytes: int = 0
     largest: int = 0  # bytes of the largest bucket
 
@@ -120,6 +121,7 @@ class Publisher:
             **self.drift.metrics(),
             **(lead.metrics if lead else {}),
             "sync/quantize_s": Max(spent.quantize_s),
+            "sync/put_s": Max(spent.put_s),
             "sync/send_s": Max(spent.send_s),
             "sync/bytes": Sum(spent.bytes),
             "sync/buffer_mb": Max(2 * spent.largest / MIB),
@@ -177,6 +179,7 @@ class Publisher:
                     for rank in range(tp):
                         parts = self._cut(shards, tp, rank)
                         blobs[tp, rank] = self.sender.put(index, parts, to=(tp, rank))
+            spent.put_s += time.perf_counter() - start
             spent.send_s += time.perf_counter() - start
         except ConfigError as error:
             return error

@@ -1,5 +1,6 @@
 """One rank of a run, from the first signal handler to the exit code."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -70,6 +71,8 @@ def _first_to_fail() -> bool:
 
 def _leave(code: int) -> NoReturn:
     """Leave without goodbyes: other ranks may be in a collective that this one will never join."""
+    for child in multiprocessing.active_children():
+        child.kill()  # Megatron's writer of checkpoints keeps one, which would stay for ever
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

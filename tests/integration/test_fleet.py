@@ -1,9 +1,7 @@
 """Whole runs that lose engines or room on the disk, with embedded engines and real processes."""
 
 import json
-import os
 import re
-import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,17 +28,19 @@ def tiny(tmp_path_factory) -> Path:
     return make_recipe(tmp_path_factory.mktemp("fleet"))
 
 
-def test_a_run_loses_an_engine_and_goes_on_loses_all_and_is_started_again(tiny):
-    run = Run(tiny, "healing", "train.steps=2000")
+def test_a_run_goes_on_while_any_engine_can_come_back_and_then_saves_itself(tiny):
+    run = Run(tiny, "healing", "rollout.max_restarts=1")
     with run.process():
         run.wait(lambda: run.step() >= 2)
-        os.kill(run.engine(0), signal.SIGKILL)
+        run.kill(0)
         run.wait(lambda: run.happened("engine-0 joined") == 2)
         since = run.step()
         run.wait(lambda: run.step() >= since + 2)
-        for index in (0, 1):
-            os.kill(run.engine(index), signal.SIGKILL)
+        run.kill(0, 1)  # one has had its restart, and the other comes back alone
+        run.wait(lambda: run.happened("engine-1 joined") == 2)
+        run.kill(1)
         assert run.ended() == 1
+        assert not run.left()
     assert re.search(
         r"^qurl: .*engine-0 .*exited with status -9.*engine-1 .*exited with status -9.*"
         r"step (\d+) is saved, start again to go on from it$",
@@ -50,28 +50,30 @@ def test_a_run_loses_an_engine_and_goes_on_loses_all_and_is_started_again(tiny):
     (saved,) = run.saved()
     assert saved == run.step()
 
-    again = Run(tiny, "healing", f"train.steps={saved + 2}")
+    again = Run(tiny, "healing", "rollout.max_restarts=1", f"train.steps={saved + 2}")
     with again.process():
         assert again.ended() == 0, again.stderr()
     assert f"resuming {run.dir} after step {saved}" in again.stdout()
     for step in range(1, saved + 3):
         samples = run.samples(step)
-        assert len(samples) == SAMPLES and len({s["prompt"]["index"] for s in samples}) == 8
+        assert len(samples) == SAMPLES
+        assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
         assert {v for s in samples for v in s["versions"]} == {step - 1}
     report = (run.dir / "report.html").read_text()
-    for event in ("engine-0 died", "engine-0 restarted", "engine-0 joined", "engine-1 failed"):
+    for event in ("engine-0 died", "engine-0 joined", "engine-0 gave up", "engine-1 gave up"):
         assert event in report, event
 
 
 def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(tiny, tmp_path):
     with small_disk(tmp_path / "disk", "8m") as disk:
-        run = Run(tiny, "full", "train.steps=2000", f"sync.dir={disk}")
+        run = Run(tiny, "full", "rollout.engines=1", f"sync.dir={disk}")
         with run.process() as process:
             run.wait(lambda: run.step() >= 2)
             while process.poll() is None:  # old versions are deleted meanwhile
                 fill(disk)
                 time.sleep(0.01)
             assert run.ended() == 2
+            assert not run.left()
         assert re.search(
             rf"^qurl: {disk}/\S+ cannot be written \(No space left on device\): \S+ MB are needed, "
             r"0\.0 MB are free; .*sync\.dir.*; step \d+ is saved, start again",
@@ -82,7 +84,9 @@ def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(t
         assert saved == run.step() >= 2
 
         (disk / "filler").unlink()
-        again = Run(tiny, "full", f"train.steps={saved + 2}", f"sync.dir={disk}")
+        again = Run(
+            tiny, "full", "rollout.engines=1", f"train.steps={saved + 2}", f"sync.dir={disk}"
+        )
         with again.process():
             assert again.ended() == 0, again.stderr()
         assert run.step() == saved + 2
@@ -108,7 +112,7 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
             engine = stack.enter_context(FakeEngine(embedded=True))
             adopted = RolloutConfig(urls=(engine.url,))
             fleet = stack.enter_context(Fleet(adopted, "unused", scheme="int8", log_dir=out))
-        sync = SyncConfig(keep=4, bucket_mb=0.02)
+        sync = SyncConfig(keep=4, bucket_mb=0.1)
         name = f"rank{ranks.rank}"
         sender = FilesSender(disk / "versions", name, leads=ranks.leads)
         elsewhere = FilesSender((disk if ranks.leads else other) / "apart", name, leads=True)
@@ -131,7 +135,7 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
         publisher.publish(0)
         first = disk / "versions/v000000"
         pages = sum(-(-p.stat().st_size // 4096) for p in first.glob("*.safetensors"))
-        errors = [no_room(publisher, 1, leave=4096 * (pages // 2))]
+        errors = [no_room(publisher, 1, leave=4096 * pages * 3 // 4)]
         errors.append(no_room(publisher, 2, leave=4096 * pages))
         if ranks.rank == 1:
             exhaust_names(other)
@@ -162,5 +166,5 @@ def test_every_rank_learns_that_one_of_them_has_no_room(tmp_path):
     assert re.search(r"/v000001/rank\d-b\d+\.safetensors cannot be written \(No space", shard)
     assert re.search(rf"/v000002/{MANIFEST} cannot be written \(No space", manifest)
     assert re.search(r"other/apart/v000003 cannot be written \(No space", folder)
-    needed = re.search(r": ([\d.]+) MB are needed, ([\d.]+) MB are free; .*sync.dir", shard)
-    assert float(needed[1]) > float(needed[2])
+    # The output layer comes last: 4096 rows of 64 in FP32 on each rank.
+    assert re.search(r": 1\.\d MB are needed, \d\.\d MB are free; .*sync\.dir", shard)

@@ -16,10 +16,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient, EngineError
 from qurl_megatron.rollout.collect import collect
 from qurl_megatron.rollout.fleet import Engine, Fleet
@@ -29,6 +29,8 @@ from qurl_megatron.rollout.transport.group import GroupSender, host_store
 from qurl_megatron.rollout.transport.memory import MemorySender
 from qurl_megatron.rollout.update import Taken
 from qurl_megatron.types import Prompt
+from tests.disks import small_disk
+from tests.runs import SAMPLES, Run, living, make_recipe
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
 from tests.sglang.trainer import file_senders, publish
 
@@ -142,6 +144,31 @@ def rejoins(drill: Drill, engine: Engine, other: Engine) -> None:
     assert drill.correct(engine, 0) and drill.correct(other, 0)
 
 
+# First: the module's engines do not run yet.
+def test_a_run_that_loses_an_engine_loses_no_sample_and_has_it_back_some_steps_later(tmp_path):
+    options = ["rollout.backend=sglang", f"rollout.sglang_python={PYTHON}"]
+    run = Run(make_recipe(tmp_path), "run", *options)
+    with run.process():
+        run.wait(lambda: run.step() >= 2)
+        run.kill(0)
+        run.wait(lambda: run.happened("engine-0 joined") == 2)
+        back = run.step()
+        run.wait(lambda: run.step() >= back + 2)
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.ended() == 128 + signal.SIGTERM, run.stderr()
+        assert not run.left()
+    (saved,) = run.saved()
+    assert saved == run.step()
+    for step in range(1, saved + 1):
+        samples = run.samples(step)
+        assert len(samples) == SAMPLES
+        assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
+        assert {v for s in samples for v in s["versions"]} == {step - 1}
+    report = (run.dir / "report.html").read_text()
+    for event in ("failed", "died", "restarted", "joined serves version"):
+        assert f"engine-0 {event}" in report, event
+
+
 def test_an_engine_killed_between_two_buckets_leaves_and_comes_back_with_the_next_version(drill):
     killed, other = drill.fleet.serving()
     pid = killed.process.popen.pid
@@ -163,15 +190,18 @@ def test_an_engine_that_hangs_in_an_update_is_found_by_its_deadline_and_started_
 
 
 def test_an_engine_that_stops_taking_bytes_does_not_keep_the_group_from_the_other(drill):
-    """It is stopped when the training rank begins to send, in its own process group."""
+    """It is stopped when the training rank begins to send the last bucket, larger than what sockets
+    hold: the rest of that has nowhere to go."""
     hung, other = drill.fleet.serving()
     pid = hung.process.popen.pid
     store = host_store("127.0.0.1", 60)
     sender = GroupSender(store, 0, 1, timeout_s=4.0)
     begun = time.monotonic()
-    drill.publish(1, [sender], during=at(1, lambda: os.killpg(pid, signal.SIGSTOP)))
+    drill.publish(1, [sender], during=at(2, lambda: os.killpg(pid, signal.SIGSTOP)))
     sender.close()
     assert time.monotonic() - begun < 2 * UPDATE_S
+    (failed,) = [event for event in drill.fleet.drain()[0] if event["event"] == "failed"]
+    assert "did not take a bucket from training rank 0 within 4 s" in failed["message"]
     rejoins(drill, hung, other)
 
 
@@ -246,6 +276,23 @@ def test_an_engine_that_lacks_a_shard_names_tensors_and_stays_out(drill):
     assert drill.mixed(victim)
 
 
+def test_a_version_that_finds_no_room_leaves_no_engine_in_the_traffic(drill, tmp_path):
+    with small_disk(tmp_path / "disk", "24m") as disk:  # for two buckets
+        with pytest.raises(ConfigError) as caught:
+            drill.publish(1, file_senders(disk))
+        folder = disk / f"v{drill.number:06d}"
+        assert re.match(
+            rf"{folder}/tp\d-b00002.safetensors cannot be written \(No space left on device\): "
+            r"8\.\d MB are needed, [\d.]+ MB are free",
+            str(caught.value),
+        )
+        assert sorted(path.suffix for path in folder.iterdir()).count(".tmp") == 0
+    assert drill.fleet.serving() == []
+    for engine in drill.fleet.engines():
+        assert "No space left on device" in engine.reason
+        assert drill.mixed(engine)
+
+
 def run_trainer(order: dict, key: str = "") -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **({API_KEY: key} if key else {})}
     command = [sys.executable, "-m", "tests.sglang.trainer", json.dumps(order)]
@@ -288,18 +335,6 @@ def test_engines_that_a_trainer_started_end_with_it(drill, tmp_path):
     assert died.returncode == -signal.SIGKILL, died.stderr
     (leader,) = json.loads(died.stdout)
     wait_until(lambda: not living(leader), 20)
-
-
-def living(group: int) -> list[psutil.Process]:
-    """The processes of one session."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])

@@ -42,7 +42,10 @@ def publish(
     during: During = lambda index, blobs: None,
     sees: Sees = lambda engine, index, blobs: blobs,
 ) -> Taken:
-    """One version in three buckets, each of one blob per sender, to engines of one rank each."""
+    """One version in three buckets, each of one blob per sender, to engines of one rank each.
+
+    The largest tensor comes last.
+    """
     names, lead = sorted(tensors), senders[0]
     with fleet.publication() as engines:
         for sender in senders:
@@ -53,7 +56,8 @@ def publish(
                 _drop(update, lead.connect(update.sizes))
             for index in range(BUCKETS):
                 parts = shards(
-                    {name: tensors[name] for name in names[index::BUCKETS]}, len(senders)
+                    {name: tensors[name] for name in names[BUCKETS - 1 - index :: BUCKETS]},
+                    len(senders),
                 )
                 to = (1, 0) if lead.cut else None
                 pairs = zip(senders, parts, strict=True)
@@ -61,7 +65,10 @@ def publish(
                 update.wait()
                 during(index, blobs)
                 update.bucket(lambda engine, _, i=index, b=blobs: sees(engine, i, b))
+                gone = {engine.name for engine in engines} - update.sizes.keys()
                 for sender in senders:
+                    for engine in gone:
+                        sender.drop(engine)
                     sender.deliver(index)
             _drop(update, lead.settle())
             return update.commit(lead.receipts)

@@ -129,9 +129,9 @@ class Gathered:
         if dim is None or tensor.size == 1:
             return shard.value
         value = shard.value.transpose(0, dim)
-        sizes: list = [None] * tensor.size
-        dist.all_gather_object(sizes, len(value), group=tensor.group)
-        rows = max(sizes)  # the last rank may hold padding of the vocabulary, which is left out
+        # The last rank may hold padding of the vocabulary, which its shard leaves out.
+        rows = shard.offset // tensor.rank if tensor.rank else len(value)
+        sizes = [min(rows, shard.shape[dim] - rank * rows) for rank in range(tensor.size)]
         if len(value) < rows:
             value = F.pad(value, (0, 0, 0, rows - len(value)))
         parts = [value.new_empty(rows, *value.shape[1:]) for _ in sizes]

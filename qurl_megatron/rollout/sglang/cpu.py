@@ -16,10 +16,13 @@ per tensor or block, and static activation scales, are not there; attention is t
 a batch's sequences one after another.
 """
 
+import functools
 import importlib.machinery
 import os
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +70,7 @@ def register() -> None:
         compressed_tensors_w8a8_fp8,
         compressed_tensors_w8a8_int8,
     )
+    from sglang.srt.platforms import cpu as cpu_platform
 
     w8a8_int8.W8A8Int8LinearMethod.process_weights_after_loading = _transpose
     w8a8_int8.W8A8Int8LinearMethod.apply = _apply_int8
@@ -77,6 +81,15 @@ def register() -> None:
     for module in ("sglang.srt.configs.update_config", "sglang.srt.model_executor.model_runner"):
         if module in sys.modules:
             sys.modules[module].adjust_config_with_unaligned_cpu_tp = _as_on_gpus
+
+    # SGLang empties the device's cache with every flush: here a walk over all of Python's objects,
+    # a third of a second on each rank, that finds nothing.
+    cpu_platform.CpuDeviceMixin.empty_cache = _nothing_cached
+    scheduler = sys.modules.get("sglang.srt.managers.scheduler")
+    if scheduler is not None:  # in the processes that have one
+        record = scheduler.Scheduler._record_scheduler_state_for_paused_engine
+        if not hasattr(record, "__wrapped__"):
+            scheduler.Scheduler._record_scheduler_state_for_paused_engine = _then_sleep(record)
 
     config = compressed_tensors.CompressedTensorsConfig
     config._check_scheme_supported = _up_to_hopper
@@ -125,6 +138,23 @@ def _per_channel(layer: nn.Module) -> Tensor:
     if len(scale) != layer.weight.shape[1]:
         raise NotImplementedError("without a GPU there are W8A8 layers with a scale per channel")
     return scale
+
+
+def _nothing_cached(self) -> None:
+    pass
+
+
+def _then_sleep(record: Callable[[Any], None]) -> Callable[[Any], None]:
+    """SGLang's loop spins while it is paused, on the cores that the trainer quantizes with. It
+    sleeps until the next request instead, as it does when idle; its other ranks wait for it.
+    """
+
+    @functools.wraps(record)
+    def record_and_sleep(scheduler: Any) -> None:
+        record(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    return record_and_sleep
 
 
 def _as_on_gpus(model_config: object, load_config: object, tp_size: int) -> object:

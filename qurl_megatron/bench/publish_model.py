@@ -1,0 +1,319 @@
+"""What publishing one version costs, from bandwidths: bytes are exact, seconds an estimate.
+
+``python -m qurl_megatron.bench.publish_model --model qwen2.5-32b --gpus 8 --tp 8 --engines 4
+--engine-tp 2 --nvlink-gbps 400 --ib-gbps 50 --disk-gbps 10``
+
+Bytes come from the plan that the publisher follows. Each rank's phases follow from them and from
+the rates of its machine; what overlaps counts as the longest, the rest as the sum:
+
+    first bucket: quantize, put   then for each next one: max(quantize + put, load before)   load
+
+On a machine with fewer cores than busy processes no overlap helps beyond all work over the cores.
+``--check`` holds the model against the rows of a benchmark on this machine.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qurl_megatron.bench.random_model import SIZES
+from qurl_megatron.rollout import plan
+from qurl_megatron.weights import is_quantized
+from qurl_megatron.weights.arch import Arch, read_arch
+from qurl_megatron.weights.checkpoint import hf_shapes
+
+TRANSPORTS = ("memory", "files", "group", "gathered")
+MIB, GB = 1 << 20, 1e9
+
+# Bytes of memory that each pass of plain torch operators reads and writes, on a GPU.
+QUANTIZE_TRAFFIC = 37  # per FP32 weight: two for amax, then divide, round, clamp, cast
+CAST_TRAFFIC = 6  # per FP32 weight
+HASH_TRAFFIC = 31  # per byte that ``wire.word_sum`` reads: fourteen operators on words of 8 bytes
+COPY_TRAFFIC = 2
+
+# Layers, hidden, heads, KV heads, intermediate, vocabulary, tied
+MODELS = {
+    "qwen2.5-0.5b": (*SIZES["0.5B"], True),
+    "qwen2.5-1.5b": (*SIZES["1.5B"], True),
+    "qwen2.5-7b": (28, 3584, 28, 4, 18944, 152064, False),
+    "qwen2.5-14b": (48, 5120, 40, 8, 13824, 152064, False),
+    "qwen2.5-32b": (64, 5120, 40, 8, 27648, 152064, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """GB/s of one rank's primitives, unless said otherwise."""
+
+    quantize: float  # FP32 weights read
+    cast: float  # FP32 weights read, for unquantized versions
+    copy: float  # bytes copied within memory
+    hash: float  # bytes summed
+    link: float  # bytes to or from another rank
+    disk: float  # of the folder that all share
+    call_s: float = 0.005  # of one HTTP call to an engine
+    cores: int | None = None  # that all ranks and engines share; None: each has its own device
+
+    @staticmethod
+    def of_gpus(*, hbm: float, link: float, disk: float) -> "Rates":
+        """
+        Args:
+            hbm: GB/s of a GPU's memory.
+            link: GB/s to another GPU, by NVLink or by the network.
+        """
+        return Rates(
+            quantize=4 * hbm / QUANTIZE_TRAFFIC,
+            cast=4 * hbm / CAST_TRAFFIC,
+            copy=hbm / COPY_TRAFFIC,
+            hash=hbm / HASH_TRAFFIC,
+            link=link,
+            disk=disk,
+        )
+
+    @staticmethod
+    def of_cpu(limits: Mapping[str, float], scheme: str, *, cores: int) -> "Rates":
+        """From what ``bench.publish`` measured of its machine."""
+        return Rates(
+            quantize=limits[f"quantize_{'int8' if scheme == 'none' else scheme}_gbps"],
+            cast=limits["cast_bf16_gbps"],
+            copy=limits["copy_gbps"],
+            hash=limits["hash_gbps"],
+            link=limits["gloo_gbps"],
+            disk=limits["copy_gbps"],
+            cores=cores,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    arch: Arch
+    scheme: str
+    trainer: plan.Layout
+    engines: int
+    engine_tp: int
+    bucket_mb: float = 256.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one version. Seconds are of the slowest rank; ``seconds`` is what they come to."""
+
+    bytes: int  # of the version
+    bytes_per_rank: int  # that the busiest training rank quantizes and puts
+    quantize_s: float
+    put_s: float
+    load_s: float
+    seconds: float
+    buffer_mb: float  # of a training rank, beyond its weights
+
+
+def make_arch(model: str) -> Arch:
+    layers, hidden, heads, kv_heads, intermediate, vocabulary, tied = MODELS[model]
+    return read_arch(
+        {
+            "model_type": "qwen2",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": intermediate,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": tied,
+        }
+    )
+
+
+def tensors(arch: Arch, scheme: str) -> dict[str, tuple[tuple[int, ...], int]]:
+    """What a version holds: name -> (shape, bytes per element)."""
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, shape in hf_shapes(arch).items():
+        if scheme != "none" and is_quantized(name):
+            found[name] = shape, 1
+            found[f"{name}_scale"] = (shape[0], 1), 4
+        else:
+            found[name] = shape, 2
+    return found
+
+
+def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
+    """Seconds of one publication by ``memory``, ``files`` or ``group``, or ``gathered``."""
+    if transport == "gathered":
+        return _gathered(setting, rates)
+    arch, trainer, tp = setting.arch, setting.trainer, setting.engine_tp
+    version = tensors(arch, setting.scheme)
+    share = 1 / trainer.data  # replicas take turns, bucket by bucket
+    put = share * _most(plan.transfers(version, arch, trainer, 1), "source")
+    cut = plan.transfers(version, arch, trainer, tp)
+    received = _most(cut, "engine_rank")
+    weights = {name: (shape, 4) for name, (shape, _) in tensors(arch, "none").items()}
+    linear = {name: t for name, t in weights.items() if is_quantized(name)}
+    rest = {name: t for name, t in weights.items() if not is_quantized(name)}
+    read = share * _most(plan.transfers(linear, arch, trainer, 1), "source")
+    other = share * _most(plan.transfers(rest, arch, trainer, 1), "source")
+    kind = rates.cast if setting.scheme == "none" else rates.quantize
+    quantize_s = (read / kind + other / rates.cast) / GB
+
+    whole = sum(math.prod(shape) * size for shape, size in version.values())
+    load_s = received / GB * (1 / rates.hash + 1 / rates.copy)
+    if transport == "memory":
+        put_s = put / GB * (1 / rates.copy + 1 / rates.hash)
+        if not rates.cores:  # the engine's GPU reads the trainer's
+            load_s += received / rates.link / GB
+    elif transport == "files":
+        writers = trainer.tensor * trainer.pipeline * trainer.data
+        put_s = max(put / rates.copy, whole / rates.disk) / GB + put / rates.hash / GB
+        if rates.cores:  # no disk: a copy by every writer
+            put_s -= max(0.0, whole / rates.disk - whole / writers / rates.copy) / GB
+        else:
+            load_s = max(load_s, setting.engines * whole / rates.disk / GB)
+    else:
+        sent = share * _most(cut, "source")
+        put_s = sent / GB * (1 / rates.copy + 1 / rates.hash)
+        load_s += max(setting.engines * sent, received) / rates.link / GB
+
+    count = max(1, math.ceil(put / (setting.bucket_mb * MIB)))
+    ahead, behind = (quantize_s + put_s) / count, load_s / count
+    seconds = ahead + (count - 1) * max(ahead, behind) + behind
+    if rates.cores:
+        ranks = trainer.tensor * trainer.pipeline * trainer.data
+        work = ranks * (quantize_s + put_s) + setting.engines * tp * load_s
+        seconds = max(seconds, work / rates.cores)
+    calls = 11 + count + (transport == "group")
+    return Cost(
+        bytes=whole,
+        bytes_per_rank=round(put),
+        quantize_s=quantize_s,
+        put_s=put_s,
+        load_s=load_s,
+        seconds=seconds + calls * rates.call_s,
+        buffer_mb=3 * min(setting.bucket_mb, put / MIB),  # two slots, and the next one's codes
+    )
+
+
+def _gathered(setting: Setting, rates: Rates) -> Cost:
+    """The straightforward way: BF16 gathered over TP, quantized whole, one thing after another."""
+    trainer, tp = setting.trainer, setting.engine_tp
+    version = tensors(setting.arch, setting.scheme)
+    whole = sum(math.prod(shape) * size for shape, size in version.values())
+    plain = tensors(setting.arch, "none")
+    bf16 = sum(math.prod(shape) * size for shape, size in plain.values()) / trainer.pipeline
+    received = _most(plan.transfers(version, setting.arch, trainer, tp), "engine_rank")
+    gather_s = bf16 * (trainer.tensor - 1) / trainer.tensor / rates.link / GB
+    gather_s += 2 * bf16 / rates.copy / GB  # into the gathered parts, and joined
+    linear = sum(math.prod(s) for n, (s, _) in plain.items() if is_quantized(n)) / trainer.pipeline
+    quantize_s = 0.0 if setting.scheme == "none" else 4 * linear / rates.quantize / GB
+    sent = whole / trainer.pipeline
+    put_s = sent / GB * (1 / rates.copy + 1 / rates.hash)
+    load_s = received / GB * (1 / rates.copy + 1 / rates.hash)
+    if not rates.cores:
+        load_s += setting.engines * sent / rates.link / GB
+    return Cost(
+        bytes=whole,
+        bytes_per_rank=round(sent),
+        quantize_s=gather_s + quantize_s,
+        put_s=put_s,
+        load_s=load_s,
+        seconds=gather_s + quantize_s + put_s + load_s + 8 * rates.call_s,
+        buffer_mb=3 * min(setting.bucket_mb, bf16 / MIB),  # gathered, joined, quantized
+    )
+
+
+def _most(transfers: list[plan.Transfer], by: str) -> int:
+    """Bytes of the busiest source or engine rank."""
+    sums: dict = {}
+    for transfer in transfers:
+        key = getattr(transfer, by)
+        sums[key] = sums.get(key, 0) + transfer.bytes
+    return max(sums.values())
+
+
+def check(report: dict) -> list[dict]:
+    """Predicted beside measured seconds, for the rows of a benchmark on a CPU."""
+    arch = make_arch(f"qwen2.5-{report['model'].lower()}")
+    found = []
+    for row in report["rows"]:
+        transport = row["candidate"]
+        if transport not in TRANSPORTS:
+            continue
+        setting = Setting(
+            arch=arch,
+            scheme=row["scheme"],
+            trainer=plan.Layout(tensor=2),
+            engines=1,
+            engine_tp=row["engine_tp"],
+            bucket_mb=report["bucket_mb"],
+        )
+        rates = Rates.of_cpu(report["limits"], row["scheme"], cores=report["machine"]["cores"])
+        cost = predict(setting, transport, rates)
+        found.append(
+            {
+                **{key: row[key] for key in ("scheme", "engine_tp", "candidate")},
+                "bytes_predicted": cost.bytes,
+                "bytes_measured": int(row["bytes"]),
+                "seconds_predicted": round(cost.seconds, 3),
+                "seconds_measured_min": row["seconds_min"],
+                "measured_over_predicted": round(row["seconds_min"] / cost.seconds, 2),
+            }
+        )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen2.5-32b")
+    parser.add_argument("--gpus", type=int, help="of the trainer; default tp * pp")
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--engine-tp", type=int, default=2)
+    parser.add_argument("--hbm-gbps", type=float, default=3000, help="of a GPU's memory, GB/s")
+    parser.add_argument("--nvlink-gbps", type=float, default=350, help="per GPU, one way, GB/s")
+    parser.add_argument("--ib-gbps", type=float, default=45, help="per GPU, one way, GB/s")
+    parser.add_argument("--disk-gbps", type=float, default=10, help="shared by all, GB/s")
+    parser.add_argument("--bucket-mb", type=float, default=256)
+    parser.add_argument("--check", type=Path, metavar="JSON", help="a benchmark's result instead")
+    options = parser.parse_args(argv)
+    if options.check:
+        print(json.dumps(check(json.loads(options.check.read_text())), indent=1))
+        return 0
+    data, left = divmod(options.gpus or options.tp * options.pp, options.tp * options.pp)
+    if left or not data:
+        parser.error("--gpus must be a multiple of --tp times --pp")
+    ways = {
+        "memory (CUDA IPC)": ("memory", options.nvlink_gbps),
+        "group, NVLink": ("group", options.nvlink_gbps),
+        "group, network": ("group", options.ib_gbps),
+        "files": ("files", options.ib_gbps),
+        "gathered, NVLink": ("gathered", options.nvlink_gbps),
+        "gathered, network": ("gathered", options.ib_gbps),
+    }
+    print(f"{'scheme':6} {'way':18} {'GB':>6} {'GB/rank':>7} {'quant':>6} {'put':>6} {'load':>6}")
+    for scheme in ("int8", "fp8", "none"):
+        setting = Setting(
+            arch=make_arch(options.model),
+            scheme=scheme,
+            trainer=plan.Layout(tensor=options.tp, pipeline=options.pp, data=data),
+            engines=options.engines,
+            engine_tp=options.engine_tp,
+            bucket_mb=options.bucket_mb,
+        )
+        for way, (transport, link) in ways.items():
+            rates = Rates.of_gpus(hbm=options.hbm_gbps, link=link, disk=options.disk_gbps)
+            cost = predict(setting, transport, rates)
+            print(
+                f"{scheme:6} {way:18} {cost.bytes / GB:6.1f} {cost.bytes_per_rank / GB:7.2f} "
+                f"{cost.quantize_s:6.3f} {cost.put_s:6.3f} {cost.load_s:6.3f}  "
+                f"{cost.seconds:6.2f} s, {cost.buffer_mb:.0f} MiB"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+import dataclasses
+import io
+import os
+import pickletools
+import sys
+
+import pytest
+import torch
+
+from qurl_megatron.bench.publish import anonymous, bytes_under, summary
+from qurl_megatron.bench.publish_model import (
+    Rates,
+    Setting,
+    check,
+    make_arch,
+    predict,
+    tensors,
+)
+from qurl_megatron.rollout.plan import Layout
+
+GPUS = Rates.of_gpus(hbm=3000, link=50, disk=10)
+WAYS = ("memory", "files", "group", "gathered")
+
+
+def setting(scheme="int8", **changes) -> Setting:
+    defaults = dict(trainer=Layout(tensor=8), engines=4, engine_tp=2)
+    return Setting(arch=make_arch("qwen2.5-32b"), scheme=scheme, **{**defaults, **changes})
+
+
+def test_bytes_are_those_of_the_tensors_that_a_version_holds():
+    names = tensors(make_arch("qwen2.5-0.5b"), "int8")
+    # What two training ranks really sent, in the benchmark.
+    assert sum(torch.Size(shape).numel() * size for shape, size in names.values()) == 631455488
+
+
+def test_quantized_versions_of_32b_have_half_the_bytes_and_ranks_share_them():
+    int8, bf16 = predict(setting(), "memory", GPUS), predict(setting("none"), "memory", GPUS)
+    assert int8.bytes / bf16.bytes == pytest.approx(0.52, abs=0.01)
+    assert int8.bytes / int8.bytes_per_rank == pytest.approx(8, rel=0.01)
+    halves = predict(setting(trainer=Layout(tensor=4, pipeline=2)), "memory", GPUS)
+    assert halves.bytes == int8.bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_faster_link_or_disk_never_takes_longer(way):
+    slow = predict(setting(), way, GPUS)
+    for field in ("link", "disk", "copy", "hash", "quantize"):
+        faster = dataclasses.replace(GPUS, **{field: 2 * getattr(GPUS, field)})
+        assert predict(setting(), way, faster).seconds <= slow.seconds
+
+
+@pytest.mark.parametrize("way", ["memory", "files", "group"])
+def test_phases_overlap_but_none_gets_shorter(way):
+    cost = predict(setting(bucket_mb=16), way, dataclasses.replace(GPUS, call_s=0.0))
+    phases = (cost.quantize_s + cost.put_s, cost.load_s)
+    assert max(phases) <= cost.seconds < sum(phases)
+
+
+def test_on_few_cores_all_work_takes_its_turn():
+    alone = dataclasses.replace(GPUS, call_s=0.0)
+    cost = predict(setting(), "memory", dataclasses.replace(alone, cores=10_000))
+    crowded = predict(setting(), "memory", dataclasses.replace(alone, cores=1))
+    work = 8 * (cost.quantize_s + cost.put_s) + 4 * 2 * cost.load_s
+    assert crowded.seconds == pytest.approx(work)
+
+
+RECORD = {
+    "scheme": "int8",
+    "engine_tp": 1,
+    "candidate": "memory",
+    "seconds": 2.0,
+    "quantize_s": 1.0,
+    "put_s": 0.5,
+    "load_s": 1.0,
+    "bytes": 2e9,
+    "trainer_mib": 10.0,
+    "engine_mib": 1.0,
+    "load_before": 0.5,
+    "copy_gbps": 2.0,
+}
+
+
+def test_a_row_has_the_median_and_the_fastest_turn_and_the_highest_memory():
+    turns = [RECORD, {**RECORD, "seconds": 1.0, "trainer_mib": 30.0}, {**RECORD, "seconds": 9.0}]
+    (row,) = summary(turns, fp32_bytes=int(6e9))
+    assert (row["seconds"], row["seconds_min"], row["trainer_mib"]) == (2.0, 1.0, 30.0)
+    assert row["copy_share"] == 1.0  # 2 GB at 2 GB/s, in the fastest second
+    assert row["quantize_share"] == 1.0  # each of two ranks moves 2 GB as a copy would
+    assert row["put_share"] == 1.0
+    assert row["overlap"] == 0.2  # 2.5 s of work in 2 s
+
+
+def test_the_model_is_held_against_the_rows_of_a_benchmark():
+    report = {
+        "model": "0.5B",
+        "bucket_mb": 64,
+        "machine": {"cores": 2},
+        "limits": {
+            "copy_gbps": 5.0,
+            "hash_gbps": 20.0,
+            "quantize_int8_gbps": 2.0,
+            "cast_bf16_gbps": 4.0,
+            "gloo_gbps": 1.0,
+        },
+        "rows": [{**RECORD, "seconds_min": 1.0}, {**RECORD, "candidate": "files on disk"}],
+    }
+    (found,) = check(report)
+    assert found["bytes_predicted"] == 631455488
+    assert found["measured_over_predicted"] > 0
+
+
+def test_memory_of_processes_and_files_is_counted_and_that_of_the_gone_is_not(tmp_path):
+    assert anonymous(os.getpid()) > 1 << 20
+    assert anonymous(2**22 + 1) == 0
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/file").write_bytes(bytes(1 << 16))
+    assert bytes_under(tmp_path) == 1 << 16
+    assert bytes_under(tmp_path / "gone") == 0
+
+
+def test_the_bucket_of_the_baseline_names_sglangs_class_and_leaves_no_module_behind():
+    import base64
+
+    from qurl_megatron.bench.peers.gathered import PLACE, _serialized
+
+    text, held = _serialized([("a", torch.ones(2, 3, dtype=torch.bfloat16))])
+    assert held.numel() == 12
+    strings = {arg for _, arg, _ in pickletools.genops(io.BytesIO(base64.b64decode(text))) if arg}
+    assert {PLACE, "FlattenedTensorMetadata"} <= strings
+    assert PLACE not in sys.modules
