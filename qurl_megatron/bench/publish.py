@@ -31,6 +31,7 @@ from pathlib import Path
 
 import psutil
 
+from qurl_megatron.bench.publish_model import check
 from qurl_megatron.bench.random_model import SIZES
 from qurl_megatron.bench.random_model import main as random_model
 from qurl_megatron.config import (
@@ -412,6 +413,7 @@ def machine() -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--append", action="store_true", help="to the turns that --out has")
     parser.add_argument("--work", type=Path, help="folder on a disk; 5 GB are used")
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
@@ -444,6 +446,8 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(shared)
             text = (work / "records.jsonl").read_text().splitlines()
         limits, *records = map(json.loads, text)
+        if options.append and options.out.is_file():
+            records = json.loads(options.out.read_text())["turns"] + records
         fp32_bytes = 4 * parameter_count(read_arch(read_config(plan.model)))
     report = {
         "machine": machine(),
@@ -453,6 +457,7 @@ def main(argv: list[str] | None = None) -> int:
         "rows": summary(records, fp32_bytes),
         "turns": records,
     }
+    report["cost_model"] = check(report)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -83,7 +83,7 @@ class Rates:
             copy=limits["copy_gbps"],
             hash=limits["hash_gbps"],
             link=limits["gloo_gbps"],
-            disk=limits["copy_gbps"],
+            disk=limits["copy_gbps"],  # /dev/shm
             cores=cores,
         )
 
@@ -108,6 +108,7 @@ class Cost:
     put_s: float
     load_s: float
     seconds: float
+    work_s: float  # of all training and engine ranks together
     buffer_mb: float  # of a training rank, beyond its weights
 
 
@@ -167,11 +168,9 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
         if not rates.cores:  # the engine's GPU reads the trainer's
             load_s += received / rates.link / GB
     elif transport == "files":
-        writers = trainer.tensor * trainer.pipeline * trainer.data
-        put_s = max(put / rates.copy, whole / rates.disk) / GB + put / rates.hash / GB
-        if rates.cores:  # no disk: a copy by every writer
-            put_s -= max(0.0, whole / rates.disk - whole / writers / rates.copy) / GB
-        else:
+        put_s = put / GB * (1 / rates.copy + 1 / rates.hash)
+        if not rates.cores:
+            put_s = max(put_s, whole / rates.disk / GB)
             load_s = max(load_s, setting.engines * whole / rates.disk / GB)
     else:
         sent = share * _most(cut, "source")
@@ -181,9 +180,9 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
     count = max(1, math.ceil(put / (setting.bucket_mb * MIB)))
     ahead, behind = (quantize_s + put_s) / count, load_s / count
     seconds = ahead + (count - 1) * max(ahead, behind) + behind
+    ranks = trainer.tensor * trainer.pipeline * trainer.data
+    work = ranks * (quantize_s + put_s) + setting.engines * tp * load_s
     if rates.cores:
-        ranks = trainer.tensor * trainer.pipeline * trainer.data
-        work = ranks * (quantize_s + put_s) + setting.engines * tp * load_s
         seconds = max(seconds, work / rates.cores)
     calls = 11 + count + (transport == "group")
     return Cost(
@@ -193,6 +192,7 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
         put_s=put_s,
         load_s=load_s,
         seconds=seconds + calls * rates.call_s,
+        work_s=work,
         buffer_mb=3 * min(setting.bucket_mb, put / MIB),  # two slots, and the next one's codes
     )
 
@@ -221,6 +221,7 @@ def _gathered(setting: Setting, rates: Rates) -> Cost:
         put_s=put_s,
         load_s=load_s,
         seconds=gather_s + quantize_s + put_s + load_s + 8 * rates.call_s,
+        work_s=trainer.tensor * gather_s + quantize_s + put_s + setting.engines * tp * load_s,
         buffer_mb=3 * min(setting.bucket_mb, bf16 / MIB),  # gathered, joined, quantized
     )
 
@@ -235,7 +236,10 @@ def _most(transfers: list[plan.Transfer], by: str) -> int:
 
 
 def check(report: dict) -> list[dict]:
-    """Predicted beside measured seconds, for the rows of a benchmark on a CPU."""
+    """Predicted beside measured, for the rows of a benchmark on a CPU.
+
+    CPU seconds do not depend on who else uses the machine; seconds do.
+    """
     arch = make_arch(f"qwen2.5-{report['model'].lower()}")
     found = []
     for row in report["rows"]:
@@ -259,7 +263,10 @@ def check(report: dict) -> list[dict]:
                 "bytes_measured": int(row["bytes"]),
                 "seconds_predicted": round(cost.seconds, 3),
                 "seconds_measured_min": row["seconds_min"],
-                "measured_over_predicted": round(row["seconds_min"] / cost.seconds, 2),
+                "seconds_ratio": round(row["seconds_min"] / cost.seconds, 2),
+                "cpu_s_predicted": round(cost.work_s, 3),
+                "cpu_s_measured": (worked := round(row["trainer_cpu_s"] + row["engine_cpu_s"], 3)),
+                "cpu_s_ratio": round(worked / cost.work_s, 2),
             }
         )
     return found

@@ -224,8 +224,9 @@ class RolloutConfig:
     """Seconds after which a request is aborted and continued elsewhere from the tokens it has,
     with twice the time; 0 waits. Time in which weights are published does not count."""
 
-    timeout_s: float = 600.0
-    """Seconds after which an engine that has not answered a request has failed."""
+    timeout_s: float = 3600.0
+    """Seconds after which an engine that has not answered a request has failed, pauses included:
+    more than the longest response takes. Engines that hang are found by their health checks."""
 
     start_timeout_s: float = 300.0
     """Seconds an engine may take to start."""

@@ -296,10 +296,21 @@ class Session:
         self._client, self._http = client, http
 
     async def generate(
-        self, input_ids: Sequence[Sequence[int]], params: Sequence[dict], rid: Sequence[str]
+        self,
+        input_ids: Sequence[Sequence[int]],
+        params: Sequence[dict],
+        rid: Sequence[str],
+        *,
+        cache_key: str | None = None,
     ) -> list[dict]:
-        """As ``EngineClient.generate``."""
+        """As ``EngineClient.generate``.
+
+        Args:
+            cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
+        """
         body = _generation(input_ids, params, rid)
+        if cache_key is not None:
+            body["extra_key"] = cache_key
         try:
             response = await self._http.post("/generate", json=body)
         except httpx.HTTPError as error:

@@ -273,6 +273,8 @@ class _Collection:
             [ids for ids, _ in requests],
             [params for _, params in requests],
             [f"{flight.rid}{index}" for index in range(len(requests))],
+            # Prefixes that other weights computed are not to be shared, flushed or not.
+            cache_key=str(flight.version) if flight.engine.kind == "sglang" else None,
         )
 
     async def _settle(self) -> None:
@@ -304,7 +306,7 @@ class _Collection:
     async def _land(self, flight: _Flight, task: asyncio.Task) -> None:
         try:
             answers = task.result()
-            parts = _parts(flight, answers)
+            parts = _parts(flight, answers, self.fleet.newest)
         except EngineError as error:
             if error.ours:
                 raise
@@ -379,7 +381,7 @@ class _Collection:
                 await asyncio.to_thread(engine.client.abort, f"{self.tag}-")
 
 
-def _parts(flight: _Flight, answers: list[dict]) -> list[_Part | EngineError]:
+def _parts(flight: _Flight, answers: list[dict], newest: int | None) -> list[_Part | EngineError]:
     """What each answer is worth.
 
     Raises:
@@ -392,7 +394,7 @@ def _parts(flight: _Flight, answers: list[dict]) -> list[_Part | EngineError]:
     parts: list[_Part | EngineError] = []
     for item, answer in zip(flight.items, answers, strict=True):
         try:
-            parts.append(_part(answer, item.budget, flight.version))
+            parts.append(_part(answer, item.budget, flight.version, newest))
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             parts.append(_unusable(flight, item, f"malformed answer ({error!r})"))
         except ValueError as error:
@@ -404,12 +406,13 @@ def _unusable(flight: _Flight, item: _Item, why: str) -> EngineError:
     return EngineError(f"{flight.engine}, prompt {item.prompt.index}: {why}")
 
 
-def _part(answer: dict, budget: int, confirmed: int | None) -> _Part:
+def _part(answer: dict, budget: int, confirmed: int | None, newest: int | None = None) -> _Part:
     """Check one answer: a wrong log-prob would not crash anything, it would bias the gradient.
 
     Args:
         budget: tokens that were asked for.
         confirmed: version that the engine had confirmed before it was asked; None: any will do.
+        newest: that this run has published.
     """
     ids, meta = list(answer["output_ids"]), answer["meta_info"]
     reason = meta["finish_reason"]["type"]
@@ -433,6 +436,11 @@ def _part(answer: dict, budget: int, confirmed: int | None) -> _Part:
         raise ValueError("a log-prob is not finite, or positive")
     if confirmed is not None and any(version < confirmed for version in versions):
         raise ValueError(f"weights of version {min(versions)}, where it had confirmed {confirmed}")
+    if newest is not None and any(version > newest for version in versions):
+        raise ValueError(
+            f"weights of version {max(versions)}, where {newest} is the newest: "
+            "another run publishes to this engine"
+        )
     return _Part(ids, log_probs, versions, reason, meta["finish_reason"].get("message"))
 
 

@@ -52,6 +52,7 @@ class Engine:
     tokens: int = 0  # received from it
     failures: int = 0  # grows whenever its requests are given up
     failed_updates: int = 0  # in a row
+    excused_until: float = 0.0  # not asked to take part before; of the monotonic clock
     restarts: int = 0
     started_at: float = 0.0
     start_at: float | None = None  # next attempt, while it waits for one

@@ -27,6 +27,7 @@ __all__ = ["Engine", "Fleet"]
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
+EXCUSED_S = 15.0  # an adopted engine that fails updates sits out this long, then twice, ...
 PROBE_S = 5.0  # for a failed engine to show that it could take part in a publication
 
 Result = TypeVar("Result")
@@ -112,6 +113,12 @@ class Fleet:
             return [engine for engine in self._engines if engine.state == "serving"]
 
     @property
+    def newest(self) -> int | None:
+        """The newest version that an engine can have from this run; None before the first."""
+        with self._lock:
+            return self.version if self.version is None else self.version + self.publishing
+
+    @property
     def clients(self) -> list[EngineClient]:
         return [engine.client for engine in self.engines() if engine.client is not None]
 
@@ -129,7 +136,11 @@ class Fleet:
                 engine
                 for engine in self._engines
                 if engine.state in ("serving", "ready")
-                or (engine.state == "stale" and engine.pulse.healthy)
+                or (
+                    engine.state == "stale"
+                    and engine.pulse.healthy
+                    and time.monotonic() >= engine.excused_until
+                )
             ]
 
     def await_recruits(self, timeout_s: float) -> list[Engine]:
@@ -240,6 +251,10 @@ class Fleet:
                 raise error
         for engine, error in errors.items():
             engine.failed_updates += 1
+            if engine.process is None and engine.failed_updates > 1:
+                # Nobody restarts it, and all wait for it: less and less often.
+                wait = EXCUSED_S * 2 ** min(engine.failed_updates, 6)
+                engine.excused_until = time.monotonic() + wait
             self.fail(engine, f"{purpose} failed: {error}")
         if not results:
             reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
@@ -266,9 +281,11 @@ class Fleet:
             engine.client.resume_memory(tags)
             engine.released = tags is not None
 
-        if lenders:
-            self.each(act, "resuming memory", lenders)
-        self.released = False
+        try:
+            if lenders:
+                self.each(act, "resuming memory", lenders)
+        finally:
+            self.released = False  # engines that cannot take it back are to be restarted
 
     # Traffic.
 

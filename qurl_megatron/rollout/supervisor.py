@@ -10,6 +10,7 @@ SGLang's ``/health`` generates a token, and fails while the engine is paused.
 
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ LOOK_S = 0.25
 RETRY_S = 0.5  # between checks of an engine that gave no good answer
 BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
 LONGEST_BACK_OFF_S = 60.0
+ABSENCES = 4  # looks in a row after which an engine has left the rendezvous
 PATIENCE = 2  # updates that an engine may fail in a row before it is started anew
 
 
@@ -36,6 +38,7 @@ class Supervisor:
         self._fleet, self._config = fleet, fleet.config
         self._rendezvous = Path(self._config.rendezvous) if self._config.rendezvous else None
         self._complaint = ""  # about the rendezvous, said once
+        self._absent: Counter[str] = Counter()  # looks in a row without an engine, by its URL
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
@@ -172,7 +175,10 @@ class Supervisor:
             engine.pulse = type(engine.pulse)(epoch=self._fleet.publications)
             engine.started_at = time.monotonic()
             self._fleet.count("restarts")
-        engine.process.start()
+        try:
+            engine.process.start()
+        except ConfigError as error:
+            self._fleet.leave(engine, "gave up", str(error))
 
     def _meet(self) -> None:
         """Who is new at the rendezvous, and who is gone from it."""
@@ -183,9 +189,11 @@ class Supervisor:
             for url, member in members.items():
                 if url not in known:
                     fleet.adopt(member, member.api_key() or fleet._api_key)
-            for url, engine in known.items():
-                if url not in members:
-                    fleet.leave(engine, "left", "it is gone from the rendezvous")
+            # A file that is being written anew is empty for a moment.
+            self._absent = Counter({url: self._absent[url] + 1 for url in known.keys() - members})
+            for url, times in self._absent.items():
+                if times >= ABSENCES:
+                    fleet.leave(known[url], "left", "it is gone from the rendezvous")
             self._complaint = ""
         except (ConfigError, EngineError) as error:  # half written, or wrong: ask again
             if str(error) != self._complaint:

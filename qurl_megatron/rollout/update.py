@@ -126,6 +126,7 @@ class Update:
             found[engine.name] = receipts(self._session[engine.name], engine.tp)
             self._approve(engine, found[engine.name])
             self._call(engine, "finish", self._buckets)
+            self._approve(engine, receipts(self._session[engine.name], engine.tp))
             client = engine.client
             client.end_weight_update()
             if self.config.pause == "retract":

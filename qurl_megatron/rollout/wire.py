@@ -26,7 +26,7 @@ FORMAT = "qurl-update-1"
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
 WORDS = 4 << 20  # summed at a time on a GPU: bounds the memory that takes
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
-Action = Literal["connect", "bucket", "check", "finish", "close"]
+Action = Literal["connect", "bucket", "check", "finish"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,17 @@ class Receipt:
 
     @staticmethod
     def from_json(text: str) -> "Receipt":
-        return Receipt(**json.loads(text))
+        """
+        Raises:
+            ConfigError: it is of another version of this package.
+        """
+        try:
+            return Receipt(**json.loads(text))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"an engine left a receipt that is none ({error}); install the same version of "
+                "this package in the engines' environment"
+            ) from None
 
 
 def raw(tensor: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ all-reduce; data-parallel replicas take turns, bucket by bucket. While the engin
 the ranks quantize the next, and no more than two are in memory.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
@@ -29,12 +29,27 @@ from qurl_megatron.rollout.update import Update
 from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.rollout.wire import Blob
 from qurl_megatron.sync.drift import Drift
-from qurl_megatron.weights import is_quantized
+from qurl_megatron.weights import is_quantized, is_vocabulary
 
 MIB = 2**20
 
 Blobs = dict[Rank | None, Blob]
 """One training rank's part of a bucket, by the engine rank it is for; None: for all of them."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A Megatron parameter of this rank, or one of several runs of its rows."""
+
+    parameter: int
+    part: int
+    parts: int
+
+    def of(self, shard: HfShard) -> HfShard:
+        if self.parts == 1:
+            return shard
+        start, stop = (len(shard.value) * part // self.parts for part in (self.part, self.part + 1))
+        return replace(shard, value=shard.value[start:stop], offset=shard.offset + start)
 
 
 @dataclass
@@ -78,8 +93,14 @@ class Publisher:
         self.drift = Drift(quant)
         self._dtype = next(policy.gpt.parameters()).dtype
         layout = policy.hf_layout()
-        sizes = [sum(self._sent_bytes(shard) for shard in shards) for shards in layout]
-        self._buckets = plan.buckets(sizes, int(sync.bucket_mb * MIB))
+        limit = int(sync.bucket_mb * MIB)
+        items, sizes = [], []
+        for parameter, shards in enumerate(layout):
+            size = sum(self._sent_bytes(shard) for shard in shards)
+            parts = self._parts(shards, size, limit)
+            items += [_Item(parameter, part, parts) for part in range(parts)]
+            sizes += [size // parts] * parts
+        self._buckets = [[items[i] for i in run] for run in plan.buckets(sizes, limit)]
         counts: list = [None] * policy.ranks.world_size
         dist.all_gather_object(counts, len(self._buckets))
         self._rounds = -(-max(counts) // policy.ranks.data.size)
@@ -191,15 +212,21 @@ class Publisher:
     def _quantized(self, index: int, version: int) -> list[HfShard]:
         """What this rank sends in one round: codes, scales and high-precision tensors."""
         ranks = self.policy.ranks
-        found = []
+        found: list[HfShard] = []
+        mistake: ConfigError | None = None
         for replica in range(ranks.data.size):
             bucket = index * ranks.data.size + replica
             if bucket >= len(self._buckets):
                 break
             # Every replica lends its part of the masters, and one of them has the work.
-            for parameter in self._buckets[bucket]:
-                for shard in self.policy.master_shards(parameter, owner=replica):
-                    found += self._export(shard, version)
+            for item in self._buckets[bucket]:
+                for shard in self.policy.master_shards(item.parameter, owner=replica):
+                    try:
+                        found += self._export(item.of(shard), version)
+                    except ConfigError as error:  # the others count on this rank to the end
+                        mistake = mistake or error
+        if mistake:
+            raise mistake
         # What all tensor ranks hold is sent by the first; padding of the vocabulary by nobody.
         return [
             shard
@@ -247,9 +274,19 @@ class Publisher:
             parts.append((shard.name, value, both.dim, both.start))
         return parts
 
+    def _parts(self, shards: Sequence[HfShard], size: int, limit: int) -> int:
+        """Into how many a parameter's rows are divided, so that a bucket stays within its limit.
+
+        Embeddings and output layers outgrow it, and being unquantized divide anywhere. Replicas
+        would have to lend their masters once per part.
+        """
+        if self.policy.ranks.data.size > 1 or not all(is_vocabulary(s.name) for s in shards):
+            return 1
+        return max(1, -(-size // limit))
+
     def _sent_bytes(self, shard: HfShard) -> int:
         """Bytes that a shard becomes, the same on all tensor ranks: they fill buckets in step."""
-        elements = Tensor.numel(shard.value.new_empty(shard.shape))
+        elements = math.prod(shard.shape)
         split = self.policy.ranks.tensor.size if shard.split_dim is not None else 1
         if is_quantized(shard.name) and self.scheme != "none":
             return (elements + 4 * shard.shape[0]) // split
@@ -270,10 +307,17 @@ class _Lead:
         """The engines that shall take the version in, with their tensor sizes."""
         publisher = self.publisher
         _refuse(errors)
+        engines = self.stack.enter_context(publisher.fleet.publication())
         if publisher.fleet.released:
             publisher.fleet.resume()
-        engines = self.stack.enter_context(publisher.fleet.publication())
-        if any(engine.kind == "embedded" for engine in engines):
+        kinds = {engine.kind for engine in engines}
+        if len(kinds) > 1:
+            names = ", ".join(str(engine) for engine in engines if engine.kind == "embedded")
+            raise ConfigError(
+                f"embedded engines ({names}) and SGLang servers cannot be in one fleet; take one "
+                "kind out of rollout.urls or rollout.rendezvous"
+            )
+        if "embedded" in kinds:
             return {}  # they load the finished folder
         self._update = self.stack.enter_context(
             Update(

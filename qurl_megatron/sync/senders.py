@@ -1,10 +1,11 @@
 """Which way a run's weights take, and this rank's end of it."""
 
-import hashlib
 import os
+import secrets
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,7 +15,7 @@ from qurl_megatron.model.policy import Policy
 from qurl_megatron.rollout.transport import Sender
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_store
-from qurl_megatron.rollout.transport.memory import MemorySender
+from qurl_megatron.rollout.transport.memory import MemorySender, memory_folder, private_folder
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
@@ -28,21 +29,27 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     dist.all_gather_object(hosts, socket.gethostname())
     one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
     kind = choose(sync.transport, embedded=rollout.backend == "embedded", one_machine=one_machine)
-    token = run_token(run_dir)
+    token = _shared(run_token(run_dir) if ranks.leads else None)
     if kind == "memory":
+        if ranks.leads:
+            shutil.rmtree(memory_folder(token), ignore_errors=True)  # what a killed run left
+        dist.barrier()
         return MemorySender(token, ranks.rank, leads=ranks.leads, device=ranks.device)
     if kind == "group":
         return _group_sender(sync, rollout, policy, one_machine=one_machine)
-    root: list[Path | None] = [None]
+    root = None
     if ranks.leads:
         parameters = sum(p.numel() for p in policy.gpt.parameters())
         whole = parameters * ranks.tensor.size * ranks.pipeline.size
         bytes_needed = 4 * whole * (sync.keep + 1)
-        root[0] = versions_root(sync, run_dir, one_machine=one_machine, bytes_needed=bytes_needed)
-        shutil.rmtree(root[0], ignore_errors=True)  # what a killed run left
-    dist.broadcast_object_list(root, src=0)
+        root = versions_root(
+            sync, run_dir, token, one_machine=one_machine, bytes_needed=bytes_needed
+        )
+        shutil.rmtree(root, ignore_errors=True)  # what a killed run left
+        private_folder(root)
+    root = _shared(root)
     name = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-dp{ranks.data.rank}"
-    return FilesSender(root[0], name, leads=ranks.leads)
+    return FilesSender(root, name, leads=ranks.leads)
 
 
 def _group_sender(
@@ -52,10 +59,9 @@ def _group_sender(
     # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
     host = sync.host or ("127.0.0.1" if one_machine else os.environ["MASTER_ADDR"])
     store = host_store(host, timeout_s) if ranks.leads else None
-    place: list = [store and store.port]
-    dist.broadcast_object_list(place, src=0)
+    port = _shared(store and store.port)
     if store is None:
-        store = join_store(host, place[0], timeout_s)
+        store = join_store(host, port, timeout_s)
     return GroupSender(
         store, ranks.rank, ranks.world_size, device=ranks.device, timeout_s=timeout_s
     )
@@ -84,9 +90,11 @@ def choose(transport: str, *, embedded: bool, one_machine: bool) -> str:
     return transport
 
 
-def versions_root(sync: SyncConfig, run_dir: Path, *, one_machine: bool, bytes_needed: int) -> Path:
+def versions_root(
+    sync: SyncConfig, run_dir: Path, token: str, *, one_machine: bool, bytes_needed: int
+) -> Path:
     """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
-    name = f"qurl-{run_token(run_dir)}-versions"
+    name = f"qurl-{token}-versions"
     if sync.dir:
         return Path(sync.dir) / name
     memory = Path("/dev/shm")
@@ -98,5 +106,18 @@ def versions_root(sync: SyncConfig, run_dir: Path, *, one_machine: bool, bytes_n
 
 
 def run_token(run_dir: Path) -> str:
-    """Names what a run shares: a restart clears what a killed run left, and nothing else."""
-    return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+    """Names what a run shares with its engines, the same after a restart and no other run's."""
+    file = run_dir / ".token"
+    if not file.is_file():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".tmp")
+        aside.write_text(secrets.token_hex(6), encoding="utf-8")
+        aside.rename(file)
+    return file.read_text(encoding="utf-8")
+
+
+def _shared(value: Any) -> Any:
+    """The leading rank's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,8 @@ class Lead:
     def rest(self) -> None:
         """The engines have nothing to do until the next version: lend the trainer their memory."""
         if self.config.rollout.colocate:
-            self.fleet.release()
+            with suppress(EngineError):  # those that refuse are out; the next version heals them
+                self.fleet.release()
 
     def _draw(self) -> tuple[Sequence[Prompt], dict[str, Any]]:
         prompts = self.prompts.next_batch(self.config.data.prompts_per_step)

@@ -93,7 +93,7 @@ def _run(
     saved = state.step if state.step else None
     failure = None
     if state.step == 0 and config.train.eval_prompts:
-        state, failure = _evaluated(lead, state)
+        state, failure = _evaluated(lead, publisher, state)
         state = replace(state, accuracy_before=state.accuracy)
     while state.step < config.train.steps and failure is None:
         step = state.step + 1
@@ -120,7 +120,7 @@ def _run(
             step, config.train.eval_every, config.train.steps
         )
         if evaluate and failure is None:
-            state, failure = _evaluated(lead, state)
+            state, failure = _evaluated(lead, publisher, state)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
             saved = step
@@ -202,15 +202,24 @@ def _rollout(
         return None, error
 
 
-def _evaluated(lead: Lead | None, state: TrainState) -> tuple[TrainState, EngineError | None]:
+def _evaluated(
+    lead: Lead | None, publisher: Publisher, state: TrainState
+) -> tuple[TrainState, Exception | None]:
     """The state with its held-out accuracy, on the leading rank; what went wrong, on all."""
-    failure = None
-    if lead:
-        try:
-            state = replace(state, accuracy=lead.evaluate(state.step))
-        except EngineError as error:
-            failure = error
-    return state, _share((None, failure))[1]
+    for _ in range(HEALS):
+        failure = None
+        if lead:
+            try:
+                state = replace(state, accuracy=lead.evaluate(state.step))
+            except EngineError as error:
+                failure = error
+        _, failure = _share((None, failure))
+        if failure is None:
+            return state, None
+        _, unhealed = _publish(lead, publisher, state.step, failure)
+        if unhealed is not None:
+            return state, unhealed
+    return state, failure
 
 
 def _share(

@@ -46,8 +46,9 @@ def publish(device, config, scheme, out, updates):
         policy = build(config, ranks, uaq_scale=1.5)
         fleet = KeepsVersions(out) if ranks.leads else None
         quant = QuantConfig(scheme=scheme, uaq_scale=1.5)
-        # Small buckets: every version takes many rounds, and stages have different numbers of them.
-        sync = SyncConfig(keep=1, bucket_mb=0.01, dir=str(out / "root"))
+        # Small buckets: every version takes many rounds, stages have different numbers of them, and
+        # embeddings come in parts.
+        sync = SyncConfig(keep=1, bucket_mb=0.003, dir=str(out / "root"))
         sender = make_sender(sync, config.rollout, policy, out)
         with Publisher(policy, fleet, quant, sync, sender) as publisher:
             first = publisher.publish(0)

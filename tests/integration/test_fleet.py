@@ -112,7 +112,7 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
             engine = stack.enter_context(FakeEngine(embedded=True))
             adopted = RolloutConfig(urls=(engine.url,))
             fleet = stack.enter_context(Fleet(adopted, "unused", scheme="int8", log_dir=out))
-        sync = SyncConfig(keep=4, bucket_mb=0.1)
+        sync = SyncConfig(keep=4, bucket_mb=1.0)
         name = f"rank{ranks.rank}"
         sender = FilesSender(disk / "versions", name, leads=ranks.leads)
         elsewhere = FilesSender((disk if ranks.leads else other) / "apart", name, leads=True)

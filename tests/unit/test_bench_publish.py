@@ -58,10 +58,10 @@ def test_phases_overlap_but_none_gets_shorter(way):
 
 def test_on_few_cores_all_work_takes_its_turn():
     alone = dataclasses.replace(GPUS, call_s=0.0)
-    cost = predict(setting(), "memory", dataclasses.replace(alone, cores=10_000))
-    crowded = predict(setting(), "memory", dataclasses.replace(alone, cores=1))
+    cost = predict(setting(), "group", dataclasses.replace(alone, cores=10_000))
+    crowded = predict(setting(), "group", dataclasses.replace(alone, cores=1))
     work = 8 * (cost.quantize_s + cost.put_s) + 4 * 2 * cost.load_s
-    assert crowded.seconds == pytest.approx(work)
+    assert crowded.seconds == pytest.approx(work) and work > cost.seconds
 
 
 RECORD = {
@@ -75,6 +75,8 @@ RECORD = {
     "bytes": 2e9,
     "trainer_mib": 10.0,
     "engine_mib": 1.0,
+    "trainer_cpu_s": 1.5,
+    "engine_cpu_s": 0.5,
     "load_before": 0.5,
     "copy_gbps": 2.0,
 }
@@ -106,7 +108,7 @@ def test_the_model_is_held_against_the_rows_of_a_benchmark():
     }
     (found,) = check(report)
     assert found["bytes_predicted"] == 631455488
-    assert found["measured_over_predicted"] > 0
+    assert found["cpu_s_measured"] == 2.0 and found["cpu_s_ratio"] > 0
 
 
 def test_memory_of_processes_and_files_is_counted_and_that_of_the_gone_is_not(tmp_path):

@@ -8,6 +8,9 @@ torch, once three gaps are filled:
     W8A8 layers    w8a8_int8, w8a8_fp8 and compressed-tensors with a scale per channel, as
                    ``rollout.embedded.kernels``: INT8 products are exact, FP8 is emulated in FP32
 
+Beside these, a paused scheduler sleeps instead of spinning, and flushing the cache does not walk
+over all of Python's objects: here the trainer computes on the same cores.
+
 Both functions do nothing unless ``SGLANG_USE_CPU_ENGINE=1``, and nothing where there is CUDA.
 
 Limits: dense models only (no experts); no speculative decoding, LoRA, quantized KV cache, grammars

@@ -68,6 +68,7 @@ class Rank:
 
     open_receiver: Open
     session: Session | None = None
+    past: set[str] = field(default_factory=set)  # sessions that another one has followed
     transport: dict | None = None
     receiver: Receiver | None = None
 
@@ -111,6 +112,9 @@ def handle(model: nn.Module, rank: Rank, message: Message) -> None:
     """One message; never raises for what it brings."""
     started = time.perf_counter()
     if rank.session is None or rank.session.id != message.session:
+        if message.session in rank.past:
+            logger.error("weight update %s is over: a late message is dropped", message.session)
+            return
         _begin(model, rank, message)
     session = rank.session
     try:
@@ -119,13 +123,15 @@ def handle(model: nn.Module, rank: Rank, message: Message) -> None:
         logger.exception("weight update %s", session.id)
         session.fail(f"{message.action} failed: {error!r}")
     session.seconds += time.perf_counter() - started
-    if message.action == "check":
+    if message.action in ("check", "finish"):
         _report(rank)
 
 
 def _begin(model: nn.Module, rank: Rank, message: Message) -> None:
-    if rank.session is not None and rank.session.unreachable:
-        rank.release()
+    if rank.session is not None:
+        rank.past.add(rank.session.id)
+        if rank.session.unreachable:
+            rank.release()
     session = rank.session = Session(message.session)
     try:
         session.rank = tensor_rank(model)
@@ -251,13 +257,8 @@ def _check(model: nn.Module, rank: Rank, message: Message) -> None:
 
 
 def _finish(model: nn.Module, rank: Rank, message: Message) -> None:
-    """After a failed session too: SGLang transposes again at its end, whatever happened."""
+    """Ready for SGLang, which transposes at the end of its own session, whatever happened."""
     turn_back(model)
-
-
-def _close(model: nn.Module, rank: Rank, message: Message) -> None:
-    rank.release()
-    rank.session = None
 
 
 _ACTIONS: dict[str, Callable[[nn.Module, Rank, Message], None]] = {
@@ -265,7 +266,6 @@ _ACTIONS: dict[str, Callable[[nn.Module, Rank, Message], None]] = {
     "bucket": _bucket,
     "check": _check,
     "finish": _finish,
-    "close": _close,
 }
 
 

@@ -100,7 +100,8 @@ class FilesSender(AtOnce):
     def finish(self, *, keep: int) -> None:
         if self.leads:
             for old in sorted(self.root.glob("v*"))[:-keep]:
-                shutil.rmtree(old)
+                # A network filesystem keeps what an engine still has open for a while.
+                shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
         if self.leads:

@@ -192,7 +192,7 @@ class GroupSender:
             if self.rank == 0:
                 store.set(_size(about["prefix"]), str(self.size + tp))
             return _Link(_group(about, store, self.rank, self.size + tp), tp)
-        except RuntimeError as error:  # torch tells all that can go wrong on the way so
+        except (RuntimeError, OSError) as error:  # torch tells most that can go wrong on the way so
             return (
                 f"training rank {self.rank} could not reach its {tp} ranks within "
                 f"{self.connect_timeout_s:g} s: {_gist(error)}"

@@ -25,6 +25,21 @@ from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 SLOTS = 2
 
 
+def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:
+    return root / f"qurl-{token}"
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that nobody else can enter, where everybody may make folders.
+
+    Raises:
+        ConfigError: it cannot be made, or is another user's.
+    """
+    with refusing(path, 0):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _own(path, os.stat(path, follow_symlinks=False), stat.S_ISDIR)
+
+
 class MemorySender(AtOnce):
     kind = "memory"
     cut = False
@@ -41,19 +56,17 @@ class MemorySender(AtOnce):
     ) -> None:
         """
         Args:
-            token: names the folder; all training ranks of a run give the same. What a killed run
-                left under it is replaced.
+            token: names the folder; all training ranks of a run give the same.
             rank: of all training ranks.
             leads: this rank removes the folder at the end.
 
         Raises:
             ConfigError: the folder cannot be made, or is another user's.
         """
-        self.folder = root / f"qurl-{token}"
+        self.folder = memory_folder(token, root)
         self.leads, self.receipt_wait_s = leads, receipt_wait_s
+        private_folder(self.folder)
         with refusing(self.folder, 0):
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            _own(self.folder, os.stat(self.folder, follow_symlinks=False), stat.S_ISDIR)
             (self.folder / RECEIPTS).mkdir(exist_ok=True)
         slot = _CudaSlot if torch.device(device).type == "cuda" else _FileSlot
         self._slots = [slot(self.folder / f"rank{rank}-{i}", device) for i in range(SLOTS)]
