@@ -72,6 +72,14 @@ class RunConfig:
             "rollout.samples_per_prompt must be 2 or more for algo.advantage=grpo: "
             "a group of one has no spread",
         )
+        require(
+            self.sync.pause == "retract"
+            or self.rollout.backend == "sglang"
+            and "--disable-overlap-schedule" in self.rollout.engine_args,
+            "sync.pause=in_place needs rollout.backend=sglang and --disable-overlap-schedule among "
+            "rollout.engine_args: the token that SGLang overlaps with the pause would be said to "
+            "come from the wrong version",
+        )
 
     @property
     def responses_per_step(self) -> int:

@@ -1,6 +1,6 @@
 """Who was busy when: one line per span in ``timeline.jsonl``, drawn as lanes in the report.
 
-    {"lane": "rollout", "name": "generate", "step": 3, "start": 1735689600.50, "end": 1735689604.25}
+    {"lane": "engines", "name": "rollout", "step": 3, "start": 1735689600.50, "end": 1735689604.25}
 
 Times are unix seconds. A span whose end is its start is an event, such as an engine's death.
 """

@@ -21,6 +21,7 @@ from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.membership import Member
 from qurl_megatron.rollout.process import API_KEY, SERVE_COMMAND, EngineProcess
+from qurl_megatron.rollout.sglang.launch import LOADER
 from qurl_megatron.rollout.supervisor import Supervisor
 
 __all__ = ["Engine", "Fleet"]
@@ -121,6 +122,11 @@ class Fleet:
     @property
     def clients(self) -> list[EngineClient]:
         return [engine.client for engine in self.engines() if engine.client is not None]
+
+    def refusals(self) -> list[str]:
+        """Why engines have left."""
+        with self._lock:
+            return [engine.reason for engine in self._engines if engine.state == "gone"]
 
     def recruits(self) -> list[Engine]:
         """Those that a publication should include: serving, ready, or stale but alive."""
@@ -380,6 +386,14 @@ class Fleet:
     def arrived(self, engine: Engine, info: dict) -> None:
         """It answers: ready, or serving where nothing has been published that it could lack."""
         embedded = info.get("engine") == "qurl-embedded"
+        if LOADER not in (info.get("custom_weight_loader", [LOADER]) or []) and not embedded:
+            self.leave(
+                engine,
+                "gave up",
+                f"{engine.url} runs SGLang without our weight loader, and would die of the first "
+                "update; start it with python -m qurl_megatron.rollout.sglang.server",
+            )
+            return
         with self._lock:
             engine.kind = "embedded" if embedded else "sglang"
             engine.tp = int(info.get("tp_size") or 1)

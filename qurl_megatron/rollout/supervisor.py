@@ -58,6 +58,8 @@ class Supervisor:
                     raise EngineError(f"{engine.name} {death}")
                 if engine.pulse.error and engine.pulse.error.status in (401, 403):
                     raise EngineError(f"{engine.pulse.error}; give its API key in {API_KEY}")
+            if reasons := fleet.refusals():
+                raise EngineError("; ".join(reasons))
             waiting = [engine for engine in engines if engine.state == "starting"]
             if not waiting and len(engines) >= wanted:
                 return

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from qurl_megatron.config import QuantConfig, SyncConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import quantize
 from qurl_megatron.rollout.engine import Engine
@@ -106,3 +107,30 @@ def test_drift_metrics_do_not_depend_on_the_layout(layout, tmp_path):
             assert split[name] == pytest.approx(alone[name], rel=2e-2), name
         # Norms and row-parallel scales are there once: the same bytes, however they are split.
         assert split["sync/bytes"] == alone["sync/bytes"]
+
+
+def publish_nan(device, config, out):
+    import torch.distributed as dist
+
+    from qurl_megatron.sync.publisher import Publisher
+    from qurl_megatron.sync.senders import make_sender
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.0)
+        if ranks.tensor.rank == 1:
+            name = "decoder.layers.0.self_attention.linear_qkv.weight"
+            dict(policy.gpt.named_parameters())[name].data[0, 0] = float("nan")
+        fleet = KeepsVersions(out) if ranks.leads else None
+        sync = SyncConfig(dir=str(out / "root"))  # one bucket: collectives come after the mistake
+        sender = make_sender(sync, config.rollout, policy, out)
+        with Publisher(policy, fleet, QuantConfig(scheme="int8"), sync, sender) as publisher:
+            with pytest.raises(ConfigError, match=r"q_proj.weight.* inf or nan"):
+                publisher.publish(0)
+            dist.barrier()  # all are still in step
+
+
+def test_weights_of_one_rank_that_cannot_be_quantized_are_named_on_all(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = recipe(folder, dict(tensor=2, data=2))
+    run_on_ranks(publish_nan, 4, "gloo", tmp_path, config, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("[0-9]*"))  # nothing was published

@@ -300,6 +300,12 @@ def test_a_token_carries_the_version_of_its_span():
     assert part.finish == "length"
 
 
+def test_a_token_of_a_version_that_this_run_has_not_published_is_refused():
+    assert _part(good_answer(), 5, 7, newest=8).versions == [7, 8, 8]
+    with pytest.raises(ValueError, match="version 8, where 7 is the newest"):
+        _part(good_answer(), 5, 7, newest=7)
+
+
 def test_an_abort_in_a_queue_has_no_tokens_and_one_between_token_and_log_prob_loses_the_token():
     aborted = {"type": "abort", "message": "why"}
     queued = {"output_ids": [], "meta_info": {"finish_reason": aborted, "weight_version": "7"}}

@@ -1,6 +1,6 @@
 """The ways a bucket's bytes take from a training rank to an engine rank; one file, both ends each.
 
-    files    safetensors on a shared filesystem: versions persist
+    files    safetensors on a shared filesystem: the newest versions stay
     memory   two buckets of memory that both processes map: one machine
     group    point to point over gloo or NCCL: several machines, nothing but the network
 
