@@ -8,6 +8,8 @@ from pathlib import Path
 from qurl_megatron import __version__
 from qurl_megatron.errors import ConfigError
 
+SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
+
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
@@ -114,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
     served = command(serve)
     served.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")
-    served.add_argument("--scheme", choices=("none", "int8", "fp8"), default="int8")
+    served.add_argument("--scheme", choices=SCHEMES, default="int8")
     served.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     served.add_argument("--host", default="127.0.0.1")
     served.add_argument("--port", type=int, help="default 30000, or a free one with --port-file")

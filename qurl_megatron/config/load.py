@@ -80,6 +80,11 @@ class RunConfig:
             "rollout.engine_args: the token that SGLang overlaps with the pause would be said to "
             "come from the wrong version",
         )
+        require(
+            self.quant.scheme not in ("int6", "int5", "int4") or self.rollout.backend == "embedded",
+            f"quant.scheme={self.quant.scheme} is simulated by the embedded engine alone; set "
+            "rollout.backend=embedded, or quant.scheme to int8 or fp8",
+        )
 
     @property
     def responses_per_step(self) -> int:

@@ -99,8 +99,9 @@ class OptimizerConfig:
 class QuantConfig:
     """How rollout weights are quantized before they are sent to the fleet."""
 
-    scheme: Literal["none", "int8", "fp8"] = "int8"
-    """Number format of rollout weights and activations; the trained weights keep model.dtype."""
+    scheme: Literal["none", "int8", "fp8", "int6", "int5", "int4"] = "int8"
+    """Number format of rollout weights and activations; the trained weights keep model.dtype. int6,
+    int5 and int4 are simulated by the embedded engine, for studies of quantization noise."""
 
     uaq_scale: float = 1.5
     """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""

@@ -8,12 +8,13 @@ from qurl_megatron.quant.diagnostics import (
     weight_error,
     weight_update,
 )
-from qurl_megatron.quant.formats import SCHEMES, Scheme
+from qurl_megatron.quant.formats import SCHEMES, SIMULATED, Scheme
 from qurl_megatron.quant.weights import QuantizedWeight, dequantize, quantize
 
 __all__ = [
     "QUANT_METRICS",
     "SCHEMES",
+    "SIMULATED",
     "QuantizedWeight",
     "Scheme",
     "code_flips",

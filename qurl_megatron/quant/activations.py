@@ -6,7 +6,7 @@ The arithmetic of the engines' W8A8 kernels, for the embedded engine and for par
 import torch.nn.functional as F
 from torch import Tensor
 
-from qurl_megatron.quant.formats import SCHEMES, round_to_grid_, scale_of
+from qurl_megatron.quant.formats import round_to_grid_, scale_of, scheme_named
 
 
 def quantize_tokens(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
@@ -14,13 +14,13 @@ def quantize_tokens(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [..., features] in any float format; not modified.
-        scheme: "int8" or "fp8" for one scale per token, [..., 1]; "fp8_block" for one per token
-            and group of 128 features, [..., ceil(features / 128)].
+        scheme: "int8", "fp8" or a simulated one for one scale per token, [..., 1]; "fp8_block" for
+            one per token and group of 128 features, [..., ceil(features / 128)].
 
     Not checked for inf and nan, which would cost a synchronisation per layer: they make the scale
     inf or nan, and so everything computed with it.
     """
-    rules = SCHEMES[scheme]
+    rules = scheme_named(scheme)
     x = x.detach().float()
     if rules.block is None:
         scale = scale_of(x.abs().amax(dim=-1, keepdim=True), rules)

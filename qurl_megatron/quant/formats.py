@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qurl_megatron.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -24,6 +26,26 @@ SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme(torch.float8_e4m3fn, 448.0),
     "fp8_block": Scheme(torch.float8_e4m3fn, 448.0, block=128),
 }
+
+# Fewer bits in INT8's clothes: the same storage and products, a coarser grid. No hardware computes
+# them this way and no checkpoint is exported in them; the embedded engine does, so that a small
+# model meets the quantization noise that a large one meets at 8 bits.
+SIMULATED: dict[str, Scheme] = {
+    "int4": Scheme(torch.int8, 7.0),
+    "int5": Scheme(torch.int8, 15.0),
+    "int6": Scheme(torch.int8, 31.0),
+}
+
+
+def scheme_named(name: str) -> Scheme:
+    """
+    Raises:
+        ConfigError: there is no such scheme.
+    """
+    known = SCHEMES | SIMULATED
+    if name not in known:
+        raise ConfigError(f"unknown quantization scheme {name!r}; known are {sorted(known)}")
+    return known[name]
 
 
 def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant.formats import SCHEMES, Scheme, round_to_grid_, scale_of
+from qurl_megatron.quant.formats import round_to_grid_, scale_of, scheme_named
 
 # Float32 elements that are in flight at once, however large the weight: 32 MB on a GPU, and what
 # stays in the caches of a CPU from one pass to the next.
@@ -42,7 +42,7 @@ def quantize(
 
     Args:
         weight: [O, I] in any float format, whole or one tensor-parallel shard; not modified.
-        scheme: "int8", "fp8" or "fp8_block".
+        scheme: "int8", "fp8" or "fp8_block"; "int4", "int5" and "int6" are simulated in int8.
         input_group: group over which the input dimension is split (row-parallel layers); its ranks
             agree on one scale per channel. None for whole and column-parallel weights.
 
@@ -53,7 +53,7 @@ def quantize(
         ConfigError: the weight has inf or nan, on every rank of ``input_group`` alike; or the
             scheme cannot split it. The caller adds the tensor's name.
     """
-    rules = _scheme(scheme)
+    rules = scheme_named(scheme)
     if weight.ndim != 2:
         raise ConfigError(
             f"cannot quantize a weight of shape {tuple(weight.shape)}: it must be [out, in]"
@@ -88,12 +88,6 @@ def dequantize(quantized: QuantizedWeight) -> Tensor:
     values, scale = quantized.values, quantized.scale
     everything = slice(0, len(values))
     return values.float().mul_(_spread(scale, everything, values.shape, quantized.block))
-
-
-def _scheme(name: str) -> Scheme:
-    if name not in SCHEMES:
-        raise ConfigError(f"unknown quantization scheme {name!r}; known are {sorted(SCHEMES)}")
-    return SCHEMES[name]
 
 
 def _row_amax(weight_OI: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
     [
         ("quant.shceme=int8", "unknown key quant.shceme; did you mean quant.scheme?"),
         ("qant.scheme=int8", "unknown section qant; did you mean quant?"),
-        ("quant.scheme=int3", "quant.scheme must be one of none, int8, fp8, got 'int3'"),
+        ("quant.scheme=int3", "one of none, int8, fp8, int6, int5, int4, got 'int3'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
         ("train.steps", "override 'train.steps' must look like section.key=value"),

@@ -55,7 +55,9 @@ def test_float32_log_probs_equal_transformers(changes, tmp_path):
         torch.testing.assert_close(torch.tensor(done.log_probs), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("scheme,largest", [("int8", 127.0), ("fp8", 448.0)])
+@pytest.mark.parametrize(
+    "scheme,largest", [("int8", 127.0), ("fp8", 448.0), ("int6", 31.0), ("int4", 7.0)]
+)
 def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest, tmp_path):
     folder = write_model(tmp_path, model_type="qwen3", head_dim=16)
     done = sequence(range(2, 30), 24, seed=1)
@@ -66,9 +68,7 @@ def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest,
     def on_grid(x):
         scale = x.abs().amax(-1, keepdim=True) / largest
         codes = x / scale
-        return (
-            codes.round() if scheme == "int8" else codes.to(torch.float8_e4m3fn).float()
-        ) * scale
+        return (codes.round() if scheme != "fp8" else codes.to(torch.float8_e4m3fn).float()) * scale
 
     for name, module in model.named_modules():
         if name.endswith("_proj"):

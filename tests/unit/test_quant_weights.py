@@ -7,7 +7,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant import weights as quant_weights
 
-SCHEMES = ["int8", "fp8", "fp8_block"]
+SCHEMES = ["int8", "fp8", "fp8_block", "int6", "int4"]
 
 
 def weight(rows=300, columns=256, dtype=torch.float32):
@@ -148,8 +148,8 @@ def test_a_float64_weight_beyond_float32_is_refused():
 
 
 def test_unknown_schemes_and_shapes_are_named():
-    with pytest.raises(ConfigError, match="'int4'.*fp8_block"):
-        quantize(weight(), "int4")
+    with pytest.raises(ConfigError, match="'int3'.*fp8_block"):
+        quantize(weight(), "int3")
     with pytest.raises(ConfigError, match=r"\(3,\)"):
         quantize(torch.ones(3), "int8")
 

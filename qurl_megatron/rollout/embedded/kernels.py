@@ -30,12 +30,12 @@ def token_scales(x_TI: Tensor, largest: float) -> Tensor:
     return x_TI.abs().amax(dim=-1, keepdim=True).float().div_(largest).clamp_(min=TINY)
 
 
-def quantize_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] int8, rounded half to even, and their scales [T, 1].
+def quantize_int8(x_TI: Tensor, largest: float = INT8_MAX) -> tuple[Tensor, Tensor]:
+    """Codes [T, I] int8 of at most ``largest``, rounded half to even, and their scales [T, 1].
 
-    No clamp is needed: |x| / scale <= 127 up to one rounding, which rounds to 127.
+    No clamp is needed: |x| / scale <= largest up to one rounding, which rounds to it.
     """
-    scale_T1 = token_scales(x_TI, INT8_MAX)
+    scale_T1 = token_scales(x_TI, largest)
     return x_TI.div(scale_T1).round_().to(torch.int8), scale_T1
 
 
@@ -54,9 +54,14 @@ def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:
 
 
 def int8_linear(
-    x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | None = None
+    x_TI: Tensor,
+    w_OI: Tensor,
+    scale_O: Tensor,
+    addend: Tensor | None = None,
+    largest: float = INT8_MAX,
 ) -> Tensor:
-    codes_TI, scale_T1 = quantize_int8(x_TI)
+    """INT8 product; with a smaller ``largest`` activation code, one of fewer bits in its place."""
+    codes_TI, scale_T1 = quantize_int8(x_TI, largest)
     return _rescale(int8_matmul(codes_TI, w_OI), scale_T1, scale_O, addend, x_TI.dtype)
 
 

@@ -20,7 +20,9 @@ from qurl_megatron.rollout.embedded import kernels
 from qurl_megatron.rollout.embedded.rope import inverse_frequencies
 from qurl_megatron.weights.arch import Arch
 
-SCHEMES = ("none", "int8", "fp8")
+SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")
+# Largest activation code of the schemes with int8 products: below 127, bits are simulated.
+CODES = {"int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOATS = (torch.bfloat16, torch.float32)
 
@@ -46,8 +48,9 @@ class Matrix:
     scale_O: Tensor | None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
-        if self.scheme == "int8":
-            return kernels.int8_linear(x_TI, self.weight_OI, self.scale_O, addend)
+        if self.scheme in CODES:
+            largest = CODES[self.scheme]
+            return kernels.int8_linear(x_TI, self.weight_OI, self.scale_O, addend, largest)
         if self.scheme == "fp8":
             return kernels.fp8_linear(x_TI, self.weight_OI, self.scale_O, addend)
         return kernels.float_linear(x_TI, self.weight_OI, addend)
@@ -167,7 +170,7 @@ class Decoder:
     def _matrix(self, prefix: str, rows: dict[str, int], inputs: int) -> Matrix:
         """Allocate one matrix for several named ones, stacked along the output."""
         total = sum(rows.values())
-        stored = {"none": self.dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[self.scheme]
+        stored = {"none": self.dtype, "fp8": torch.float8_e4m3fn}.get(self.scheme, torch.int8)
         sent = FLOATS if self.scheme == "none" else (stored,)
         if self.scheme == "fp8" and not kernels.has_fp8_hardware(self.device):
             stored = torch.float32  # same values, ready to multiply

@@ -38,7 +38,7 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 def serve(
     model_dir: str | Path,
     *,
-    scheme: Literal["none", "int8", "fp8"] = "none",
+    scheme: str = "none",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     host: str = "127.0.0.1",
     port: int = 0,
