@@ -1,10 +1,14 @@
 """Recipes: TOML sections become frozen dataclasses; a key that no dataclass knows is an error."""
 
+from qurl_megatron.config.algorithms import ALGORITHMS, Algorithm
 from qurl_megatron.config.load import RunConfig, differences, load, to_toml
 from qurl_megatron.config.sections import (
     AlgoConfig,
     CheckpointConfig,
+    CorrectionConfig,
+    CriticConfig,
     DataConfig,
+    GuardConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -17,9 +21,14 @@ from qurl_megatron.config.sections import (
 )
 
 __all__ = [
+    "ALGORITHMS",
     "AlgoConfig",
+    "Algorithm",
     "CheckpointConfig",
+    "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
+    "GuardConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qurl_megatron.config import sections
+from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
@@ -21,6 +22,9 @@ SAME_RUN = (
     "sync.",
     "parallel.",
     "train.micro_batch",
+    "train.max_tokens",
+    "train.packed",
+    "algo.reference_memory",
     "model.recompute",
     "rollout.engine",
     "rollout.sglang_python",
@@ -50,6 +54,9 @@ class RunConfig:
     optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
     quant: sections.QuantConfig = field(default_factory=sections.QuantConfig)
     algo: sections.AlgoConfig = field(default_factory=sections.AlgoConfig)
+    correction: sections.CorrectionConfig = field(default_factory=sections.CorrectionConfig)
+    critic: sections.CriticConfig = field(default_factory=sections.CriticConfig)
+    guard: sections.GuardConfig = field(default_factory=sections.GuardConfig)
     rollout: sections.RolloutConfig = field(default_factory=sections.RolloutConfig)
     reward: sections.RewardConfig = field(default_factory=sections.RewardConfig)
     train: sections.TrainConfig = field(default_factory=sections.TrainConfig)
@@ -59,18 +66,33 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         responses = self.responses_per_step
-        per_update = self.algo.minibatches * self.parallel.data * self.train.micro_batch
+        rows = self.train.micro_batch if not self.train.max_tokens else 1
+        per_update = self.algo.minibatches * self.parallel.data * rows
         require(
             responses % per_update == 0,
             f"data.prompts_per_step * rollout.samples_per_prompt = {responses} responses must be "
             "a multiple of algo.minibatches * parallel.data * train.micro_batch = "
-            f"{self.algo.minibatches} * "
-            f"{self.parallel.data} * {self.train.micro_batch} = {per_update}; change one of them",
+            f"{self.algo.minibatches} * {self.parallel.data} * {rows} = {per_update}; "
+            "change one of them",
+        )
+        grouped = self.algo.advantage not in ("reinforce_pp", "gae")
+        require(
+            not grouped or self.rollout.samples_per_prompt > 1,
+            "rollout.samples_per_prompt must be 2 or more for algo.advantage="
+            f"{self.algo.advantage}: a group of one has no spread",
         )
         require(
-            self.algo.advantage != "grpo" or self.rollout.samples_per_prompt > 1,
-            "rollout.samples_per_prompt must be 2 or more for algo.advantage=grpo: "
-            "a group of one has no spread",
+            self.rollout.samples_per_prompt > 1 or not self.algo.dynamic_sampling,
+            "rollout.samples_per_prompt must be 2 or more for algo.dynamic_sampling: a group of "
+            "one is always all right or all wrong",
+        )
+        require(
+            not self.train.packed or self.train.max_tokens > 0,
+            "train.packed needs train.max_tokens, the tokens of one forward/backward pass",
+        )
+        require(
+            self.algo.kl_coef > 0 or not self.algo.reference,
+            "algo.reference names a checkpoint, but algo.kl_coef is 0; set both or neither",
         )
         require(
             self.sync.pause == "retract"
@@ -111,8 +133,14 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"recipe {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
-    for override in overrides:
-        _apply(tables, override)
+    for name, value in _preset(tables).items():
+        _set(tables, name, value, over=False)
+    given = [_parse(override) for override in overrides]
+    chosen: dict[str, Any] = {}
+    for key, value in given:
+        _set(chosen, key, value)
+    for key, value in [*_preset(chosen).items(), *given]:
+        _set(tables, key, value)
     config = _build(RunConfig, tables, "")
     if config.train.run_dir:
         return config
@@ -152,7 +180,7 @@ def _default_run_dir(recipe: Path, overrides: typing.Sequence[str]) -> str:
     return "runs/" + ",".join([recipe.stem, *variant]).replace("/", "_")
 
 
-def _apply(tables: dict[str, Any], override: str) -> None:
+def _parse(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
@@ -163,10 +191,25 @@ def _apply(tables: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word, such as fp8 or a path
+    return key.strip(), value
+
+
+def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> None:
+    """Put one ``section.key`` in; without ``over`` only where there is nothing yet."""
+    section, _, name = key.partition(".")
     table = tables.setdefault(section, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{section} must be a table [{section}], got {table!r}")
-    table[name] = value
+    if over or name not in table:
+        table[name] = value
+
+
+def _preset(tables: dict[str, Any]) -> dict[str, Any]:
+    """What the paper of the tables' ``algo.name`` says, by section.key."""
+    algo = tables.get("algo")
+    name = algo.get("name") if isinstance(algo, dict) else None
+    # A name of another kind, or of no preset, is refused when the section is built.
+    return ALGORITHMS[name].values if isinstance(name, str) and name in ALGORITHMS else {}
 
 
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:

@@ -47,6 +47,9 @@ class ParallelConfig:
     pipeline: int = 1
     """Pipeline-parallel size: the layers are split into this many stages."""
 
+    context: int = 1
+    """Context-parallel size: every sequence is split over this many ranks."""
+
     data: int = 1
     """Data-parallel size: copies of the model, each working on its share of the samples."""
 
@@ -54,13 +57,13 @@ class ParallelConfig:
     """Sequence parallelism: split norms and residuals over tensor ranks (no effect at tensor=1)."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data"):
+        for name in ("tensor", "pipeline", "context", "data"):
             value = getattr(self, name)
             require(value >= 1, f"parallel.{name} must be 1 or more, got {value}")
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,28 +123,91 @@ class QuantConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
-    """The objective: which ratio is clipped where, and what is averaged over what."""
+    """The objective: which ratio is clipped where, and what is averaged over what.
 
-    objective: Literal["naive", "proximal", "decoupled", "tis", "acr"] = "acr"
-    """Paper Eq. 3, Eq. 1 on quantized rollouts, Eq. 4, Eq. 5, Eq. 9."""
+    ``name`` fills in what its paper says; every key that the recipe gives itself wins over it.
+    """
+
+    name: Literal[
+        "grpo",
+        "ppo",
+        "dapo",
+        "rloo",
+        "dr_grpo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gspo",
+        "cispo",
+    ] = "grpo"
+    """A preset of config.algorithms: other defaults for the keys below."""
+
+    objective: Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"] = "acr"
+    """What corrects for the quantized behaviour policy. Paper Eq. 3, Eq. 1 on quantized rollouts,
+    Eq. 4, Eq. 5, Eq. 9; icepop gives weight rho within the correction band and 0 outside."""
+
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """clip: PPO's clipped surrogate; cispo: the clipped ratio as a constant weight of log pi."""
+
+    ratio: Literal["token", "sequence"] = "token"
+    """What is clipped: each token's ratio, or the geometric mean of its response's (GSPO)."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
 
+    dual_clip: float = 0.0
+    """Where the advantage is negative, the objective stays above this times it; 0 is off."""
+
     cap: float = 2.0
     """C: largest importance weight proximal/behaviour that is not truncated (tis, acr)."""
 
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo: (reward - group mean) / (group std + 1e-6); dr_grpo: without the division."""
+    acr_max_bound: float = 0.0
+    """Largest upper bound that acr may raise the clip range to; 0 leaves it unbounded (Eq. 9)."""
 
-    aggregation: Literal["response_mean", "token_mean"] = "response_mean"
-    """response_mean: each response, then their mean (GRPO); token_mean: all tokens alike (DAPO)."""
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"
+    ] = "grpo"
+    """grpo: (reward - group mean) / (group std + 1e-6); dr_grpo: without the division; rloo: minus
+    the mean of the others; reinforce_pp: over the whole batch, reinforce_pp_baseline: after the
+    group mean; gae: generalised advantage estimation with a critic."""
+
+    gamma: float = 1.0
+    """Discount per token (reinforce_pp, gae)."""
+
+    gae_lambda: float = 1.0
+
+    aggregation: Literal["response_mean", "token_mean", "response_sum", "constant"] = (
+        "response_mean"
+    )
+    """response_mean: each response, then their mean (GRPO); token_mean: all tokens alike (DAPO);
+    response_sum: sums of responses, then their mean (RLOO); constant: those sums divided by
+    rollout.max_new_tokens (Dr.GRPO)."""
+
+    mask_truncated: bool = False
+    """Leave responses that the length limit cut off out of the loss."""
 
     kl_coef: float = 0.0
-    """Weight of the k3 KL penalty to the frozen initial policy; 0 keeps no reference weights."""
+    """Weight of the KL penalty to the reference policy; 0 keeps no reference weights."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+
+    kl_in: Literal["loss", "reward"] = "loss"
+    """A differentiated term of the loss, or taken off each token's reward."""
+
+    reference: str = ""
+    """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
+
+    reference_memory: Literal["device", "host"] = "device"
+    """Where the reference weights wait until they are swapped in."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+
+    dynamic_sampling: bool = False
+    """Drop groups whose answers are all right or all wrong, and draw further prompts for them."""
+
+    max_refills: int = 10
+    """Rounds of further prompts per step; what is still missing then is filled with dropped
+    groups, which train nothing."""
 
     minibatches: int = 2
     """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
@@ -150,14 +216,116 @@ class AlgoConfig:
     """Passes over each rollout batch."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.clip_low < 1, f"algo.clip_low must lie in [0, 1), got {self.clip_low}")
+        require(0 <= self.clip_low <= 1, f"algo.clip_low must lie in [0, 1], got {self.clip_low}")
         require(self.clip_high >= 0, f"algo.clip_high must be 0 or more, got {self.clip_high}")
+        require(
+            self.dual_clip == 0 or self.dual_clip > 1,
+            f"algo.dual_clip must be greater than 1, or 0 to turn it off, got {self.dual_clip}",
+        )
         require(self.cap >= 1, f"algo.cap must be 1 or more, got {self.cap}")
+        require(
+            self.acr_max_bound == 0 or self.acr_max_bound >= 1 + self.clip_high,
+            f"algo.acr_max_bound must be 1 + algo.clip_high = {1 + self.clip_high} or more, or 0 "
+            f"to turn it off, got {self.acr_max_bound}",
+        )
+        for key in ("gamma", "gae_lambda"):
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"algo.{key} must lie in [0, 1], got {value}")
         require(self.kl_coef >= 0, f"algo.kl_coef must be 0 or more, got {self.kl_coef}")
+        require(
+            self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
+        )
         require(
             self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}"
         )
         require(self.epochs >= 1, f"algo.epochs must be 1 or more, got {self.epochs}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """Off-policy correction beside algo.objective: what rho is, and which responses are dropped."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """rho = proximal/behaviour of each token, the product over its response, or its geometric
+    mean. algo.ratio=sequence takes the geometric mean in any case."""
+
+    band_low: float = 0.5
+    band_high: float = 5.0
+    """icepop: tokens whose rho lies outside this band do not train."""
+
+    reject_low: float = 0.0
+    reject_high: float = 0.0
+    """Responses whose geometric mean of rho lies outside are dropped from the loss; 0 is off."""
+
+    veto: float = 0.0
+    """Responses with a token whose rho is below this are dropped from the loss, e.g. 1e-4; 0 is
+    off."""
+
+    normalise: bool = False
+    """Divide the importance weights by their mean over the step's response tokens."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.band_low <= 1 <= self.band_high,
+            f"correction.band_low={self.band_low} and band_high={self.band_high} must enclose 1",
+        )
+        require(
+            self.reject_low <= 1 and (self.reject_high == 0 or self.reject_high >= 1),
+            f"correction.reject_low={self.reject_low} and reject_high={self.reject_high} must "
+            "enclose 1, or be 0",
+        )
+        require(0 <= self.veto < 1, f"correction.veto must lie in [0, 1), got {self.veto}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value model of algo.advantage=gae: the policy's shape with one output, its own
+    optimizer."""
+
+    path: str = ""
+    """Checkpoint its body starts from; empty: model.path."""
+
+    lr: float = 1e-5
+    warmup_steps: int = 0
+    """Critic updates over which its learning rate rises linearly from 0."""
+
+    ahead_steps: int = 0
+    """Steps at the beginning in which only the critic learns."""
+
+    clip: float = 0.2
+    """A value may move this far from what it was before the update; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "warmup_steps", "ahead_steps", "clip"):
+            value = getattr(self, key)
+            require(value >= 0, f"critic.{key} must be 0 or more, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What counts as a collapse, and what is done about it. A threshold of 0 is not watched."""
+
+    kl_above: float = 0.0
+    """KL(behaviour||proximal), k3, mean over tokens."""
+
+    rho_above: float = 0.0
+    """Largest proximal/behaviour of a token."""
+
+    reward_below: float = 0.0
+    entropy_below: float = 0.0
+    entropy_above: float = 0.0
+
+    patience: int = 3
+    """Steps in a row that a threshold must be crossed."""
+
+    action: Literal["warn", "halt", "bf16"] = "warn"
+    """warn: say so; halt: save a checkpoint and stop; bf16: unquantized rollouts from there on."""
+
+    def __post_init__(self) -> None:
+        for key in ("kl_above", "rho_above", "entropy_below", "entropy_above"):
+            value = getattr(self, key)
+            require(value >= 0, f"guard.{key} must be 0 or more, got {value}")
+        require(self.patience >= 1, f"guard.patience must be 1 or more, got {self.patience}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +517,13 @@ class RewardConfig:
     """math: math-verify on the boxed or last expression; last_number: the last number in the text
     equals the answer; exact: the whole text, stripped, equals the answer."""
 
+    overlong_fraction: float = 0.0
+    """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
+    (DAPO's soft overlong punishment); 0 is off."""
+
+    overlong_penalty: float = 1.0
+    """By how much the reward has fallen at the limit."""
+
     workers: int = 1
     """Processes that check answers."""
 
@@ -356,6 +531,10 @@ class RewardConfig:
     """Seconds after which one check counts as wrong and its worker is replaced."""
 
     def __post_init__(self) -> None:
+        require(
+            0 <= self.overlong_fraction <= 1,
+            f"reward.overlong_fraction must lie in [0, 1], got {self.overlong_fraction}",
+        )
         require(self.workers >= 1, f"reward.workers must be 1 or more, got {self.workers}")
         require(self.timeout_s > 0, f"reward.timeout_s must be positive, got {self.timeout_s}")
 
@@ -372,7 +551,14 @@ class TrainConfig:
     """Rollout batches to train on."""
 
     micro_batch: int = 8
-    """Responses per forward/backward pass on one data-parallel rank."""
+    """Responses per forward/backward pass on one data-parallel rank; unused with max_tokens."""
+
+    max_tokens: int = 0
+    """Tokens per forward/backward pass on one data-parallel rank, padding included: responses of
+    like length share one, and their number varies. 0 takes micro_batch responses instead."""
+
+    packed: bool = False
+    """Lay the sequences of a pass end to end (THD) instead of padding them to the longest."""
 
     seed: int = 0
 
@@ -399,6 +585,7 @@ class TrainConfig:
         require(
             self.micro_batch >= 1, f"train.micro_batch must be 1 or more, got {self.micro_batch}"
         )
+        require(self.max_tokens >= 0, f"train.max_tokens must be 0 or more, got {self.max_tokens}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from qurl_megatron.algo import group_advantages
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
@@ -101,8 +99,7 @@ def _run(
         rollout, failure = _samples(lead, publisher, step, timer)
         if rollout is None:
             break
-        advantages = _advantages(rollout, config)
-        metrics = improve(policy, rollout.samples, advantages, config, step=step, timer=timer)
+        metrics = improve(policy, rollout.samples, config, step=step, timer=timer)
         with timer.phase("publish"):
             published, failure = _publish(lead, publisher, step)
             metrics |= published
@@ -229,13 +226,6 @@ def _share(
     box = [outcome]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def _advantages(rollout: Rollout, config: RunConfig) -> list[float]:
-    """One advantage per sample, prompt-major as the samples are."""
-    rewards = torch.tensor([sample.reward for sample in rollout.samples], dtype=torch.float32)
-    groups = rewards.view(-1, config.rollout.samples_per_prompt)
-    return group_advantages(groups, config.algo.advantage).flatten().tolist()
 
 
 def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:

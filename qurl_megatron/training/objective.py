@@ -48,14 +48,11 @@ class PolicyLoss:
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         algo = self.algo
         current, entropy = self.score(logits, batch)
-        behaviour, advantages, weights = (
-            x[batch.mask] for x in (batch.behaviour, batch.advantages, batch.weights)
-        )
         terms = objective_terms(
             current,
             batch.proximal,
-            behaviour,
-            advantages,
+            batch.behaviour,
+            batch.advantages,
             kind=algo.objective,
             clip_low=algo.clip_low,
             clip_high=algo.clip_high,
@@ -69,7 +66,7 @@ class PolicyLoss:
             divergence = k3(current, batch.reference)
             value = value - algo.kl_coef * divergence
             metrics["reference/kl"] = _mean(divergence)
-        loss = -(weights * value).sum()
+        loss = -(batch.weights * value).sum()
         metrics |= {
             "policy/loss": Mean(loss.item(), 0.0),
             "policy/clip_fraction": _mean(terms.clipped),
@@ -83,7 +80,7 @@ class PolicyLoss:
 
 def mismatch(batch: TokenBatch, cap: float) -> dict[str, Metric]:
     """How far the quantized behaviour policy is from the full-precision one it was made from."""
-    behaviour, proximal = batch.behaviour[batch.mask], batch.proximal
+    behaviour, proximal = batch.behaviour, batch.proximal
     log_rho = proximal.double() - behaviour.double()
     rho = log_rho.exp()
     return {

@@ -5,7 +5,7 @@ microbatch it is dealt to. So scores computed once serve every epoch, and no lay
 summed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,8 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.data.pack import TokenBatch, pad_samples
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
+from qurl_megatron.runtime.megatron import Ranks
+from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.objective import PolicyLoss, Scorer, mismatch
 from qurl_megatron.types import Sample
 
@@ -24,7 +26,6 @@ Minibatch = list[TokenBatch]  # this data-parallel rank's microbatches of one op
 def improve(
     policy: Policy,
     samples: Sequence[Sample],
-    advantages: Sequence[float],
     config: RunConfig,
     *,
     step: int,
@@ -36,10 +37,13 @@ def improve(
         This rank's metrics, to be merged over ranks.
     """
     score = Scorer(policy, config.rollout.temperature)
-    minibatches = lay_out(policy, samples, advantages, config, step=step)
+    minibatches = lay_out(policy.ranks, samples, config, step=step)
     with timer.phase("score"):
         minibatches = attach_scores(
             policy, minibatches, score, with_reference=config.algo.kl_coef > 0
+        )
+        minibatches = _map(
+            minibatches, lambda flat: attach_advantages(policy.ranks, flat, samples, config)
         )
     seen: list[dict[str, Metric]] = []
     if policy.ranks.last_stage and policy.ranks.tensor.rank == 0:
@@ -76,15 +80,10 @@ def deal(
 
 
 def lay_out(
-    policy: Policy,
-    samples: Sequence[Sample],
-    advantages: Sequence[float],
-    config: RunConfig,
-    *,
-    step: int,
+    ranks: Ranks, samples: Sequence[Sample], config: RunConfig, *, step: int
 ) -> list[Minibatch]:
-    """This data-parallel rank's microbatches, all of one shape, on the policy's device."""
-    ranks, algo = policy.ranks, config.algo
+    """This data-parallel rank's microbatches, all of one shape, on this rank's device."""
+    algo = config.algo
     # Sequence parallelism needs a length that splits over the tensor ranks.
     multiple = ranks.tensor.size
     longest = max(len(s.prompt.input_ids) + len(s.response_ids) for s in samples)
@@ -112,10 +111,9 @@ def lay_out(
             [
                 pad_samples(
                     [samples[i] for i in microbatch],
-                    [advantages[i] for i in microbatch],
                     [weights[i] for i in microbatch],
                     length=length,
-                    pad_id=0,
+                    indices=microbatch,
                 ).to(ranks.device)
                 for microbatch in update[ranks.data.rank]
             ]
@@ -130,7 +128,12 @@ def attach_scores(
 
     Only the last pipeline stage computes them, and only it reads them.
     """
-    flat = [batch for minibatch in minibatches for batch in minibatch]
+    return _map(minibatches, lambda flat: _scored(policy, flat, score, with_reference))
+
+
+def _scored(
+    policy: Policy, flat: list[TokenBatch], score: Scorer, with_reference: bool
+) -> list[TokenBatch]:
     proximal = policy.score(flat, lambda logits, batch: score(logits, batch)[0])
     reference = []
     if with_reference:
@@ -140,7 +143,15 @@ def attach_scores(
         flat = [replace(batch, proximal=p) for batch, p in zip(flat, proximal, strict=True)]
     if reference:
         flat = [replace(batch, reference=r) for batch, r in zip(flat, reference, strict=True)]
-    return _chunks(flat, len(minibatches[0]))
+    return flat
+
+
+def _map(
+    minibatches: list[Minibatch], change: Callable[[list[TokenBatch]], list[TokenBatch]]
+) -> list[Minibatch]:
+    """``change`` on the microbatches of all minibatches at once."""
+    changed = iter(change([batch for minibatch in minibatches for batch in minibatch]))
+    return [[next(changed) for _ in minibatch] for minibatch in minibatches]
 
 
 def _optimizer_metrics(measured: dict[str, float]) -> dict[str, Metric]:

@@ -12,13 +12,11 @@ from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.state import TrainState, latest
 from tests.distributed.test_policy import build, recipe, relative, whole
 
-ADVANTAGES = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
-
 
 def improve_at(policy, config, step):
     from qurl_megatron.training.step import improve
 
-    improve(policy, random_samples(16), ADVANTAGES, config, step=step, timer=Timer())
+    improve(policy, random_samples(16), config, step=step, timer=Timer())
 
 
 def save_then_go_on(device, config, run_dir, out):

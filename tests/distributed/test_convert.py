@@ -76,8 +76,7 @@ def train_and_save(device, config, run_dir, weights) -> None:
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
-        advantages = torch.linspace(-1, 1, 16).tolist()
-        improve(policy, random_samples(16), advantages, config, step=1, timer=Timer())
+        improve(policy, random_samples(16), config, step=1, timer=Timer())
         checkpoint.save(run_dir, policy, TrainState(step=1), keep=1)
         found = whole(policy)
         if ranks.leads:

@@ -78,7 +78,7 @@ def gradient(policy):
         if policy.ranks.data.size == 1 or not policy.model.ddp_config.use_distributed_optimizer:
             return full
         mine = torch.zeros_like(full).flatten()
-        owned = policy._owned_range(parameter)
+        owned = policy.owned_range(parameter)
         mine[owned] = full.flatten()[owned]
         dist.all_reduce(mine, group=policy.ranks.data.group)
         return mine.view_as(full)
@@ -86,22 +86,24 @@ def gradient(policy):
     return read
 
 
-def train_twice(device, config: RunConfig, samples, advantages, out: Path) -> None:
+def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     """Gradients of the first minibatch, then the weights after two whole steps."""
     from qurl_megatron.observe.metrics import Timer, merge, values
+    from qurl_megatron.training.advantages import attach_advantages
     from qurl_megatron.training.objective import PolicyLoss, Scorer
     from qurl_megatron.training.step import attach_scores, improve, lay_out
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, keep_reference=True)
         score = Scorer(policy, config.rollout.temperature)
-        laid = lay_out(policy, samples, advantages, config, step=1)
+        laid = lay_out(ranks, samples, config, step=1)
         laid = attach_scores(policy, laid, score, with_reference=True)
+        laid = [attach_advantages(ranks, batches, samples, config) for batches in laid]
         policy.accumulate(laid[0], PolicyLoss(score, config.algo))
         gradients = whole(policy, gradient(policy))
         seen = []
         for step in (1, 2):
-            metrics = improve(policy, samples, advantages, config, step=step, timer=Timer())
+            metrics = improve(policy, samples, config, step=step, timer=Timer())
             gathered: list = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, metrics)
             seen.append(values(merge(gathered)))
@@ -112,11 +114,8 @@ def train_twice(device, config: RunConfig, samples, advantages, out: Path) -> No
 
 def run(tmp_path, backend, config, name) -> dict:
     samples = random_samples(16)
-    advantages = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
     out = tmp_path / f"{name}.pt"
-    run_on_ranks(
-        train_twice, config.parallel.world_size, backend, tmp_path, config, samples, advantages, out
-    )
+    run_on_ranks(train_twice, config.parallel.world_size, backend, tmp_path, config, samples, out)
     return torch.load(out, weights_only=True)
 
 
@@ -183,7 +182,7 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
     run_on_ranks(check_masters, config.parallel.world_size, "gloo", tmp_path, config, expected)
 
 
-def reference_gradients(folder, samples, advantages, dealt, config) -> dict[str, torch.Tensor]:
+def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tensor]:
     """Plain autograd through the Hugging Face model and the ACR formula as the paper writes it."""
     from transformers import AutoModelForCausalLM
 
@@ -193,6 +192,10 @@ def reference_gradients(folder, samples, advantages, dealt, config) -> dict[str,
         experts_implementation="eager",  # the others have no float64
     )
     algo, loss = config.algo, 0.0
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    groups = rewards.view(-1, config.rollout.samples_per_prompt)
+    spread = groups - groups.mean(1, keepdim=True)
+    advantages = (spread / (groups.std(1, keepdim=True) + 1e-6)).flatten()
     for i in dealt:
         sample = samples[i]
         ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
@@ -217,15 +220,17 @@ def reference_gradients(folder, samples, advantages, dealt, config) -> dict[str,
     return as_stored({name: p.grad.float() for name, p in model.named_parameters()})
 
 
-def first_gradients(device, config, samples, advantages, out) -> None:
+def first_gradients(device, config, samples, out) -> None:
+    from qurl_megatron.training.advantages import attach_advantages
     from qurl_megatron.training.objective import PolicyLoss, Scorer
     from qurl_megatron.training.step import attach_scores, lay_out
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, keep_reference=True)
         score = Scorer(policy, config.rollout.temperature)
-        laid = lay_out(policy, samples, advantages, config, step=1)
+        laid = lay_out(ranks, samples, config, step=1)
         laid = attach_scores(policy, laid, score, with_reference=True)
+        laid = [attach_advantages(ranks, batches, samples, config) for batches in laid]
         policy.accumulate(laid[0], PolicyLoss(score, config.algo))
         gradients = whole(policy, gradient(policy))
         if ranks.leads:
@@ -239,12 +244,11 @@ def test_gradients_equal_autograd_through_hugging_face(family, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
     config = recipe(folder, dict(tensor=2, pipeline=2), kl_coef=0.1, entropy_coef=0.01)
     samples = random_samples(16)
-    advantages = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
     out = tmp_path / "gradients.pt"
-    run_on_ranks(first_gradients, 4, "gloo", tmp_path, config, samples, advantages, out)
+    run_on_ranks(first_gradients, 4, "gloo", tmp_path, config, samples, out)
     actual = torch.load(out)
     # A lone process deals the same minibatches.
     first = [i for batch in deal(16, 2, 1, 2, seed=1)[0][0] for i in batch]
-    expected = reference_gradients(folder, samples, advantages, first, config)
+    expected = reference_gradients(folder, samples, first, config)
     for name, value in expected.items():
         assert relative(actual[name], value) < 2e-5, name

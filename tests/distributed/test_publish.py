@@ -56,9 +56,7 @@ def publish(device, config, scheme, out, updates):
             assert not any(name.startswith("quant/") for name in first)
             assert first["sync/buffer_mb"].value > 0
             for version in range(1, updates + 1):
-                improve(
-                    policy, random_samples(16), [1.0, -1.0] * 8, config, step=version, timer=Timer()
-                )
+                improve(policy, random_samples(16), config, step=version, timer=Timer())
                 gathered: list = [None] * ranks.world_size
                 dist.all_gather_object(gathered, publisher.publish(version))
                 if ranks.leads:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qurl_megatron.data.pack import pad_samples, unpad
+from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.types import Prompt, Sample
 
 
@@ -25,38 +25,38 @@ SAMPLES = [
 
 
 def test_two_responses_by_hand():
-    batch = pad_samples(SAMPLES[:2], [1.0, -1.0], [0.5, 0.25], length=6, pad_id=9)
+    batch = pad_samples(SAMPLES[:2], [0.5, 0.25], length=6, pad_id=9)
     assert batch.input_ids.tolist() == [[11, 12, 13, 14, 9, 9], [21, 22, 23, 24, 9, 9]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     # Position 1 of the first row predicts its first response token, 13.
     assert batch.targets.tolist() == [[12, 13, 14, 0, 0, 0], [22, 23, 24, 0, 0, 0]]
     assert batch.mask.tolist() == [[False, True, True] + [False] * 3, [True] * 3 + [False] * 3]
-    assert batch.behaviour.tolist() == [[0, -0.5, -0.25, 0, 0, 0], [-1, -2, -3, 0, 0, 0]]
-    assert batch.advantages.tolist() == [[0, 1, 1, 0, 0, 0], [-1, -1, -1, 0, 0, 0]]
-    assert batch.weights.tolist() == [[0, 0.5, 0.5, 0, 0, 0], [0.25, 0.25, 0.25, 0, 0, 0]]
+    assert batch.lengths == (2, 3) and batch.owners.tolist() == [0, 0, 1, 1, 1]
+    assert batch.behaviour.tolist() == [-0.5, -0.25, -1, -2, -3]
+    assert batch.weights.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25]
 
 
-def test_masked_targets_are_the_responses():
-    batch = pad_samples(SAMPLES, [0.0] * 3, [1.0] * 3, length=8, pad_id=0)
-    assert unpad(batch.targets, batch.mask) == [list(s.response_ids) for s in SAMPLES]
-    assert unpad(batch.behaviour, batch.mask) == [list(s.behaviour_log_probs) for s in SAMPLES]
+def test_masked_targets_are_the_responses_in_order():
+    batch = pad_samples(SAMPLES, [1.0] * 3, length=8)
+    assert batch.targets[batch.mask].tolist() == [t for s in SAMPLES for t in s.response_ids]
+    assert len(batch.behaviour) == int(batch.mask.sum()) == sum(batch.lengths)
 
 
 def test_more_padding_changes_nothing_but_the_padding():
-    short, long = (
-        pad_samples(SAMPLES, [1.0, 2.0, 3.0], [1.0] * 3, length=n, pad_id=0) for n in (4, 16)
-    )
-    for name in ("input_ids", "targets", "mask", "behaviour", "advantages", "weights"):
+    short, long = (pad_samples(SAMPLES, [1.0] * 3, length=n) for n in (4, 16))
+    for name in ("input_ids", "targets", "mask"):
         whole = getattr(long, name)
         torch.testing.assert_close(whole[:, :4], getattr(short, name))
         assert not whole[:, 4:].any()
+    for name in ("owners", "behaviour", "weights"):
+        torch.testing.assert_close(getattr(long, name), getattr(short, name))
 
 
 def test_a_batch_of_empty_responses_has_nothing_to_learn_from():
-    batch = pad_samples(SAMPLES[2:], [1.0], [1.0], length=4, pad_id=0)
-    assert not batch.mask.any() and not batch.weights.any()
+    batch = pad_samples(SAMPLES[2:], [1.0], length=4)
+    assert not batch.mask.any() and len(batch.weights) == len(batch.behaviour) == 0
 
 
 def test_a_sample_longer_than_the_batch_is_a_bug():
     with pytest.raises(AssertionError, match="4 tokens does not fit into 3"):
-        pad_samples(SAMPLES[:2], [0.0] * 2, [0.0] * 2, length=3, pad_id=0)
+        pad_samples(SAMPLES[:2], [0.0] * 2, length=3)

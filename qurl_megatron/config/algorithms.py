@@ -1,0 +1,101 @@
+"""The algorithms of the field, each as the settings that make it what its paper describes.
+
+Nothing computes "in GRPO mode": an algorithm is a choice of advantage, ratio, clip range, average
+and penalty, and each of these is a small function in ``algo``. ``algo.name`` fills the choices in;
+what a recipe says itself wins, so a variant is one override away. How the quantized behaviour
+policy is corrected for (``algo.objective``) is independent of all of them. ``algo.name`` on the
+command line also wins over what the recipe says.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Settings by ``section.key``, and where they come from."""
+
+    paper: str
+    values: dict[str, Any]
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(
+        "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, Eq. 3",
+        {"algo.advantage": "grpo", "algo.aggregation": "response_mean"},
+    ),
+    "ppo": Algorithm(
+        "Schulman et al. 2017, arXiv:1707.06347; as RLHF uses it: Ouyang et al. 2022, "
+        "arXiv:2203.02155",
+        {
+            "algo.advantage": "gae",
+            "algo.aggregation": "token_mean",
+            "algo.kl_in": "reward",
+            "algo.kl_estimator": "k1",
+        },
+    ),
+    "dapo": Algorithm(
+        "Yu et al. 2025, arXiv:2503.14476",
+        {
+            "algo.advantage": "grpo",
+            "algo.aggregation": "token_mean",
+            "algo.clip_low": 0.2,
+            "algo.clip_high": 0.28,
+            "algo.dynamic_sampling": True,
+            "reward.overlong_fraction": 0.2,  # 4096 of 20480 tokens
+        },
+    ),
+    "rloo": Algorithm(
+        "Ahmadian et al. 2024, arXiv:2402.14740",
+        {
+            "algo.advantage": "rloo",
+            "algo.aggregation": "response_sum",
+            "algo.kl_in": "reward",
+            "algo.kl_estimator": "k1",
+        },
+    ),
+    "dr_grpo": Algorithm(
+        "Liu et al. 2025, arXiv:2503.20783",
+        {"algo.advantage": "dr_grpo", "algo.aggregation": "constant"},
+    ),
+    "reinforce_pp": Algorithm(
+        "Hu et al. 2025, arXiv:2501.03262",
+        {
+            "algo.advantage": "reinforce_pp",
+            "algo.aggregation": "token_mean",
+            "algo.kl_in": "reward",
+            "algo.kl_estimator": "k1",
+        },
+    ),
+    "reinforce_pp_baseline": Algorithm(
+        "Hu et al. 2025, arXiv:2501.03262, the variant with several responses per prompt",
+        {
+            "algo.advantage": "reinforce_pp_baseline",
+            "algo.aggregation": "token_mean",
+            "algo.kl_in": "loss",
+            "algo.kl_estimator": "k2",
+        },
+    ),
+    "gspo": Algorithm(
+        "Zheng et al. 2025, arXiv:2507.18071",
+        {
+            "algo.advantage": "grpo",
+            "algo.aggregation": "response_mean",
+            "algo.ratio": "sequence",
+            "algo.clip_low": 3e-4,
+            "algo.clip_high": 4e-4,
+        },
+    ),
+    "cispo": Algorithm(
+        # The paper tunes the upper bound alone and does not print it; 5 is what Khatri et al. 2025
+        # (arXiv:2510.13786) find its results not to depend on, from 4 to 8.
+        "MiniMax 2025, arXiv:2506.13585, Eq. 4",
+        {
+            "algo.advantage": "grpo",
+            "algo.aggregation": "token_mean",
+            "algo.surrogate": "cispo",
+            "algo.clip_low": 1.0,
+            "algo.clip_high": 4.0,
+        },
+    ),
+}

@@ -1,0 +1,198 @@
+"""A Megatron model that learns: forward through Megatron's schedules, gradients, optimizer steps.
+
+What it learns is not its business: losses and readers are arguments. The policy and the critic are
+two of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from qurl_megatron.config import OptimizerConfig
+from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.runtime.megatron import Ranks
+
+Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, dict[str, Any]]]
+"""(output [B, S, v], microbatch) -> (this microbatch's share of the batch loss, its metrics)."""
+
+
+class Trained:
+    """This rank's part of a model, with its optimizer and learning-rate schedule."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: DistributedDataParallel,
+        optimizer: Any,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    @property
+    def gpt(self) -> GPTModel:
+        return self.model.module
+
+    def score(
+        self, microbatches: Sequence[TokenBatch], read: Callable[[Tensor, TokenBatch], Tensor]
+    ) -> list[Tensor]:
+        """``read(output, microbatch)`` of every microbatch, without gradients.
+
+        Returns:
+            One result per microbatch on the last pipeline stage, an empty list on the others.
+        """
+
+        def collect(microbatch: TokenBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
+            return read(logits, microbatch)
+
+        with torch.no_grad():
+            return self._schedule(microbatches, collect, forward_only=True)
+
+    def accumulate(self, microbatches: Sequence[TokenBatch], loss: Loss) -> list[dict[str, Any]]:
+        """Forward and backward over ``microbatches``; gradients end up reduced over all ranks.
+
+        ``loss`` returns shares of one batch loss: they are summed, over microbatches and data
+        ranks. Megatron averages over both instead, so each share is scaled up by their number.
+
+        Returns:
+            Metrics of every microbatch on the last pipeline stage, an empty list on the others.
+        """
+        scale = len(microbatches) * self.ranks.data.size
+
+        def share(microbatch: TokenBatch, logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            value, metrics = loss(logits, microbatch)
+            return value * scale, metrics
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._schedule(microbatches, share, forward_only=False)
+
+    def apply(self) -> dict[str, float]:
+        """One optimizer step on the accumulated gradients."""
+        self.scheduler.step(1)
+        lr = self.optimizer.param_groups[0]["lr"]
+        _, grad_norm, _ = self.optimizer.step()
+        return {"optimizer/grad_norm": float(grad_norm), "optimizer/lr": float(lr)}
+
+    def _schedule(
+        self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool
+    ) -> list:
+        """Run Megatron's schedule (1F1B in a pipeline); ``finish`` sees the last stage's output."""
+
+        def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:
+            batch = next(batches)
+            logits = model(batch.input_ids, batch.positions, None)
+            return logits, partial(finish, batch)
+
+        rows, length = microbatches[0].input_ids.shape
+        assert all(b.input_ids.shape == (rows, length) for b in microbatches), (
+            "one shape per schedule"
+        )
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(microbatches),
+            model=self.model,
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    # -- weights -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a parameter's master the FP32 value that BF16 rounded."""
+        if parameter.dtype == torch.float32:
+            return
+        master = parameter.main_param
+        if not getattr(parameter, "main_param_sharded", False):
+            master.copy_(value)
+        elif master is not None:
+            master.copy_(value.flatten()[self.owned_range(parameter)])
+
+    def owned_range(self, parameter: nn.Parameter) -> slice:
+        """The part of a flattened parameter this data rank's optimizer updates; may be empty."""
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if parameter in optimizer.model_param_gbuf_map:
+                owned = optimizer._get_model_param_range_map(parameter)["param"]
+                return slice(owned.start, owned.end)
+        return slice(0, 0)
+
+
+def with_optimizer(
+    gpt: GPTModel, config: TransformerConfig, optimizer: OptimizerConfig
+) -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
+    """A loaded model wrapped for data parallelism, its optimizer and schedule."""
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            check_for_nan_in_grad=True,
+        ),
+        gpt,
+    )
+    chained, scheduler = _optimizer(optimizer, config.params_dtype, ddp)
+    config.grad_scale_func = chained.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    return ddp, chained, scheduler
+
+
+def _optimizer(
+    config: OptimizerConfig, dtype: torch.dtype, model: DistributedDataParallel
+) -> tuple[Any, OptimizerParamScheduler]:
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+        clip_grad=config.clip_grad,
+    )
+    overrides = get_standard_config_overrides(megatron)
+    optimizer = get_megatron_optimizer(
+        megatron,
+        [model],
+        config_overrides=overrides,
+        # Beside NCCL it wants gloo groups for host tensors; on a CPU the groups are gloo already.
+        use_gloo_process_groups=torch.cuda.is_available(),
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=0.0,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(
+            1, 2 * config.warmup_steps
+        ),  # unused by "constant", but must exceed the warm-up
+        lr_decay_style="constant",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
