@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from qurl_megatron import __version__
@@ -33,11 +34,14 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the resolved recipe, or with --env what is installed and what it changes."""
+    """Print the resolved recipe, or with --env what is installed and what it changes, or with
+    --dry-run what each rank would keep in memory."""
     if arguments.env:
         from qurl_megatron.runtime.env import describe
 
         print(describe())
+    if arguments.dry_run:
+        return _dry_run(arguments)
     if arguments.recipe:
         from qurl_megatron.config import load, to_toml
 
@@ -47,12 +51,69 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _dry_run(arguments: argparse.Namespace) -> int:
+    if not arguments.recipe:
+        raise ConfigError("qurl show --dry-run needs a recipe")
+    from qurl_megatron.config import load
+
+    config = load(arguments.recipe, arguments.overrides)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of it may land on a GPU
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
+        from qurl_megatron.training.dry_run import dry_run, render
+
+        print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), end="")
+    return 0
+
+
 def report(arguments: argparse.Namespace) -> int:
     """Write RUN_DIR/report.html, one self-contained page with the pictures of a run."""
     from qurl_megatron.observe.report import write_report
 
     print(write_report(arguments.run_dir))
     return 0
+
+
+def study(arguments: argparse.Namespace) -> int:
+    """Run a grid of methods, schemes and seeds of one recipe, and draw its tables and pictures."""
+    from qurl_megatron.study.command import main as run
+
+    return run(
+        arguments.study,
+        arguments.out,
+        jobs=arguments.jobs,
+        only=arguments.only,
+        mode=arguments.mode,
+    )
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Measure accuracy on benchmark files: Avg@1 (greedy) and Avg@k, with confidence intervals."""
+    from qurl_megatron.evaluation.command import evaluate as run
+
+    return run(arguments, _settings_of(arguments.run_dir) if arguments.run_dir else None)
+
+
+def _settings_of(run_dir: Path):
+    """What an evaluation of a run takes from its recipe and its newest checkpoint."""
+    from qurl_megatron.config import load
+    from qurl_megatron.evaluation.options import Defaults
+    from qurl_megatron.training.state import RECIPE, latest
+
+    newest = latest(run_dir)
+    if newest is None or not (run_dir / RECIPE).is_file():
+        raise ConfigError(f"--run {run_dir} holds no checkpoint of a run")
+    config = load(run_dir / RECIPE)
+    return Defaults(
+        model=newest,
+        out=run_dir / "eval" / newest.name,
+        scheme=config.quant.scheme,
+        dtype=config.model.dtype,
+        chat=config.data.chat,
+        top_p=1.0,  # the recipe's policy, all of it
+        rollout=config.rollout,
+        reward=config.reward,
+    )
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -86,6 +147,8 @@ def fleet(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from qurl_megatron.evaluation.options import add_options
+
     parser = argparse.ArgumentParser(
         prog="qurl",
         description="Reinforcement learning of LLMs with quantized rollouts, on Megatron-Core.",
@@ -93,8 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(run) -> argparse.ArgumentParser:
-        added = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+    def command(run, name: str | None = None) -> argparse.ArgumentParser:
+        name = name or run.__name__
+        added = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         added.set_defaults(run=run)
         return added
 
@@ -111,8 +175,43 @@ def _parser() -> argparse.ArgumentParser:
     shown = command(show)
     recipe(shown, nargs="?")
     shown.add_argument("--env", action="store_true", help="what is installed, and what it changes")
+    shown.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build the run without weights, on no GPU, and print the memory of each rank",
+    )
+    shown.add_argument(
+        "--config",
+        type=Path,
+        metavar="DIR",
+        help="the model's config.json, or its folder, for --dry-run; default: where model.path is",
+    )
+    shown.add_argument(
+        "--gpu-gib", type=float, default=80, help="memory of a GPU, for --dry-run; default 80"
+    )
 
     command(report).add_argument("run_dir", type=Path, help="train.run_dir of the run")
+
+    studied = command(study)
+    studied.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")
+    studied.add_argument(
+        "--out", type=Path, required=True, help="folder of its runs, tables and pictures"
+    )
+    studied.add_argument("--jobs", type=int, default=1, help="runs at once, sharing the cores")
+    studied.add_argument(
+        "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*,int8,*'"
+    )
+    modes = studied.add_mutually_exclusive_group()
+    for name, help in (
+        ("background", "run on after this terminal is closed; the log is study.log"),
+        ("status", "only show how far each cell is"),
+        ("report", "only draw tables and pictures anew"),
+        ("dry-run", "only print the commands"),
+    ):
+        value = name.replace("-", "_")
+        modes.add_argument(f"--{name}", dest="mode", action="store_const", const=value, help=help)
+
+    add_options(command(evaluate, "eval"), SCHEMES)
 
     served = command(serve)
     served.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")

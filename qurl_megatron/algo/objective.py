@@ -1,14 +1,17 @@
-"""The per-token objectives of the paper as pure functions of three policies' log-probs.
+"""The per-token objectives as pure functions of three policies' log-probs.
 
-All of them are one clipped surrogate: a ratio, kept below an upper and above a lower bound, times a
-weight that corrects for the quantized rollout policy. They differ in which policy the ratio is
-taken against, in the weight, and in the upper bound; ``OBJECTIVES`` says how, a line each.
+All of them are one surrogate: a ratio, kept below an upper and above a lower bound, times a weight
+that corrects for the quantized rollout policy. They differ in which policy the ratio is taken
+against, in the weight, and in the upper bound; ``OBJECTIVES`` says how, a line each. What becomes
+of the bounded ratio is in ``SURROGATES``, what the ratios are in ``ratios``.
 
     behaviour  the quantized engine that sampled the tokens
     proximal   the full-precision actor before this update
     current    the actor being optimised; the only one that is differentiated
 
     rho = proximal / behaviour      C = cap, the largest weight
+
+Shapes: N = response tokens of a microbatch, R = its responses.
 """
 
 from collections.abc import Callable
@@ -18,10 +21,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-ObjectiveKind = Literal["naive", "proximal", "decoupled", "tis", "acr"]
+from qurl_megatron.algo.ratios import (
+    RATIOS,
+    RatioKind,
+    RhoLevel,
+    bounded_exp,
+    importance_ratio,
+)
 
-# exp(20) = 5e8: far outside every clip range, far inside float32.
-MAX_LOG_RATIO = 20.0
+ObjectiveKind = Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"]
+SurrogateKind = Literal["clip", "cispo"]
 
 
 def objective(
@@ -34,19 +43,45 @@ def objective(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     cap: float = 2.0,
+    band: tuple[float, float] = (0.5, 5.0),
+    level: RhoLevel = "token",
+    ratio: RatioKind = "token",
+    owners: Tensor | None = None,
+    responses: int | None = None,
+    surrogate: SurrogateKind = "clip",
+    dual_clip: float = 0.0,
+    max_bound: float = 0.0,
+    weight_scale: float | Tensor = 1.0,
+    keep: Tensor | None = None,
 ) -> Tensor:
     """Per-token objective J, to be maximised; same shape as the inputs.
 
     Args:
-        current: log-probs of the actor being optimised.
+        current: log-probs of the actor being optimised, [N] (any shape, unless ``owners`` is used).
         proximal: log-probs of the full-precision actor before this update.
         behaviour: log-probs the quantized engine reported while sampling.
         advantages: advantage of each token.
         kind: paper Eq. 3 (naive), Eq. 1 on quantized rollouts (proximal), Eq. 4 (decoupled),
-            Eq. 5 (tis), Eq. 9 (acr).
+            Eq. 5 (tis), Eq. 9 (acr), or IcePop (arXiv:2510.18855).
         clip_low: the ratio stops paying below ``1 - clip_low`` where the advantage is negative.
         clip_high: and above ``1 + clip_high`` where it is positive; acr moves this bound.
         cap: C, the largest importance weight (tis, acr).
+        band: rho outside of it gets weight 0 (icepop).
+        level: rho of each token, the product over its response, or its geometric mean.
+        ratio: what is clipped: each token's ratio, or its response's geometric mean (GSPO,
+            arXiv:2507.18071); rho then is the geometric mean, whatever ``level``.
+        owners: response of each token, [N] int64; needed unless level and ratio are token.
+        responses: R, how many there are.
+        surrogate: clip: PPO's; cispo: the bounded ratio, whatever the sign of the advantage, as a
+            constant factor of log current (arXiv:2506.13585, Eq. 4).
+        dual_clip: where the advantage is negative, the surrogate stays at or above
+            ``dual_clip * advantage``, and a token beyond has no gradient (arXiv:1912.09729);
+            0 is off.
+        max_bound: largest upper bound that acr may raise the clip range to, never below
+            ``1 + clip_high``; 0 is off.
+        weight_scale: factor of all importance weights, for their normalisation over a batch.
+        keep: [N] bool, alike for all tokens of a response; without it a token gets value 0 and
+            gradient 0, whatever its log-probs are.
     """
     return objective_terms(
         current,
@@ -57,22 +92,36 @@ def objective(
         clip_low=clip_low,
         clip_high=clip_high,
         cap=cap,
+        band=band,
+        level=level,
+        ratio=ratio,
+        owners=owners,
+        responses=responses,
+        surrogate=surrogate,
+        dual_clip=dual_clip,
+        max_bound=max_bound,
+        weight_scale=weight_scale,
+        keep=keep,
     ).value
 
 
 @dataclass(frozen=True)
 class ObjectiveTerms:
-    """The objective and what went into it, per token; all but ``value`` are detached."""
+    """The objective and what went into it, per token; all but ``value`` are detached.
+
+    A token that is not kept counts as one without mismatch: ratio and rho 1, nothing clipped; its
+    weight is 0.
+    """
 
     value: Tensor  # J, differentiable
     ratio: Tensor  # current / the policy this kind compares with
     rho: Tensor  # proximal / behaviour
-    weight: Tensor  # what the clipped surrogate is multiplied by
-    clipped: Tensor  # bool: the clip stops this token's gradient
+    weight: Tensor  # what the surrogate is multiplied by
+    clipped: Tensor  # bool: the ratio is beyond a bound that counts; clip: no gradient
+    dual_clipped: Tensor  # bool: the dual clip stops this token's gradient
     truncated: Tensor  # bool: rho > cap
-    acr_active: (
-        Tensor  # bool: the upper bound is wider than 1 + clip_high and the advantage positive
-    )
+    banded: Tensor  # bool: rho is outside the band, and the weight 0 (icepop)
+    acr_active: Tensor  # bool: the upper bound counts, and is wider than 1 + clip_high
     acr_rescued: Tensor  # bool: of these, tokens that the bound of TIS would have clipped
 
 
@@ -86,69 +135,123 @@ def objective_terms(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     cap: float = 2.0,
+    band: tuple[float, float] = (0.5, 5.0),
+    level: RhoLevel = "token",
+    ratio: RatioKind = "token",
+    owners: Tensor | None = None,
+    responses: int | None = None,
+    surrogate: SurrogateKind = "clip",
+    dual_clip: float = 0.0,
+    max_bound: float = 0.0,
+    weight_scale: float | Tensor = 1.0,
+    keep: Tensor | None = None,
 ) -> ObjectiveTerms:
     """``objective`` together with the facts per token that the trainer logs as fractions."""
-    rule = OBJECTIVES[kind]
-    rho = probability_ratio(proximal, behaviour).detach()
-    ratio = probability_ratio(current, rule.compare_with(proximal, behaviour).detach())
-    weight = rule.weight(rho, cap)
-    upper = rule.upper_bound(rho, clip_high, cap)
-    surrogate, clipped = clipped_surrogate(ratio, advantages, 1 - clip_low, upper)
+    rule, form, compare = OBJECTIVES[kind], SURROGATES[surrogate], RATIOS[ratio]
+    limits = Limits(clip_low, clip_high, cap, band, max_bound)
+    if keep is not None:
+        # Before any exp and any sum over a response: 0 * inf is nan, in the gradient too.
+        current, proximal, behaviour, advantages = (
+            torch.where(keep, x, 0.0) for x in (current, proximal, behaviour, advantages)
+        )
+    rho = importance_ratio(
+        proximal, behaviour, level=compare.level or level, owners=owners, responses=responses
+    )
+    other = rule.compare_with(proximal, behaviour).detach()
+    quotient = bounded_exp(compare.log_ratio(current, other, owners, responses))
 
-    ratio = ratio.detach()
-    active = (advantages > 0) & (upper > fixed_bound(rho, clip_high, cap))
+    raw_weight = rule.weight(rho, limits)
+    weight = raw_weight * weight_scale
+    if keep is not None:
+        weight = torch.where(keep, weight, 0.0)
+
+    upper, fixed = rule.upper_bound(rho, limits), fixed_bound(rho, limits)
+    above = form.bounded_above(advantages)
+    too_high = above & (quotient > upper)
+    too_low = form.bounded_below(advantages) & (quotient < 1 - clip_low)
+    bounded = torch.where(too_high, upper, torch.where(too_low, 1 - clip_low, quotient))
+    paid, dual_clipped = dual_clipped_value(
+        form.value(bounded, current, advantages), advantages, dual_clip
+    )
     return ObjectiveTerms(
-        value=weight * surrogate,
-        ratio=ratio,
+        value=weight * paid,
+        ratio=quotient.detach(),
         rho=rho,
         weight=weight,
-        clipped=clipped,
+        clipped=too_high | too_low,
+        dual_clipped=dual_clipped,
         truncated=rho > cap,
-        acr_active=active,
-        acr_rescued=active & (ratio > 1 + clip_high) & ~clipped,
+        banded=raw_weight == 0,
+        acr_active=above & (upper > fixed),
+        acr_rescued=above & (quotient > fixed) & ~too_high,
     )
 
 
-def probability_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """``exp(numerator - denominator)`` of two log-probs, finite in value and gradient."""
-    return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def importance_weights(
+    proximal: Tensor,
+    behaviour: Tensor,
+    *,
+    kind: ObjectiveKind = "acr",
+    cap: float = 2.0,
+    band: tuple[float, float] = (0.5, 5.0),
+    level: RhoLevel = "token",
+    ratio: RatioKind = "token",
+    owners: Tensor | None = None,
+    responses: int | None = None,
+) -> Tensor:
+    """The weight w of each token before ``weight_scale``, [N]; arguments as in ``objective``.
 
-
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, lower: float | Tensor, upper: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """``min(ratio * A, clip(ratio, lower, upper) * A)``, and where the clip stops the gradient.
-
-    Spelled out by the sign of A, because ``torch.minimum`` halves the gradient of every token whose
-    ratio sits exactly on a bound.
+    ``weight_scale = count / sum(w)`` over the tokens of a whole step, on every rank, gives the
+    weights the mean 1.
     """
-    too_high = (advantages > 0) & (ratio > upper)
-    too_low = (advantages < 0) & (ratio < lower)
-    bounded = torch.where(too_high, upper, torch.where(too_low, lower, ratio))
-    return bounded * advantages, too_high | too_low
+    level = RATIOS[ratio].level or level
+    rho = importance_ratio(proximal, behaviour, level=level, owners=owners, responses=responses)
+    return OBJECTIVES[kind].weight(rho, Limits(cap=cap, band=band))
 
 
-def unit_weight(rho: Tensor, cap: float) -> Tensor:
+@dataclass(frozen=True)
+class Limits:
+    """The numbers that weights and bounds are made with; see ``objective``."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    cap: float = 2.0
+    band: tuple[float, float] = (0.5, 5.0)
+    max_bound: float = 0.0
+
+
+def unit_weight(rho: Tensor, limits: Limits) -> Tensor:
     return torch.ones_like(rho)
 
 
-def importance_weight(rho: Tensor, cap: float) -> Tensor:
+def untruncated_weight(rho: Tensor, limits: Limits) -> Tensor:
     """rho itself: unbiased, and as large as the policies are far apart."""
     return rho
 
 
-def truncated_weight(rho: Tensor, cap: float) -> Tensor:
+def truncated_weight(rho: Tensor, limits: Limits) -> Tensor:
     """min(rho, C)."""
-    return rho.clamp(max=cap)
+    return rho.clamp(max=limits.cap)
 
 
-def fixed_bound(rho: Tensor, clip_high: float, cap: float) -> Tensor:
-    return torch.full_like(rho, 1 + clip_high)
+def masked_weight(rho: Tensor, limits: Limits) -> Tensor:
+    """rho inside the band, 0 outside."""
+    low, high = limits.band
+    return torch.where((rho >= low) & (rho <= high), rho, 0.0)
 
 
-def adaptive_bound(rho: Tensor, clip_high: float, cap: float) -> Tensor:
-    """(1 + clip_high) / r, r = min(1, C / rho): wider by as much as the weight was truncated."""
-    return (1 + clip_high) * (rho / cap).clamp(min=1.0)
+def fixed_bound(rho: Tensor, limits: Limits) -> Tensor:
+    return torch.full_like(rho, 1 + limits.clip_high)
+
+
+def adaptive_bound(rho: Tensor, limits: Limits) -> Tensor:
+    """(1 + clip_high) / r, r = min(1, C / rho): wider by as much as the weight was truncated.
+
+    Times the weight it is (1 + clip_high) rho, without an end; ``max_bound`` is one.
+    """
+    bound = (1 + limits.clip_high) * (rho / limits.cap).clamp(min=1.0)
+    highest = limits.max_bound or float("inf")
+    return bound.clamp(max=max(highest, 1 + limits.clip_high))
 
 
 def against_proximal(proximal: Tensor, behaviour: Tensor) -> Tensor:
@@ -161,17 +264,60 @@ def against_behaviour(proximal: Tensor, behaviour: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one objective of the paper puts into the clipped surrogate."""
+    """What one objective puts into the surrogate."""
 
     compare_with: Callable[[Tensor, Tensor], Tensor]
-    weight: Callable[[Tensor, float], Tensor]
-    upper_bound: Callable[[Tensor, float, float], Tensor]
+    weight: Callable[[Tensor, Limits], Tensor]
+    upper_bound: Callable[[Tensor, Limits], Tensor]
 
 
 OBJECTIVES: dict[str, Rule] = {
     "naive": Rule(against_behaviour, unit_weight, fixed_bound),
     "proximal": Rule(against_proximal, unit_weight, fixed_bound),
-    "decoupled": Rule(against_proximal, importance_weight, fixed_bound),
+    "decoupled": Rule(against_proximal, untruncated_weight, fixed_bound),
     "tis": Rule(against_proximal, truncated_weight, fixed_bound),
     "acr": Rule(against_proximal, truncated_weight, adaptive_bound),
+    "icepop": Rule(against_proximal, masked_weight, fixed_bound),
+}
+
+
+def ratio_times_advantage(bounded: Tensor, current: Tensor, advantages: Tensor) -> Tensor:
+    return bounded * advantages
+
+
+def weighted_log_prob(bounded: Tensor, current: Tensor, advantages: Tensor) -> Tensor:
+    """sg(ratio) A log current: every token keeps a gradient, with a bounded factor."""
+    return bounded.detach() * advantages * current
+
+
+def dual_clipped_value(
+    value: Tensor, advantages: Tensor, dual_clip: float
+) -> tuple[Tensor, Tensor]:
+    """``max(value, dual_clip * A)`` where A < 0, and where that stops the gradient.
+
+    A token that has become likely although its advantage is negative would otherwise pay without
+    end. (cispo's value is positive there, and its factor bounded already: nothing happens.)
+    """
+    floor = dual_clip * advantages
+    below = (advantages < 0) & (value.detach() < floor) & bool(dual_clip)
+    return torch.where(below, floor, value), below
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Where the bounds count, by the sign of the advantage, and what the bounded ratio is for.
+
+    ``min(R A, clip(R, lower, upper) A)`` is R A bounded above where A > 0 and below where A < 0.
+    Spelled out like this because ``torch.minimum`` halves the gradient of every token whose ratio
+    sits exactly on a bound.
+    """
+
+    bounded_above: Callable[[Tensor], Tensor]
+    bounded_below: Callable[[Tensor], Tensor]
+    value: Callable[[Tensor, Tensor, Tensor], Tensor]  # bounded ratio, current, advantages
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "clip": Surrogate(lambda A: A > 0, lambda A: A < 0, ratio_times_advantage),
+    "cispo": Surrogate(lambda A: A != 0, lambda A: A != 0, weighted_log_prob),
 }

@@ -25,6 +25,7 @@ SAME_RUN = (
     "train.max_tokens",
     "train.packed",
     "algo.reference_memory",
+    "guard.",
     "model.recompute",
     "rollout.engine",
     "rollout.sglang_python",
@@ -141,7 +142,7 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
         _set(chosen, key, value)
     for key, value in [*_preset(chosen).items(), *given]:
         _set(tables, key, value)
-    config = _build(RunConfig, tables, "")
+    config = build(RunConfig, tables, kind="section")
     if config.train.run_dir:
         return config
     train = dataclasses.replace(config.train, run_dir=_default_run_dir(path, overrides))
@@ -212,11 +213,18 @@ def _preset(tables: dict[str, Any]) -> dict[str, Any]:
     return ALGORITHMS[name].values if isinstance(name, str) and name in ALGORITHMS else {}
 
 
-def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
-    """An instance of the dataclass ``cls`` from TOML values; ``prefix`` names it in messages."""
+def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "key") -> Any:
+    """An instance of the dataclass ``cls`` from TOML values.
+
+    Args:
+        prefix: of the names in messages, e.g. "quant.".
+        kind: what messages call those names.
+
+    Raises:
+        ConfigError: unknown name, or value of the wrong type or range.
+    """
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}
-    kind = "key" if prefix else "section"
     for name in values:
         if name not in known:
             close = get_close_matches(name, known, n=1)
@@ -228,7 +236,7 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
             table = values.get(name, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
-            arguments[name] = _build(hint, table, f"{prefix}{name}.")
+            arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
             arguments[name] = _convert(values[name], hint, f"{prefix}{name}")
     return cls(**arguments)

@@ -283,7 +283,7 @@ class CriticConfig:
     optimizer."""
 
     path: str = ""
-    """Checkpoint its body starts from; empty: model.path."""
+    """Checkpoint its body starts from, of a run the policy; empty: model.path. The head is new."""
 
     lr: float = 1e-5
     warmup_steps: int = 0
@@ -555,7 +555,8 @@ class TrainConfig:
 
     max_tokens: int = 0
     """Tokens per forward/backward pass on one data-parallel rank, padding included: responses of
-    like length share one, and their number varies. 0 takes micro_batch responses instead."""
+    like length share one, and their number varies; a longer one gets a pass of its own. 0 takes
+    micro_batch responses instead."""
 
     packed: bool = False
     """Lay the sequences of a pass end to end (THD) instead of padding them to the longest."""

@@ -9,7 +9,7 @@ from qurl_megatron.convert.anykind import AnyCheckpoint
 from qurl_megatron.convert.job import read_manifest
 from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.checkpoint import parameter_count
-from qurl_megatron.weights.megatron_reader import MegatronReader, stacked_parts
+from qurl_megatron.weights.megatron_reader import CRITIC, MegatronReader, stacked_parts
 
 
 def inspect(found: AnyCheckpoint) -> dict[str, Any]:
@@ -32,9 +32,10 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
     }
     if found.kind == "quantized":
         facts |= {"scheme": found.scheme, "format": found.fmt}
-    if isinstance(checkpoint.reader, MegatronReader):
+    if isinstance(reader := checkpoint.reader, MegatronReader):
         facts["layout"] = layout(found)
-        facts["fp32_masters"] = checkpoint.reader.masters is not None
+        facts["fp32_masters"] = reader.masters is not None
+        facts["critic"] = any(key.startswith(CRITIC) for key in reader.table.keys())  # noqa: SIM118
         facts["step"] = step(checkpoint.folder)
     return facts
 
@@ -47,7 +48,7 @@ def formats(found: AnyCheckpoint) -> dict[str, int]:
         counted = Counter(
             str(reader.table.dtype(key))
             for key in reader.table.keys()  # noqa: SIM118
-            if not key.startswith("optimizer.")
+            if not key.startswith(("optimizer.", CRITIC))
         )
     else:
         counted = Counter(str(reader.stored(name).dtype) for name in reader.names())
@@ -91,6 +92,8 @@ def text(facts: dict[str, Any], *, files: int = 12) -> str:
     stored = ", ".join(f"{name} ({count} tensors)" for name, count in facts["weights"].items())
     if facts.get("fp32_masters"):
         stored += "; FP32 masters and optimizer state beside them"
+    if facts.get("critic"):
+        stored += "; a critic, which no conversion takes along"
     rows = {
         "kind": kind,
         "model": model,

@@ -1,12 +1,14 @@
-"""Samples into padded training tensors, and nothing else: pure and on the CPU.
+"""Samples into training tensors, and nothing else: pure and on the CPU.
 
-Shapes: B = responses, S = padded length, N = response tokens of the batch. Position t predicts
-token t+1: a response token's log-prob is read one place before it. What the loss knows of response
-tokens is kept flat, [N], in the order of the responses: a prompt has no ratio and no advantage.
+Shapes: B = rows, S = their length, N = response tokens of the batch. A row is one response, padded
+on the right; or all of them lie end to end in a single row (packed). Position t predicts token t+1:
+a response token's log-prob is read one place before it. What the loss knows of response tokens is
+kept flat, [N], in the order of the responses: a prompt has no ratio and no advantage.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,10 +18,10 @@ from qurl_megatron.types import Sample
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One microbatch, padded on the right."""
+    """One microbatch."""
 
     input_ids: Tensor  # [B, S] int64
-    positions: Tensor  # [B, S] int64
+    positions: Tensor  # [B, S] int64: within the response's own sequence
     targets: Tensor  # [B, S] int64: the next token; 0 where there is none
     mask: Tensor  # [B, S] bool: the target is a response token
     indices: tuple[int, ...]  # which response of the step each one is
@@ -27,6 +29,7 @@ class TokenBatch:
     owners: Tensor  # [N] int64: which response of the batch a token belongs to
     behaviour: Tensor  # [N] float32: log-probs the engine reported
     weights: Tensor  # [N] float32: share of each token in the batch loss
+    starts: tuple[int, ...] | None = None  # packed: where each sequence begins, and S
     # What is known once the policies have scored the batch, [N] float32 each:
     proximal: Tensor | None = None
     reference: Tensor | None = None
@@ -48,34 +51,140 @@ def pad_samples(
     pad_id: int = 0,
     indices: Sequence[int] | None = None,
 ) -> TokenBatch:
-    """One batch of the given padded length.
+    """A row for each sample, padded to the given length.
 
     Args:
         token_weights: share of each sample's tokens in the batch loss.
         length: S; every sample's prompt and response must fit.
         indices: which response of the step each sample is; None numbers them from 0.
     """
-    shape = (len(samples), length)
-    ids = torch.full(shape, pad_id)
-    targets = torch.zeros(shape, dtype=torch.int64)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    for row, sample in enumerate(samples):
+    starts = range(0, (len(samples) + 1) * length, length)
+    return _batch(samples, token_weights, starts, len(samples), pad_id, indices)
+
+
+def pack_samples(
+    samples: Sequence[Sample],
+    token_weights: Sequence[float],
+    *,
+    sequence_multiple: int = 1,
+    multiple: int = 1,
+    pad_id: int = 0,
+    indices: Sequence[int] | None = None,
+) -> TokenBatch:
+    """All samples end to end in one row.
+
+    Padding belongs to the sequence before it, where causal attention lets nothing see it.
+
+    Args:
+        sequence_multiple: what the length of each sequence is rounded up to.
+        multiple: what S is rounded up to, a multiple of the other; the last sequence gets it.
+    """
+    starts = [0, *accumulate(round_up(tokens_of(s), sequence_multiple) for s in samples)]
+    starts[-1] = round_up(starts[-1], multiple)
+    batch = _batch(samples, token_weights, starts, 1, pad_id, indices)
+    return replace(batch, starts=tuple(starts))
+
+
+def _batch(
+    samples: Sequence[Sample],
+    token_weights: Sequence[float],
+    starts: Sequence[int],
+    rows: int,
+    pad_id: int,
+    indices: Sequence[int] | None,
+) -> TokenBatch:
+    """Samples at ``starts``, counted over all rows; the last of these is the end."""
+    ids = torch.full([starts[-1]], pad_id)
+    positions = torch.empty(starts[-1], dtype=torch.int64)
+    targets = torch.zeros(starts[-1], dtype=torch.int64)
+    mask = torch.zeros(starts[-1], dtype=torch.bool)
+    for sample, start, stop in zip(samples, starts, starts[1:], strict=False):
         assert sample.prompt.input_ids, "a response needs a token before it"
         tokens = torch.tensor(sample.prompt.input_ids + sample.response_ids)
-        assert len(tokens) <= length, f"sample of {len(tokens)} tokens does not fit into {length}"
-        ids[row, : len(tokens)] = tokens
-        targets[row, : len(tokens) - 1] = tokens[1:]
-        mask[row, len(sample.prompt.input_ids) - 1 : len(tokens) - 1] = True
+        end = start + len(tokens)
+        assert end <= stop, f"sample of {len(tokens)} tokens does not fit into {stop - start}"
+        ids[start:end] = tokens
+        positions[start:stop] = torch.arange(stop - start)
+        targets[start : end - 1] = tokens[1:]
+        mask[start + len(sample.prompt.input_ids) - 1 : end - 1] = True
     lengths = tuple(len(sample.response_ids) for sample in samples)
     repeats = torch.tensor(lengths, dtype=torch.int64)
     return TokenBatch(
-        input_ids=ids,
-        positions=torch.arange(length).expand(shape).contiguous(),
-        targets=targets,
-        mask=mask,
+        input_ids=ids.view(rows, -1),
+        positions=positions.view(rows, -1),
+        targets=targets.view(rows, -1),
+        mask=mask.view(rows, -1),
         indices=tuple(range(len(samples))) if indices is None else tuple(indices),
         lengths=lengths,
         owners=torch.arange(len(samples)).repeat_interleave(repeats),
         behaviour=torch.tensor([p for s in samples for p in s.behaviour_log_probs]).float(),
         weights=torch.tensor(token_weights, dtype=torch.float32).repeat_interleave(repeats),
     )
+
+
+def plan_passes(lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:
+    """Which sequences share a forward/backward pass of at most ``budget`` positions.
+
+    A sequence longer than the budget gets a pass of its own. The passes come largest first, so that
+    memory that does not suffice shows at once.
+
+    Args:
+        lengths: of the sequences, rounded as they will be laid out.
+        packed: a pass takes the sum of its sequences; else all of them are as long as the longest.
+
+    Returns:
+        Indices of the sequences by pass; every sequence is in one.
+    """
+    passes = _first_fit(lengths, budget) if packed else _by_length(lengths, budget)
+
+    def size(indices: list[int]) -> int:
+        taken = [lengths[i] for i in indices]
+        return sum(taken) if packed else len(taken) * max(taken)
+
+    return sorted((sorted(p) for p in passes), key=lambda indices: (-size(indices), indices))
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Each sequence, longest first, into the first pass that has room for it."""
+    passes: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        where = next((p for p, room in enumerate(left) if lengths[i] <= room), None)
+        if where is None:
+            where = len(passes)
+            passes.append([])
+            left.append(budget)
+        passes[where].append(i)
+        left[where] -= lengths[i]
+    return passes
+
+
+def _by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Sequences of like length together: of all ways to cut the sorted lengths, the cheapest.
+
+    A pass costs its positions, padding included, and an eighth of the budget for itself, so that
+    long and short share one only where there is little of both.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    # Of the j shortest: the least cost, and how many of them make up the last pass.
+    cost, rows = torch.zeros(len(order) + 1, dtype=torch.float64), [0]
+    counts = torch.arange(1, len(order) + 1)
+    for j, longest in enumerate((lengths[i] for i in order), start=1):
+        fitting = min(j, max(1, budget // longest))
+        choices = cost[j - fitting : j].flip(0) + longest * counts[:fitting]
+        rows.append(int(choices.argmin()) + 1)
+        cost[j] = choices.min() + budget / 8
+    passes, end = [], len(order)
+    while end:
+        passes.append(order[end - rows[end] : end])
+        end -= rows[end]
+    return passes
+
+
+def tokens_of(sample: Sample) -> int:
+    """Length of prompt and response."""
+    return len(sample.prompt.input_ids) + len(sample.response_ids)
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -162,6 +162,8 @@ class _Task:
     def __init__(self, config: DataConfig, *, seed: int, size: int) -> None:
         from reasoning_gym.factory import DATASETS, create_dataset  # 2 s to import
 
+        import qurl_megatron.data.sort_digits  # noqa: F401 - it registers itself
+
         self.name = config.task
         if config.task not in DATASETS:
             close = get_close_matches(config.task, DATASETS, n=3)

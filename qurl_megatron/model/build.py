@@ -67,6 +67,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -180,9 +181,18 @@ def _local_name(name: str, first_layer: int) -> str:
 
 
 def load_weights(
-    model: GPTModel, arch: Arch, ranks: Ranks, reader: HfReader, uaq_scale: float
+    model: GPTModel,
+    arch: Arch,
+    ranks: Ranks,
+    reader: HfReader,
+    uaq_scale: float,
+    *,
+    output_layer: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Copy a Hugging Face checkpoint into this rank's parameters.
+
+    Args:
+        output_layer: False leaves the output layer as it is; the checkpoint need not have one.
 
     Returns:
         The same values in FP32 by local name, for the master weights: they keep what BF16 rounds
@@ -193,6 +203,9 @@ def load_weights(
     """
     ops = parameter_ops(arch, ranks)
     parameters = dict(model.named_parameters())
+    if not output_layer:
+        ops.pop("output_layer.weight", None)
+        parameters = {k: p for k, p in parameters.items() if not k.startswith("output_layer.")}
     assert ops.keys() == parameters.keys(), (
         f"no op or no parameter: {ops.keys() ^ parameters.keys()}"
     )

@@ -23,6 +23,7 @@ from qurl_megatron.model.build import (
     parameter_ops,
     transformer_config,
 )
+from qurl_megatron.model.reference import Reference, WaitingWeights, check_same_shape
 from qurl_megatron.model.trained import Trained, with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.weights import (
@@ -61,7 +62,7 @@ class Policy(Trained):
         self.arch = source.arch
         self._ops = parameter_ops(self.arch, ranks)
         self._parameters = list(self.gpt.named_parameters())
-        self._reference: list[Tensor] | None = None
+        self._reference: WaitingWeights | None = None
 
     @staticmethod
     def build(
@@ -71,18 +72,18 @@ class Policy(Trained):
         ranks: Ranks,
         *,
         uaq_scale: float = 1.0,
-        keep_reference: bool = False,
+        reference: Reference | None = None,
     ) -> "Policy":
         """Load ``model.path`` into the given layout, folding ``uaq_scale`` on the way.
 
         Args:
             uaq_scale: the factor the weights shall have; a checkpoint that was converted with it
                 has it already.
-            keep_reference: remember the loaded weights, for the KL term.
+            reference: the frozen policy to be kept, for the KL term; folded like the actor.
 
         Raises:
-            ConfigError: the checkpoint is unusable, folded by another factor, or does not divide
-                over the ranks.
+            ConfigError: a checkpoint is unusable; the actor's is folded by another factor, or does
+                not divide over the ranks; the reference's is of another shape.
         """
         source = open_checkpoint(model.path)
         arch = source.arch
@@ -96,31 +97,31 @@ class Policy(Trained):
         arch.check_parallel(parallel.tensor, parallel.pipeline)
         megatron_config = transformer_config(arch, model, parallel)
         gpt = build_model(arch, megatron_config, ranks)
+        waiting = None
+        if reference and reference.path:
+            other = open_checkpoint(reference.path)
+            check_same_shape(other, source, "algo.reference")
+            load_weights(gpt, arch, ranks, other.reader, uaq_scale / other.uaq_scale)
+            waiting = WaitingWeights(gpt.parameters(), reference.memory)
         fp32 = load_weights(gpt, arch, ranks, source.reader, fold)
+        if reference and not reference.path:
+            waiting = WaitingWeights(gpt.parameters(), reference.memory)
         ddp, chained, scheduler = with_optimizer(gpt, megatron_config, optimizer)
         policy = Policy(source, source.uaq_scale * fold, ranks, ddp, chained, scheduler)
         for name, parameter in gpt.named_parameters():
             policy.write_master(parameter, fp32.pop(name))
-        if keep_reference:
-            policy._reference = [p.detach().clone() for p in ddp.parameters()]
+        policy._reference = waiting
         return policy
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the model holds the frozen initial weights, swapped in: no third copy exists."""
-        assert self._reference is not None, "built without keep_reference"
-        self._swap_reference()
+        """Inside, the model holds the frozen reference weights, and its own wait outside."""
+        assert self._reference is not None, "built without a reference"
+        self._reference.swap(self.gpt.parameters())
         try:
             yield
         finally:
-            self._swap_reference()
-
-    @torch.no_grad()
-    def _swap_reference(self) -> None:
-        for parameter, other in zip(self.model.parameters(), self._reference, strict=True):
-            held = parameter.detach().clone()
-            parameter.copy_(other)
-            other.copy_(held)
+            self._reference.swap(self.gpt.parameters())
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -128,8 +129,8 @@ class Policy(Trained):
         """This rank's weights from the FP32 masters, one Megatron parameter at a time.
 
         Every tensor of the model appears on exactly one pipeline stage; tied output layers, which
-        are a copy, and vocabulary padding are left out. All ranks of a data-parallel group must
-        iterate together.
+        are a copy, and vocabulary padding are left out. All ranks of ``ranks.copies`` must iterate
+        together.
 
         Args:
             read: what to export of each parameter instead of its master, e.g. its gradient.
@@ -150,11 +151,11 @@ class Policy(Trained):
         ]
 
     def master_shards(self, index: int, *, owner: int) -> list[HfShard]:
-        """The shards of one Megatron parameter from its FP32 master, on one data-parallel rank.
+        """The shards of one Megatron parameter from its FP32 master, on one rank of its copies.
 
         Args:
-            owner: the data-parallel rank that gets them. All ranks of a data-parallel group must
-                call together; the others lend what they own and get an empty list.
+            owner: which of ``ranks.copies`` gets them. All of these must call together; the others
+                lend what they own and get an empty list.
         """
         value = self._read_master(self._parameters[index][1], owner=owner)
         return [] if value is None else list(self.hf_parameter(index, lambda _: value))
@@ -179,25 +180,25 @@ class Policy(Trained):
             yield HfShard(hf_name, shard, part.split_dim, offset, tuple(shape))
 
     def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
-        """The FP32 value of a parameter, on every data-parallel rank or on ``owner`` alone.
+        """The FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.
 
-        With a distributed optimizer each data rank owns a range of it: the ranges are summed into
+        With a distributed optimizer each of them owns a range of it: the ranges are summed into
         place, which is exact because the others are zero.
         """
-        data = self.ranks.data
-        elsewhere = owner is not None and owner != data.rank
+        copies = self.ranks.copies
+        elsewhere = owner is not None and owner != copies.rank
         if parameter.dtype == torch.float32:
             return None if elsewhere else parameter.detach()
         master = parameter.main_param
         if not getattr(parameter, "main_param_sharded", False):
             return None if elsewhere else master.detach()
-        if data.size == 1:
+        if copies.size == 1:
             return master.detach().view(parameter.shape)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if master is not None:
             whole[self.owned_range(parameter)] = master.detach()
-        if data.size > 1 and owner is None:
-            dist.all_reduce(whole, group=data.group)
-        elif data.size > 1:
-            dist.reduce(whole, dist.get_global_rank(data.group, owner), group=data.group)
+        if owner is None:
+            dist.all_reduce(whole, group=copies.group)
+        else:
+            dist.reduce(whole, dist.get_global_rank(copies.group, owner), group=copies.group)
         return None if elsewhere else whole.view(parameter.shape)

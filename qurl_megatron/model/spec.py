@@ -1,10 +1,11 @@
 """Layer specs: Transformer Engine's on a GPU that has it, else Megatron's local one, completed.
 
 Megatron's own local spec lacks three things that are needed without Transformer Engine: an RMSNorm
-that knows sequence parallelism, a causal attention that takes no mask, and a router whose product
-is torch's. All are spec entries, not patches.
+that knows sequence parallelism, a causal attention that takes no mask but packed sequences and
+context parallelism, and a router whose product is torch's. All are spec entries, not patches.
 
-Shapes: s = sequence, b = batch, h = this rank's heads, g = its key/value groups, d = head size.
+Shapes: s = this rank's part of the sequence, b = batch, h = this rank's heads, g = its key/value
+groups, d = head size.
 """
 
 import math
@@ -15,6 +16,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
@@ -23,7 +26,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qurl_megatron.model.context import ContextPart
 from qurl_megatron.runtime.env import use_transformer_engine
+from qurl_megatron.runtime.megatron import axis_of
 
 
 def decoder_spec(
@@ -92,6 +97,7 @@ class CausalAttention(MegatronModule):
     """Grouped-query causal attention through torch's fused kernel.
 
     Sequences are padded on the right, so causality alone keeps padding out of every real token.
+    Context-parallel ranks gather keys and values, and attend with the queries they have.
     """
 
     def __init__(
@@ -101,18 +107,55 @@ class CausalAttention(MegatronModule):
         attn_mask_type,
         attention_type,
         softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.context = axis_of(pg_collection.cp)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **_
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask=None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_,
     ) -> Tensor:
-        """[s, b, h, d], [s, b, g, d], [s, b, g, d] -> [s, b, h*d]."""
+        """[s, b, h, d], [s, b, g, d], [s, b, g, d] -> [s, b, h*d]; packed, all come without b."""
         assert attention_mask is None, "right-padded causal batches need no mask"
+        if packed_seq_params is None:
+            starts = (0, len(query) * self.context.size)
+        else:
+            starts = tuple(packed_seq_params.cu_seqlens_q.tolist())
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        part = ContextPart(self.context, starts)
+        if self.context.size > 1:  # together: one collective, not two
+            key, value = part.gather(torch.stack((key, value)), dim=1)
+        outs, done = [], 0
+        for run in part.runs:
+            count = run.stop - run.first
+            seen = slice(run.sequence, run.stop)
+            outs.append(self._attend(query[done : done + count], key[seen], value[seen]))
+            done += count
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The queries belong to the last of the keys' positions."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        new, seen = q.shape[2], k.shape[2]
+        mask = None
+        if new < seen:
+            mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
         out = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.permute(2, 0, 1, 3).flatten(2)

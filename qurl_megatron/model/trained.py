@@ -2,6 +2,9 @@
 
 What it learns is not its business: losses and readers are arguments. The policy and the critic are
 two of it.
+
+Shapes: B = rows, S = padded length, s = this context-parallel rank's part of it, v = this tensor
+rank's part of what the output layer gives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +21,21 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from qurl_megatron.config import OptimizerConfig
 from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.model.context import ContextPart
 from qurl_megatron.runtime.megatron import Ranks
 
 Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, dict[str, Any]]]
-"""(output [B, S, v], microbatch) -> (this microbatch's share of the batch loss, its metrics)."""
+"""(output [B, s, v], microbatch) -> (this microbatch's share of the batch loss, its metrics).
+
+The microbatch is whole; ``ContextPart.join`` makes [B, S] out of what is computed of an output. All
+context-parallel ranks return the same loss."""
 
 
 class Trained:
@@ -52,7 +60,7 @@ class Trained:
     def score(
         self, microbatches: Sequence[TokenBatch], read: Callable[[Tensor, TokenBatch], Tensor]
     ) -> list[Tensor]:
-        """``read(output, microbatch)`` of every microbatch, without gradients.
+        """``read(output, microbatch)`` of every microbatch, without gradients; see ``Loss``.
 
         Returns:
             One result per microbatch on the last pipeline stage, an empty list on the others.
@@ -68,7 +76,9 @@ class Trained:
         """Forward and backward over ``microbatches``; gradients end up reduced over all ranks.
 
         ``loss`` returns shares of one batch loss: they are summed, over microbatches and data
-        ranks. Megatron averages over both instead, so each share is scaled up by their number.
+        ranks. Megatron averages over both instead, so each share is scaled up by their number;
+        data ranks may have different numbers of microbatches. Context-parallel ranks return the
+        same shares, each with its part of the gradient, and count once (``ContextPart.join``).
 
         Returns:
             Metrics of every microbatch on the last pipeline stage, an empty list on the others.
@@ -93,16 +103,27 @@ class Trained:
     def _schedule(
         self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool
     ) -> list:
-        """Run Megatron's schedule (1F1B in a pipeline); ``finish`` sees the last stage's output."""
+        """Run Megatron's schedule (1F1B in a pipeline); ``finish`` sees the last stage's output.
+
+        Pipeline stages tell each other the shapes to come only where there are several. (Given to
+        TransformerConfig, the same switch would forbid the all-gather of tokens before experts,
+        for the sake of expert-parallel ranks with sequences of their own, which we do not have.)
+        """
 
         def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:
             batch = next(batches)
-            logits = model(batch.input_ids, batch.positions, None)
+            part = ContextPart.of(self.ranks.context, batch)
+            logits = model(
+                part.cut(batch.input_ids),
+                part.cut(batch.positions),
+                None,
+                packed_seq_params=_packed(batch),
+            )
             return logits, partial(finish, batch)
 
         rows, length = microbatches[0].input_ids.shape
-        assert all(b.input_ids.shape == (rows, length) for b in microbatches), (
-            "one shape per schedule"
+        self.gpt.config.variable_seq_lengths = any(
+            b.input_ids.shape != (rows, length) for b in microbatches
         )
         return get_forward_backward_func()(
             forward_step_func=step,
@@ -129,12 +150,34 @@ class Trained:
             master.copy_(value.flatten()[self.owned_range(parameter)])
 
     def owned_range(self, parameter: nn.Parameter) -> slice:
-        """The part of a flattened parameter this data rank's optimizer updates; may be empty."""
+        """The part of a flattened parameter this rank's optimizer updates; may be empty.
+
+        The ranges of ``ranks.copies`` make up the whole.
+        """
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             if parameter in optimizer.model_param_gbuf_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 return slice(owned.start, owned.end)
         return slice(0, 0)
+
+
+def _packed(batch: TokenBatch) -> PackedSeqParams | None:
+    """Where sequences that lie end to end begin; padding counts as part of the one before it.
+
+    Megatron divides the places by the number of context-parallel ranks itself.
+    """
+    if batch.starts is None:
+        return None
+    starts = torch.tensor(batch.starts, dtype=torch.int32)
+    longest = int(starts.diff().max())
+    starts = starts.to(batch.input_ids.device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def with_optimizer(

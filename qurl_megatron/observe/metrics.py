@@ -86,7 +86,99 @@ class EffectiveSampleSize:
         )
 
 
-Metric = Sum | Mean | Max | Min | EffectiveSampleSize
+@dataclass(frozen=True, slots=True)
+class StdDev:
+    """Sample deviation (n - 1) as its sums; NaN below two samples."""
+
+    total: float
+    squares: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        if self.count < 2:
+            return math.nan
+        return math.sqrt(max(self.squares - self.total**2 / self.count, 0.0) / (self.count - 1))
+
+    def merged(self, other: "StdDev") -> "StdDev":
+        return StdDev(
+            self.total + other.total, self.squares + other.squares, self.count + other.count
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Correlation:
+    """Pearson correlation of pairs (x, y) as its sums; NaN where x or y does not vary.
+
+    Sums of squares lose the digits that mean and spread differ by: for values of like size, such as
+    probabilities.
+    """
+
+    x: float
+    y: float
+    xx: float
+    yy: float
+    xy: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        if not self.count:
+            return math.nan
+        spread_x = self.xx - self.x**2 / self.count
+        spread_y = self.yy - self.y**2 / self.count
+        if spread_x <= 0 or spread_y <= 0:
+            return math.nan
+        together = self.xy - self.x * self.y / self.count
+        return min(max(together / math.sqrt(spread_x * spread_y), -1.0), 1.0)
+
+    def merged(self, other: "Correlation") -> "Correlation":
+        return Correlation(
+            self.x + other.x,
+            self.y + other.y,
+            self.xx + other.xx,
+            self.yy + other.yy,
+            self.xy + other.xy,
+            self.count + other.count,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """How much of a target's variance a prediction explains: 1 - Var(target - prediction) /
+    Var(target), as its sums.
+
+    1 is perfect, 0 no better than a constant, below 0 worse; NaN where the target does not vary.
+    """
+
+    target: float
+    target_squares: float
+    error: float
+    error_squares: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        if not self.count:
+            return math.nan
+        spread = self.target_squares - self.target**2 / self.count
+        missed = max(self.error_squares - self.error**2 / self.count, 0.0)
+        # What rounding leaves of a constant's squares is no variance.
+        if spread <= 1e-12 * self.target_squares:
+            return math.nan
+        return 1.0 - missed / spread
+
+    def merged(self, other: "ExplainedVariance") -> "ExplainedVariance":
+        return ExplainedVariance(
+            self.target + other.target,
+            self.target_squares + other.target_squares,
+            self.error + other.error,
+            self.error_squares + other.error_squares,
+            self.count + other.count,
+        )
+
+
+Metric = Sum | Mean | Max | Min | EffectiveSampleSize | StdDev | Correlation | ExplainedVariance
 
 
 def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -493,12 +493,21 @@ def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _draw(axes: Axes, picture: Picture, history: History) -> None:
-    """One frame: grid, ticks and labels alike everywhere, so that pictures can be compared."""
+    """One frame: alike everywhere, so that pictures can be compared."""
     axes.set_facecolor("none")
     if picture.log:
         axes.set_yscale("log")
     picture.draw(axes, picture, history)
-    first, last = history.first_step, history.last_step
+    shares = all(reading(line.metric, 0.5).endswith("%") for line in picture.lines)
+    frame(axes, history.first_step, history.last_step, shares=shares)
+
+
+def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:
+    """Grid, ticks and labels of a picture over the steps ``first`` to ``last``, once it is drawn.
+
+    Args:
+        shares: the values are shares of 1, labelled as percentages.
+    """
     pad = max(0.012 * (last - first), 0.6)
     axes.set_xlim(first - pad, last + pad)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
@@ -514,7 +523,7 @@ def _draw(axes: Axes, picture: Picture, history: History) -> None:
         color=COLORS["muted"],
         fontsize=11,
     )
-    _scale_y(axes, picture)
+    _scale_y(axes, shares)
     axes.grid(axis="y", color=COLORS["rule"], linewidth=0.9)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -522,9 +531,8 @@ def _draw(axes: Axes, picture: Picture, history: History) -> None:
     axes.tick_params(axis="x", pad=8)
 
 
-def _scale_y(axes: Axes, picture: Picture) -> None:
-    shares = all(reading(line.metric, 0.5).endswith("%") for line in picture.lines)
-    if not picture.log:
+def _scale_y(axes: Axes, shares: bool) -> None:
+    if axes.get_yscale() != "log":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(_share_tick if shares else _tick))
         return

@@ -93,6 +93,17 @@ class Progress:
             self._stream.write(self.line(metrics) + "\n")  # one write: ranks share the log
             self._stream.flush()
 
+    def alarm(self, text: str) -> None:
+        """A line that nobody overlooks, above the display or in the log."""
+        line = f"*** {text}"
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.console.print(Text(line, style="bold red"))
+        elif self._enabled:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
     @property
     def eta_seconds(self) -> float | None:
         """Seconds to the end at the pace of the last steps, or None before the first of them."""

@@ -14,7 +14,7 @@ from qurl_megatron.observe import lanes, plots
 from qurl_megatron.observe.plots import History, Picture
 from qurl_megatron.observe.sinks import Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, number, percent, reading
-from qurl_megatron.observe.timeline import Span, read_timeline
+from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
 
 METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
@@ -35,6 +35,8 @@ GROUPS = {
     "time": "Seconds",
     "sync": "Weight versions",
     "fleet": "Fleet",
+    "sampling": "Dynamic sampling",
+    "guard": "Collapse guard",
 }
 """Headings of the table, by the first part of a metric's name; other names keep theirs."""
 
@@ -100,6 +102,7 @@ def write_report(run_dir: Path | str) -> Path:
         timeline=lanes.lanes_svg(shown) if shown else "",
         timeline_caption=lanes.CAPTION,
         events=_events(spans),
+        banners=list(_banners(spans, history.last_step)),
         non_finite=history.non_finite,
         groups=_groups(history),
         last_step=history.last_step,
@@ -195,12 +198,30 @@ def _rollout_speed(history: History) -> float | None:
 
 
 def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
-    """(step, time of day, what happened) in the fleet."""
+    """(step, time of day, what happened)."""
+    lanes = {"fleet": "", "guard": "guard: ", "sampling": "sampling: "}
     return [
-        (span.step, time.strftime("%H:%M:%S", time.localtime(span.start)), span.name)
+        (
+            span.step,
+            time.strftime("%H:%M:%S", time.localtime(span.start)),
+            lanes[span.lane] + span.name,
+        )
         for span in spans
-        if span.lane == "fleet"
+        if span.lane in lanes
     ]
+
+
+def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]:
+    """(what the guard did, why), for the head of the page; warnings are among the events alone."""
+    for span in spans:
+        if span.lane != "guard":
+            continue
+        what, _, why = span.name.partition(": ")
+        if what == HALTED:
+            again = ", and started again" if last_step > span.step else ""
+            yield f"Halted at step {span.step}{again}", why
+        elif what.startswith(FALL_BACK):
+            yield f"{what.removeprefix(FALL_BACK)} since step {span.step}", why
 
 
 def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:

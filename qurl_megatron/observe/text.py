@@ -12,6 +12,9 @@ SHARES = frozenset(
         "response/truncated",
         "rollout/ess",
         "rollout/truncated_weight_fraction",
+        "sampling/all_right_fraction",
+        "sampling/all_wrong_fraction",
+        "sampling/kept_fraction",
     }
 )
 """Metrics in [0, 1] that read best as a percentage."""

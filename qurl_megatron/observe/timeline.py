@@ -15,6 +15,9 @@ from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
 
+HALTED, FALL_BACK = "halted", "falling back to "
+"""How events of the lane "guard" begin that a reader of the report must not miss."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -32,6 +32,9 @@ ATTEMPTS = 3  # without one new token, before a request is taken for impossible
 UNKNOWN_VERSION = -1  # weights that an engine started with, under a name that is no number
 UPDATING = "updating-"  # prefix of the version that an engine names in the middle of an update
 
+Finished = Callable[[list[Sample]], None]
+"""What is told of a prompt's samples; it must return at once, for the engines wait meanwhile."""
+
 
 class Interrupted(Exception):
     """``stop()`` became true while engines were generating; their requests have been aborted."""
@@ -45,8 +48,15 @@ def collect(
     seed: int,
     step: int,
     stop: Callable[[], bool] | None = None,
+    top_p: float = 1.0,
+    finished: Finished | None = None,
 ) -> list[Sample]:
     """``samples_per_prompt`` samples for every prompt, prompt-major; several threads may call it.
+
+    Args:
+        top_p: share of the probability that tokens are drawn from. For evaluation alone: below 1
+            the log-probs are not those of what was sampled.
+        finished: called with the samples of each prompt when the last of them is there.
 
     Raises:
         Interrupted: ``stop()`` became true.
@@ -60,13 +70,14 @@ def collect(
                     "temperature": config.temperature,
                     "max_new_tokens": config.max_new_tokens,
                     "sampling_seed": sample_seed(seed, step, prompt.index, sample),
+                    **({"top_p": top_p} if top_p < 1 else {}),
                 },
             )
             for sample in range(config.samples_per_prompt)
         ]
         for prompt in prompts
     ]
-    return asyncio.run(_Collection(fleet, groups, stop).run())
+    return asyncio.run(_Collection(fleet, groups, stop, finished).run())
 
 
 def greedy(
@@ -75,11 +86,12 @@ def greedy(
     max_new_tokens: int,
     *,
     stop: Callable[[], bool] | None = None,
+    finished: Finished | None = None,
 ) -> list[Sample]:
     """One greedily decoded sample per prompt, for evaluation."""
     params = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
     groups = [[_Item(prompt, params)] for prompt in prompts]
-    return asyncio.run(_Collection(fleet, groups, stop).run())
+    return asyncio.run(_Collection(fleet, groups, stop, finished).run())
 
 
 def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
@@ -196,9 +208,14 @@ class _Collection:
     """The requests of one call, on an event loop of its own."""
 
     def __init__(
-        self, fleet: Fleet, groups: list[list[_Item]], stop: Callable[[], bool] | None
+        self,
+        fleet: Fleet,
+        groups: list[list[_Item]],
+        stop: Callable[[], bool] | None,
+        finished: Finished | None,
     ) -> None:
-        self.fleet, self.groups, self.stop = fleet, groups, stop
+        self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
+        self.group_of = {item: group for group in groups for item in group}
         self.config = fleet.config
         self.tag = uuid.uuid4().hex
         self.limit: int | None = self.config.requests_per_engine  # responses in flight per engine
@@ -301,7 +318,16 @@ class _Collection:
                 self.fleet.vacate(
                     flight.engine, flight.tokens, len(flight.items), received=received
                 )
+            self._tell(flight)
             self._send_on(flight)
+
+    def _tell(self, flight: _Flight) -> None:
+        """Of the groups that are whole now; each is in one flight at a time, so it is told once."""
+        if self.finished is None:
+            return
+        for group in {id(group): group for group in map(self.group_of.get, flight.items)}.values():
+            if all(item.finish for item in group):
+                self.finished([item.sample() for item in group])
 
     async def _land(self, flight: _Flight, task: asyncio.Task) -> None:
         try:

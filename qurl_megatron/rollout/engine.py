@@ -9,6 +9,7 @@
 Only the fleet changes states, under its lock.
 """
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -71,6 +72,19 @@ class Engine:
     def cause(self) -> str:
         """The reason without the end of a log, for a sentence on several engines."""
         return self.reason.partition("\n")[0].rstrip(":")
+
+    def reset(self, epoch: int) -> None:
+        """Forget the process that was: another one is about to start in its place.
+
+        Args:
+            epoch: the fleet's publications so far.
+        """
+        if self.client is not None:
+            self.client.close()
+        self.client, self.start_at, self.released = None, None, False
+        self.failed_updates = 0
+        self.pulse = Pulse(epoch=epoch)
+        self.started_at = time.monotonic()
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.client else self.name

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout import process
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.membership import Member
 from qurl_megatron.rollout.process import API_KEY, SERVE_COMMAND, EngineProcess
-from qurl_megatron.rollout.sglang.launch import LOADER
+from qurl_megatron.rollout.sglang.launch import LOADER, Launch
 from qurl_megatron.rollout.supervisor import Supervisor
 
 __all__ = ["Engine", "Fleet"]
@@ -50,6 +51,7 @@ class Fleet:
         log_dir: Path | str,
         serve_command: Sequence[str] = SERVE_COMMAND,
         api_key: str | None = None,
+        fixed: bool = False,
     ) -> None:
         """
         Args:
@@ -57,8 +59,11 @@ class Fleet:
             log_dir: gets ``engine-i.log`` per started engine.
             serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
             api_key: of adopted servers; engines started here get one that is made for this run.
+            fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
+                load those in ``model_dir``, whose config.json says how they are quantized.
         """
         self.config = config
+        self.fixed = fixed
         self.version: int | None = None
         """The version that serving engines have confirmed; None before the first publication."""
         self.released = False
@@ -293,6 +298,36 @@ class Fleet:
         finally:
             self.released = False  # engines that cannot take it back are to be restarted
 
+    def switch(self, scheme: str) -> None:
+        """Start the engines of this run anew, for weights in another number format.
+
+        They come up in the background, as after a death but uncounted, and are back with the next
+        publication. What is in flight is lost, so let it come to its end first.
+
+        Raises:
+            ConfigError: ``rollout.sglang_python`` does not exist any more.
+        """
+        assert not (self.config.urls or self.config.rendezvous), "not ours to restart"
+        launches = self._launches(scheme)
+        with self._turn:
+            self._scheme = scheme
+            engines = self.engines()
+            with self._lock:
+                for engine in engines:
+                    self.note("switched", engine, f"to scheme {scheme}")
+                    engine.state, engine.reason = "starting", f"it switches to scheme {scheme}"
+                    engine.failures += 1
+                    engine.reset(self.publications)  # an answer on its way counts for nothing
+            process.stop([engine.process for engine in engines], GRACE_S)
+            self.released = False  # nobody is left who lends memory
+            for engine in engines:
+                engine.process.launch = launches[engine.name]
+                self.begin(engine)
+
+    def starting(self) -> bool:
+        """True while an engine comes up, or waits for its next attempt."""
+        return any(engine.state == "starting" for engine in self.engines())
+
     # Traffic.
 
     def take(self, tokens: int, requests: int, *, limit: int | None = None) -> Engine | None:
@@ -344,7 +379,8 @@ class Fleet:
     # What happened.
 
     def note(self, event: str, engine: Engine | None, message: str) -> None:
-        """Events: started, failed, died, restarted, joined, left, gave up, retried, aborted."""
+        """Events: started, failed, died, restarted, switched, joined, left, gave up, retried,
+        aborted."""
         with self._lock:
             self._events.append(
                 {
@@ -369,6 +405,15 @@ class Fleet:
 
     # For the supervisor.
 
+    def begin(self, engine: Engine) -> None:
+        """Start the process of an engine in the place of one that has ended."""
+        with self._lock:
+            engine.reset(self.publications)
+        try:
+            engine.process.start()
+        except ConfigError as error:
+            self.leave(engine, "gave up", str(error))
+
     def adopt(self, member: Member, api_key: str | None) -> None:
         with self._lock:
             engine = Engine(f"engine-{len(self._engines)}", kind="sglang")
@@ -386,7 +431,8 @@ class Fleet:
     def arrived(self, engine: Engine, info: dict) -> None:
         """It answers: ready, or serving where nothing has been published that it could lack."""
         embedded = info.get("engine") == "qurl-embedded"
-        if LOADER not in (info.get("custom_weight_loader", [LOADER]) or []) and not embedded:
+        updatable = embedded or LOADER in (info.get("custom_weight_loader", [LOADER]) or [])
+        if not updatable and not self.fixed:
             self.leave(
                 engine,
                 "gave up",
@@ -397,7 +443,8 @@ class Fleet:
         with self._lock:
             engine.kind = "embedded" if embedded else "sglang"
             engine.tp = int(info.get("tp_size") or 1)
-            empty = engine.process is not None and not embedded  # started without weights
+            # Started without weights.
+            empty = engine.process is not None and not embedded and not self.fixed
             engine.state = "ready" if empty or self.version is not None else "serving"
             engine.version, engine.reason = None, ""
             self.note("restarted" if engine.restarts else "started", engine, f"at {engine.url}")
@@ -414,21 +461,24 @@ class Fleet:
     def _start(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._run_key = secrets.token_urlsafe(32)
-        launches = process.launches(
-            self.config,
-            self._model_dir,
-            self._log_dir,
-            scheme=self._scheme,
-            dtype=self._dtype,
-            api_key=self._run_key,
-            serve_command=self._serve_command,
-        )
-        for name, launch in launches.items():
+        for name, launch in self._launches(self._scheme).items():
             started = EngineProcess(name, launch, self._log_dir)
             engine = Engine(name, process=started, kind=self.config.backend)
             self._engines.append(engine)
             engine.started_at = time.monotonic()
             started.start()
+
+    def _launches(self, scheme: str) -> dict[str, Launch]:
+        return process.launches(
+            self.config,
+            self._model_dir,
+            self._log_dir,
+            scheme=scheme,
+            dtype=self._dtype,
+            api_key=self._run_key,
+            empty=not self.fixed,
+            serve_command=self._serve_command,
+        )
 
 
 def _in_parallel(

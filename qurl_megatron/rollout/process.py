@@ -42,7 +42,7 @@ class EngineProcess:
         self.name = name
         self.log = folder / f"{name}.log"
         self._port_file = port_file(folder, name)
-        self._launch = launch
+        self.launch = launch  # of the next start
         self._mode = "wb"
         self.popen: subprocess.Popen | None = None
 
@@ -55,15 +55,15 @@ class EngineProcess:
         try:
             with self.log.open(self._mode) as out:
                 self.popen = subprocess.Popen(
-                    self._launch.command,
+                    self.launch.command,
                     stdin=subprocess.PIPE,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **self._launch.env},
+                    env={**os.environ, **self.launch.env},
                     start_new_session=True,
                 )
         except OSError as error:
-            raise ConfigError(f"{self._launch.command[0]} cannot be started: {error}") from None
+            raise ConfigError(f"{self.launch.command[0]} cannot be started: {error}") from None
         self._mode = "ab"
 
     def port(self) -> int | None:
@@ -118,9 +118,13 @@ def launches(
     scheme: str,
     dtype: str,
     api_key: str,
+    empty: bool = True,
     serve_command: Sequence[str] = SERVE_COMMAND,
 ) -> dict[str, Launch]:
     """How to start each engine of this machine, by its name.
+
+    Args:
+        empty: SGLang engines start without weights, for the first version brings them.
 
     Raises:
         ConfigError: ``rollout.sglang_python`` does not exist.
@@ -151,6 +155,7 @@ def launches(
             host=config.engine_host,
             port_file=port_file(folder, name),
             api_key=api_key,
+            empty=empty,
             extra=[*_devices(config, index), *config.engine_args],
         )
         for index, name in enumerate(names)

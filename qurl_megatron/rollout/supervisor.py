@@ -124,7 +124,9 @@ class Supervisor:
             if error is None:
                 pulse.silent_since = None
                 pulse.due = time.monotonic() + self._config.health_every_s
-                if engine.state == "starting":
+                # One that failed is back with the next version, where there is one to come.
+                healed = engine.state == "stale" and self._fleet.fixed
+                if engine.state == "starting" or healed:
                     self._fleet.arrived(engine, info)
             else:
                 pulse.silent_since = pulse.silent_since or sent
@@ -169,18 +171,9 @@ class Supervisor:
     def _restart(self, engine: Engine) -> None:
         engine.process.kill()  # children that outlived it hold its memory
         with self._fleet._lock:
-            if engine.client is not None:
-                engine.client.close()
-            engine.client, engine.start_at, engine.released = None, None, False
             engine.restarts += 1
-            engine.failed_updates = 0
-            engine.pulse = type(engine.pulse)(epoch=self._fleet.publications)
-            engine.started_at = time.monotonic()
             self._fleet.count("restarts")
-        try:
-            engine.process.start()
-        except ConfigError as error:
-            self._fleet.leave(engine, "gave up", str(error))
+        self._fleet.begin(engine)
 
     def _meet(self) -> None:
         """Who is new at the rendezvous, and who is gone from it."""

@@ -11,20 +11,24 @@ Where CUDA is present it does nothing. Each piece names who needs it.
 import contextlib
 import functools
 import importlib
+import re
 import types
 from collections.abc import Callable, Iterator
 
 import torch
 
 CPU = torch.device("cpu")
+_current = CPU
 
-# Modules on our paths that spell device="cuda" in a tensor factory, and what they make there.
+# Modules on our paths that spell device="cuda" in a tensor factory, or pin its memory, and what
+# they make there.
 _SPELL_CUDA = (
     "megatron.core.pipeline_parallel.schedules",  # the running token count
     "megatron.core.optimizer.optimizer",  # overflow flag and loss scale
     "megatron.core.optimizer.clip_grads",  # overflow flag and norms
     "megatron.core.utils",  # local gradient norms
     "megatron.core.dist_checkpointing.exchange_utils",  # receive buffers between data ranks
+    "megatron.core.models.common.embeddings.rope_utils",  # which positions a context rank has
 )
 _FACTORIES = ("tensor", "zeros", "empty", "empty_like")
 
@@ -36,7 +40,7 @@ def install() -> None:
     install.done = True
 
     # Every communication buffer: "the current device" is where tensors live.
-    torch.cuda.current_device = lambda: CPU
+    torch.cuda.current_device = lambda: _current
     # The schedules and the checkpoint writer wait for kernels that here have already finished.
     torch.cuda.synchronize = lambda *_, **__: None
     # Gradient reduction asks for the stream (0.19), and uses it where CUDA graphs ran.
@@ -51,6 +55,17 @@ def install() -> None:
     _answer_cuda_type_names()
 
 
+@contextlib.contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    """Inside, Megatron's buffers and optimizer states go to ``device``: cpu, or meta."""
+    global _current
+    _current = device
+    try:
+        yield
+    finally:
+        _current = CPU
+
+
 def _use_cpu_generator() -> None:
     """The model-parallel random state is a state of torch's one CPU generator."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -61,7 +76,10 @@ def _use_cpu_generator() -> None:
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """``torch`` as one Megatron module sees it: factories put "cuda" tensors on the CPU."""
+    """``torch`` as one Megatron module sees it: factories put "cuda" tensors on the CPU.
+
+    Pinned memory is for copies to a GPU; without one, torch refuses to pin any.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -77,6 +95,7 @@ def _on_cpu(factory: Callable) -> Callable:
     def make(*args, **kwargs):
         if kwargs.get("device") == "cuda":
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make
@@ -108,7 +127,9 @@ def _cuda_type_names() -> Iterator[None]:
 
     def named(self, *args, **kwargs):
         answer = plain(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        return (
+            re.sub("^torch.(meta.)?", "torch.cuda.", answer) if isinstance(answer, str) else answer
+        )
 
     torch.Tensor.type = named
     try:

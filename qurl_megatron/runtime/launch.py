@@ -60,7 +60,7 @@ def _check_count(launcher: str, started: int, needed: int | None) -> None:
     if needed is not None and started != needed:
         raise ConfigError(
             f"{launcher} started {started} processes, but parallel.tensor * parallel.pipeline * "
-            f"parallel.data = {needed}; make them equal"
+            f"parallel.context * parallel.data = {needed}; make them equal"
         )
 
 

@@ -37,7 +37,9 @@ class Ranks:
     world_size: int
     tensor: Axis
     pipeline: Axis
-    data: Axis
+    context: Axis
+    data: Axis  # ranks with other samples
+    copies: Axis  # data x context: ranks with the same weights, which share the optimizer's state
 
     @property
     def first_stage(self) -> bool:
@@ -46,6 +48,11 @@ class Ranks:
     @property
     def last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def counted(self) -> bool:
+        """True on one of the ranks that see the same samples, so that sums count them once."""
+        return self.tensor.rank == 0 and self.context.rank == 0
 
     @property
     def leads(self) -> bool:
@@ -67,8 +74,8 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if started_here else dist.get_world_size()
     if world_size != config.world_size:
         raise ConfigError(
-            f"parallel.tensor * parallel.pipeline * parallel.data = {config.world_size}, "
-            f"but {world_size} processes were started; make them equal"
+            "parallel.tensor * parallel.pipeline * parallel.context * parallel.data = "
+            f"{config.world_size}, but {world_size} processes were started; make them equal"
         )
     if started_here:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -87,6 +94,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
+        context_parallel_size=config.context,
         # A second, gloo set of groups helps only where the first is NCCL.
         create_gloo_process_groups=device.type == "cuda",
     )
@@ -95,9 +103,11 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         device=device,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
-        pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
-        data=_axis(parallel_state.get_data_parallel_group()),
+        tensor=axis_of(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=axis_of(parallel_state.get_pipeline_model_parallel_group()),
+        context=axis_of(parallel_state.get_context_parallel_group()),
+        data=axis_of(parallel_state.get_data_parallel_group()),
+        copies=axis_of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
     )
     # Only after success: where this rank failed, the others may be in a collective, and the process
     # that tears its groups down would wait for them instead of saying what went wrong.
@@ -106,7 +116,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         dist.destroy_process_group()
 
 
-def _axis(group: dist.ProcessGroup) -> Axis:
+def axis_of(group: dist.ProcessGroup) -> Axis:
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))
 
 

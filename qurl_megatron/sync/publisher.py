@@ -1,8 +1,8 @@
 """Publish the policy's weights as one new version: every rank quantizes and sends its own shard.
 
 No full tensor is gathered anywhere. Row-parallel ranks agree on their channels' scales by a MAX
-all-reduce; data-parallel replicas take turns, bucket by bucket. While the engines load one bucket,
-the ranks quantize the next, and no more than two are in memory.
+all-reduce; data- and context-parallel replicas take turns, bucket by bucket. While the engines load
+one bucket, the ranks quantize the next, and no more than two are in memory.
 """
 
 import math
@@ -87,13 +87,20 @@ class Publisher:
         """
         assert not stage or isinstance(sender, FilesSender), "only files outlast the next bucket"
         self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
-        self.scheme = quant.scheme
         self.stage = stage
         self.timeline = timeline
         self.drift = Drift(quant)
         self._dtype = next(policy.gpt.parameters()).dtype
-        layout = policy.hf_layout()
-        limit = int(sync.bucket_mb * MIB)
+        self.publish_as(quant.scheme)
+
+    def publish_as(self, scheme: str) -> None:
+        """Publish in this number format from now on; all ranks call it together.
+
+        The engines must be those of this format (``Fleet.switch``) when the next version comes.
+        """
+        self.scheme = scheme
+        layout = self.policy.hf_layout()
+        limit = int(self.sync.bucket_mb * MIB)
         items, sizes = [], []
         for parameter, shards in enumerate(layout):
             size = sum(self._sent_bytes(shard) for shard in shards)
@@ -101,9 +108,9 @@ class Publisher:
             items += [_Item(parameter, part, parts) for part in range(parts)]
             sizes += [size // parts] * parts
         self._buckets = [[items[i] for i in run] for run in plan.buckets(sizes, limit)]
-        counts: list = [None] * policy.ranks.world_size
+        counts: list = [None] * self.policy.ranks.world_size
         dist.all_gather_object(counts, len(self._buckets))
-        self._rounds = -(-max(counts) // policy.ranks.data.size)
+        self._rounds = -(-max(counts) // self.policy.ranks.copies.size)
 
     def __enter__(self) -> "Publisher":
         return self
@@ -214,8 +221,8 @@ class Publisher:
         ranks = self.policy.ranks
         found: list[HfShard] = []
         mistake: ConfigError | None = None
-        for replica in range(ranks.data.size):
-            bucket = index * ranks.data.size + replica
+        for replica in range(ranks.copies.size):
+            bucket = index * ranks.copies.size + replica
             if bucket >= len(self._buckets):
                 break
             # Every replica lends its part of the masters, and one of them has the work.
@@ -280,7 +287,7 @@ class Publisher:
         Embeddings and output layers outgrow it, and being unquantized divide anywhere. Replicas
         would have to lend their masters once per part.
         """
-        if self.policy.ranks.data.size > 1 or not all(is_vocabulary(s.name) for s in shards):
+        if self.policy.ranks.copies.size > 1 or not all(is_vocabulary(s.name) for s in shards):
             return 1
         return max(1, -(-size // limit))
 

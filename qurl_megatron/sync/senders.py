@@ -48,7 +48,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
         shutil.rmtree(root, ignore_errors=True)  # what a killed run left
         private_folder(root)
     root = _shared(root)
-    name = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-dp{ranks.data.rank}"
+    name = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-copy{ranks.copies.rank}"
     return FilesSender(root, name, leads=ranks.leads)
 
 

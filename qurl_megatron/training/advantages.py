@@ -1,33 +1,167 @@
 """What each response token is worth, once policies, reference and critic have scored the batch.
 
-Every rank holds all samples of the step, but the scores of its own microbatches only: what needs a
-whole group of responses, or the whole batch, is summed over the data-parallel ranks.
+Every rank holds all samples of the step, but only the scores of its own microbatches: what needs a
+whole group of responses, or the whole batch, is summed over the data-parallel ranks. Pipeline
+stages before the last have no scores and need no advantages.
+
+Shapes: R = responses of the step, P x G = prompts and responses to each; n = response tokens and r
+= responses of this rank's microbatches together.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from qurl_megatron.algo import group_advantages
-from qurl_megatron.config import RunConfig
+from qurl_megatron.algo import (
+    ESTIMATORS,
+    at_last_token,
+    discounted_returns,
+    gae,
+    group_advantages,
+    whitened,
+)
+from qurl_megatron.config import AlgoConfig, RunConfig
 from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.observe.metrics import Mean, Metric
+from qurl_megatron.rewards import overlong_penalty
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.types import Sample
 
 
 def attach_advantages(
     ranks: Ranks, batches: Sequence[TokenBatch], samples: Sequence[Sample], config: RunConfig
-) -> list[TokenBatch]:
-    """The same microbatches with advantages, [N].
+) -> tuple[list[TokenBatch], dict[str, Metric]]:
+    """The same microbatches with advantages (and, with a critic, returns), [N]; and metrics.
 
     Args:
         batches: this rank's microbatches of the step, scored.
         samples: all samples of the step, prompt-major.
     """
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
-    groups = rewards.view(-1, config.rollout.samples_per_prompt)
-    worth = group_advantages(groups, config.algo.advantage).flatten().to(ranks.device)
+    if not ranks.last_stage:
+        return list(batches), {}
+    algo = config.algo
+    rewards_R = shaped_rewards(samples, config).to(ranks.device)
+    metrics: dict[str, Metric] = {}
+    penalty_n = torch.zeros(sum(len(b.owners) for b in batches), device=ranks.device)
+    if algo.kl_coef and algo.kl_in == "reward":
+        divergence = ESTIMATORS[algo.kl_estimator]
+        kl_n = torch.cat([divergence(b.proximal, b.reference) for b in batches])
+        penalty_n = algo.kl_coef * kl_n
+        metrics["reference/kl"] = Mean(kl_n.double().sum().item(), float(len(kl_n)))
+    known = _Known(
+        rewards_R,
+        group=config.rollout.samples_per_prompt,
+        indices_r=torch.tensor(list(chain(*(b.indices for b in batches))), device=ranks.device),
+        lengths_r=torch.tensor(list(chain(*(b.lengths for b in batches))), device=ranks.device),
+        penalty_n=penalty_n,
+        values_n=None if batches[0].values is None else torch.cat([b.values for b in batches]),
+        data_group=ranks.data.group,
+    )
+    advantages_n, returns_n = ESTIMATES[algo.advantage](known, algo)
+    metrics["advantage/abs_mean"] = Mean(
+        advantages_n.double().abs().sum().item(), float(len(advantages_n))
+    )
+    sizes = [len(batch.owners) for batch in batches]
+    parts = advantages_n.split(sizes)
+    returns = [None] * len(batches) if returns_n is None else returns_n.split(sizes)
     return [
-        replace(batch, advantages=worth[list(batch.indices)][batch.owners]) for batch in batches
-    ]
+        replace(batch, advantages=a, returns=r)
+        for batch, a, r in zip(batches, parts, returns, strict=True)
+    ], metrics
+
+
+def shaped_rewards(samples: Sequence[Sample], config: RunConfig) -> Tensor:
+    """What the verifier said, less what an overlong response costs, [R] float32."""
+    reward, limit = config.reward, config.rollout.max_new_tokens
+    return torch.tensor(
+        [
+            sample.reward
+            + overlong_penalty(
+                len(sample.response_ids),
+                limit,
+                reward.overlong_fraction,
+                reward.overlong_penalty,
+            )
+            for sample in samples
+        ],
+        dtype=torch.float32,
+    )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What an advantage can be made of."""
+
+    rewards_R: Tensor
+    group: int  # G
+    indices_r: Tensor  # which responses of the step this rank has
+    lengths_r: Tensor
+    penalty_n: Tensor  # KL penalty of each token, 0 where it is part of the loss
+    values_n: Tensor | None
+    data_group: dist.ProcessGroup
+
+    def token_rewards(self, rewards_R: Tensor) -> Tensor:
+        """The response's reward at its last token, less each token's penalty, [n]."""
+        return at_last_token(rewards_R[self.indices_r], self.lengths_r) - self.penalty_n
+
+    def penalised(self) -> Tensor:
+        """Rewards less the penalties of whole responses, [R], the same on every rank."""
+        owners_n = self.indices_r.repeat_interleave(self.lengths_r)
+        taken_R = torch.zeros_like(self.rewards_R).index_add_(0, owners_n, self.penalty_n)
+        dist.all_reduce(taken_R, group=self.data_group)
+        return self.rewards_R - taken_R
+
+
+Estimate = Callable[[_Known, AlgoConfig], tuple[Tensor, Tensor | None]]
+"""(advantages [n], returns [n] for the critic or None)."""
+
+
+def over_group(known: _Known, algo: AlgoConfig) -> tuple[Tensor, None]:
+    """Each response against the others to its prompt; all its tokens alike."""
+    groups_PG = known.penalised().view(-1, known.group)
+    worth_R = group_advantages(groups_PG, algo.advantage).flatten()
+    return worth_R[known.indices_r].repeat_interleave(known.lengths_r), None
+
+
+def over_batch(known: _Known, algo: AlgoConfig) -> tuple[Tensor, None]:
+    """Rewards still to come, whitened over the whole batch."""
+    to_come_n = discounted_returns(
+        known.token_rewards(known.rewards_R), known.lengths_r, gamma=algo.gamma
+    )
+    return whitened(to_come_n, group=known.data_group), None
+
+
+def over_group_and_batch(known: _Known, algo: AlgoConfig) -> tuple[Tensor, None]:
+    """The same with the group's mean as the baseline of the reward."""
+    groups_PG = known.rewards_R.view(-1, known.group)
+    centred_R = group_advantages(groups_PG, "dr_grpo").flatten()
+    to_come_n = discounted_returns(
+        known.token_rewards(centred_R), known.lengths_r, gamma=algo.gamma
+    )
+    return whitened(to_come_n, group=known.data_group), None
+
+
+def against_critic(known: _Known, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, whitened; the critic's targets are not."""
+    advantages_n, returns_n = gae(
+        known.token_rewards(known.rewards_R),
+        known.values_n,
+        known.lengths_r,
+        gamma=algo.gamma,
+        lam=algo.gae_lambda,
+    )
+    return whitened(advantages_n, group=known.data_group), returns_n
+
+
+ESTIMATES: dict[str, Estimate] = {
+    "grpo": over_group,
+    "dr_grpo": over_group,
+    "rloo": over_group,
+    "reinforce_pp": over_batch,
+    "reinforce_pp_baseline": over_group_and_batch,
+    "gae": against_critic,
+}

@@ -3,13 +3,19 @@
 Batch s is what step s trains on, at version s - 1. With a staleness of k it may begin as soon as
 version s - 1 - k is published: no token of it is then more than k versions old. k = 0 waits for
 each version, k = 1 generates one step off, larger k hide the longest responses of a batch behind
-the next ones. Batches are drawn and handed over in order, so the prompts of a step are the same
-for every k; what is answered to them is not, since versions change in between.
+the next ones. Batches are drawn and handed over in order, so the prompts that a step begins with
+are the same for every k; what is answered to them is not, since versions change in between.
+
+A batch may draw further prompts while it is produced. For k > 0 these lie behind what the batches
+after it have drawn, so no place in the order of prompts has all used ones before it and all unused
+ones behind it. What is handed over with a batch is the place where the next batch began to draw: a
+restart from there skips no prompt, and meets again those that earlier batches drew later. For
+k = 0, and where nothing is drawn later, it repeats none either.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass, replace
 from threading import Event
@@ -17,28 +23,30 @@ from typing import Any, Generic, TypeVar
 
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
-from qurl_megatron.types import Prompt
 
 POLL_S = 0.1
 
+Cursor = dict[str, Any]
+Drawn = TypeVar("Drawn")
 Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class _Pending(Generic[Batch]):
+class _Pending(Generic[Drawn, Batch]):
     step: int
-    prompts: Sequence[Prompt]
+    drawn: Drawn
     future: "Future[Batch]"
-    cursor: dict[str, Any]
+    cursor: Cursor  # where it began to draw
 
 
-class Ahead(Generic[Batch]):
+class Ahead(Generic[Drawn, Batch]):
     """Draws prompts, has them answered in the background, hands the answers over in order."""
 
     def __init__(
         self,
-        draw: Callable[[], tuple[Sequence[Prompt], dict[str, Any]]],
-        produce: Callable[[int, Sequence[Prompt], Callable[[], bool]], Batch],
+        draw: Callable[[], tuple[Cursor, Drawn]],
+        produce: Callable[[int, Drawn, Callable[[], bool]], Batch],
+        cursor: Callable[[], Cursor],
         *,
         first: int,
         last: int,
@@ -46,19 +54,20 @@ class Ahead(Generic[Batch]):
     ) -> None:
         """
         Args:
-            draw: the next prompts, and where the ones after them go on.
-            produce: (step, prompts, stop) -> batch; runs on a thread, and raises ``Interrupted``
-                soon after ``stop()`` becomes true.
+            draw: the prompts of the next batch, and where they begin.
+            produce: (step, what was drawn, stop) -> batch; runs on a thread, and raises
+                ``Interrupted`` soon after ``stop()`` becomes true.
+            cursor: where the prompts go on that nobody has drawn yet.
             first, last: the steps to produce batches for.
         """
-        self._draw, self._produce = draw, produce
+        self._draw, self._produce, self._cursor = draw, produce, cursor
         self._next, self._last = first, last
         self.max_staleness = max_staleness
         self._closing = Event()
-        self._pending: deque[_Pending[Batch]] = deque()
+        self._pending: deque[_Pending[Drawn, Batch]] = deque()
         self._pool = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="rollout")
 
-    def __enter__(self) -> "Ahead[Batch]":
+    def __enter__(self) -> "Ahead[Drawn, Batch]":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -68,23 +77,35 @@ class Ahead(Generic[Batch]):
     def admit(self, version: int) -> None:
         """``version`` is with the engines: begin every batch that may be generated from it."""
         while self._next <= min(version + 1 + self.max_staleness, self._last):
-            prompts, cursor = self._draw()
-            future = self._begin(self._next, prompts)
-            self._pending.append(_Pending(self._next, prompts, future, cursor))
+            cursor, drawn = self._draw()
+            future = self._begin(self._next, drawn)
+            self._pending.append(_Pending(self._next, drawn, future, cursor))
             self._next += 1
 
     def retry(self) -> None:
         """Begin anew what no engine could answer: the same prompts, so nothing is lost."""
         for index, batch in enumerate(self._pending):
             if batch.future.done() and isinstance(batch.future.exception(), EngineError):
-                future = self._begin(batch.step, batch.prompts)
+                future = self._begin(batch.step, batch.drawn)
                 self._pending[index] = replace(batch, future=future)
 
-    def _begin(self, step: int, prompts: Sequence[Prompt]) -> "Future[Batch]":
-        return self._pool.submit(self._produce, step, prompts, self._closing.is_set)
+    def settle(self, stop: Callable[[], bool]) -> None:
+        """Wait until the engines have nothing to do: every batch is done, or has failed.
 
-    def take(self, step: int, stop: Callable[[], bool]) -> tuple[Batch, dict[str, Any]]:
-        """The batch of ``step`` and where the prompts go on after it; waits for it.
+        Raises:
+            Interrupted: ``stop()`` became true.
+        """
+        for batch in self._pending:
+            while not batch.future.done():
+                if stop():
+                    raise Interrupted("stopped while engines were generating")
+                wait([batch.future], POLL_S)
+
+    def _begin(self, step: int, drawn: Drawn) -> "Future[Batch]":
+        return self._pool.submit(self._produce, step, drawn, self._closing.is_set)
+
+    def take(self, step: int, stop: Callable[[], bool]) -> tuple[Batch, Cursor]:
+        """The batch of ``step``, and where a run that trains on it goes on drawing; waits for it.
 
         Raises:
             Interrupted: ``stop()`` became true. Nothing is lost: a restart draws the same prompts.
@@ -100,4 +121,4 @@ class Ahead(Generic[Batch]):
                     raise Interrupted("stopped while engines were generating") from None
                 continue
             self._pending.popleft()
-            return batch, pending.cursor
+            return batch, self._pending[0].cursor if self._pending else self._cursor()

@@ -1,7 +1,8 @@
 """The training state on disk: Megatron's own distributed checkpoint, made atomic.
 
 Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What
-the loop itself must remember is the small ``TrainState`` beside them.
+the loop itself must remember is the small ``TrainState`` beside them. A critic lies beside the
+policy, all of its names prefixed, so that who reads the checkpoint as a model does not see it.
 """
 
 import shutil
@@ -22,15 +23,21 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
+from qurl_megatron.model.trained import Trained
 from qurl_megatron.training.state import TrainState, checkpoints
 from qurl_megatron.weights.checkpoint import DESCRIPTION, describe
+from qurl_megatron.weights.megatron_reader import CRITIC
 
 
-def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path:
+def save(
+    run_dir: Path, policy: Policy, state: TrainState, *, keep: int, critic: Critic | None = None
+) -> Path:
     """Write the state between two steps; all ranks call it together.
 
     The folder is written aside and renamed by rank 0 when every rank has finished, so a checkpoint
@@ -44,11 +51,11 @@ def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path
         aside.mkdir(parents=True)
     dist.barrier()
     strategy = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy("torch_dist"), policy.ranks.data.group
+        get_default_save_sharded_strategy("torch_dist"), policy.ranks.copies.group
     )
     metadata = _metadata(policy)
     dist_checkpointing.save(
-        _sharded_state(policy, loading=False),
+        _sharded_state(policy, critic, loading=False),
         str(aside),
         strategy,
         content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
@@ -68,63 +75,88 @@ def save(run_dir: Path, policy: Policy, state: TrainState, *, keep: int) -> Path
     return final
 
 
-def load(checkpoint: Path, policy: Policy) -> None:
-    """Restore model, optimizer, schedule and random state; all ranks call it together.
+def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None:
+    """Restore models, optimizers, schedules and random state; all ranks call it together.
 
     Raises:
-        ConfigError: the checkpoint is of another model, or damaged.
+        ConfigError: the checkpoint is of another model, has a critic or lacks one, or is damaged.
     """
-    _ensure_adam_state(policy.optimizer)
-    _keep_adam_step_on_load(policy.optimizer)
     try:
+        _check_critic(checkpoint, critic)
         strategy = FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(checkpoint)), policy.ranks.data.group
+            get_default_load_sharded_strategy(str(checkpoint)), policy.ranks.copies.group
         )
         loaded = dist_checkpointing.load(
-            _sharded_state(policy, loading=True), str(checkpoint), strategy
+            _sharded_state(policy, critic, loading=True), str(checkpoint), strategy
         )
     except (CheckpointException, CheckpointingException) as error:
         raise ConfigError(
             f"checkpoint {checkpoint} cannot be loaded into this model ({_reason(error)}); use "
             "another train.run_dir, or the recipe the run was started with"
         ) from error
-    policy.gpt.load_state_dict(loaded["model"])
-    policy.optimizer.load_state_dict(loaded["optimizer"])
-    _unshare_adam_step(policy.optimizer)
-    policy.scheduler.load_state_dict(loaded["scheduler"])
+    _restore(policy, loaded)
+    if critic is not None:
+        _restore(critic, loaded["critic"])
     torch.set_rng_state(loaded["rng"]["cpu"])
     if torch.cuda.is_available() and loaded["rng"]["cuda"] is not None:
         torch.cuda.set_rng_state(loaded["rng"]["cuda"])
 
 
-def _sharded_state(policy: Policy, *, loading: bool) -> dict[str, Any]:
-    metadata = _metadata(policy)
-    if not loading:
-        _ensure_adam_state(policy.optimizer)
-    model = policy.gpt.sharded_state_dict(metadata=metadata)
-    ranks = policy.ranks
+def _check_critic(checkpoint: Path, critic: Critic | None) -> None:
+    """Raise ``ConfigError`` unless checkpoint and run agree on whether there is a critic."""
+    saved = "critic" in dist_checkpointing.load_common_state_dict(str(checkpoint))
+    if saved != (critic is not None):
+        has, needs = ("a", "none") if saved else ("no", "one")
+        raise ConfigError(
+            f"checkpoint {checkpoint} has {has} critic, and algo.advantage needs {needs}; use the "
+            "algo.advantage the run was started with, or another train.run_dir"
+        )
+
+
+def _sharded_state(policy: Policy, critic: Critic | None, *, loading: bool) -> dict[str, Any]:
     rng = {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
+    state = _sharded(policy, loading=loading)
+    if critic is not None:
+        state["critic"] = _sharded(critic, loading=loading)
+        add_prefix_for_sharding(state["critic"], CRITIC)
+    # No part of the models draws random numbers in training, so one state serves any layout.
+    state["rng"] = ShardedObject("rng", rng, (1,), (0,), replica_id=policy.ranks.rank)
+    return state
+
+
+def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
+    """Model, optimizer and schedule; also makes the optimizer ready to be read or written."""
+    metadata = _metadata(trained)
+    _ensure_adam_state(trained.optimizer)
+    if loading:
+        _keep_adam_step_on_load(trained.optimizer)
+    model = trained.gpt.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(
+        "optimizer": trained.optimizer.sharded_state_dict(
             model, is_loading=loading, metadata=metadata
         ),
-        "scheduler": policy.scheduler.state_dict(),
-        # No part of the model draws random numbers in training, so one state serves any layout.
-        "rng": ShardedObject("rng", rng, (1,), (0,), replica_id=ranks.rank),
+        "scheduler": trained.scheduler.state_dict(),
     }
 
 
-def _metadata(policy: Policy) -> dict[str, Any]:
+def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
+    trained.gpt.load_state_dict(loaded["model"])
+    trained.optimizer.load_state_dict(loaded["optimizer"])
+    _unshare_adam_step(trained.optimizer)
+    trained.scheduler.load_state_dict(loaded["scheduler"])
+
+
+def _metadata(trained: Trained) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": policy.ranks.data.group,
+        "dp_cp_group": trained.ranks.copies.group,
     }
 
 

@@ -10,23 +10,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.config import RunConfig
+from qurl_megatron.config import RewardConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
-from qurl_megatron.observe.timeline import Span, Timeline
-from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
+from qurl_megatron.rewards import RewardPool, overlong_penalty
 from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import collect, greedy
+from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.training.ahead import Ahead
+from qurl_megatron.training.guard import Guard, Verdict
 from qurl_megatron.training.rank import StopRequest
+from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.checkpoint import description_of
 
+FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
 
 
@@ -36,16 +39,8 @@ class Rollout:
 
     samples: list[Sample]
     metrics: dict[str, Metric]
+    tokens: int  # that the engines generated, those of dropped groups included
     seconds: float  # that the engines took
-
-
-@dataclass(frozen=True)
-class Graded:
-    """One step's samples as the background made them."""
-
-    samples: list[Sample]
-    generating_s: float
-    grading_s: float
 
 
 class Lead:
@@ -56,24 +51,25 @@ class Lead:
         config: RunConfig,
         run_dir: Path,
         stop: StopRequest,
-        start_step: int,
-        cursor: dict[str, Any] | None,
+        state: TrainState,
     ) -> None:
         """
         Args:
-            start_step: steps done before; what metrics.jsonl says of later ones is dropped.
-            cursor: where the prompts go on, from a checkpoint.
+            state: what the run goes on from; what metrics.jsonl says of later steps is dropped.
         """
         self.config = config
         self.run_dir = run_dir
         self.stop = stop
-        self.start_step = start_step
+        self.start_step = state.step
+        self.unquantized_since = state.unquantized_since
+        own = not (config.rollout.urls or config.rollout.rendezvous)
+        self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.tokenizer = Tokenizer(description_of(config.model.path))
         self.prompts = PromptStream(config.data, self.tokenizer, seed=config.train.seed)
-        if cursor:
-            self.prompts.load_state_dict(cursor)
+        if state.cursor:
+            self.prompts.load_state_dict(state.cursor)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
-        self._grading = threading.Lock()
+        self._drawing, self._grading = threading.Lock(), threading.Lock()
 
     def __enter__(self) -> "Lead":
         config = self.config
@@ -85,7 +81,7 @@ class Lead:
                     model_dir=Path(config.model.path)
                     if config.rollout.backend == "embedded"
                     else description_of(config.model.path),
-                    scheme=config.quant.scheme,
+                    scheme=self.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",
                 )
@@ -105,6 +101,7 @@ class Lead:
                 Ahead(
                     self._draw,
                     self._produce,
+                    self.prompts.state_dict,
                     first=self.start_step + 1,
                     last=config.train.steps,
                     max_staleness=config.rollout.max_staleness,
@@ -115,6 +112,11 @@ class Lead:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+
+    @property
+    def scheme(self) -> str:
+        """The number format of what is published next."""
+        return self.config.quant.scheme if self.unquantized_since is None else "none"
 
     def timer(self, step: int) -> Timer:
         """Times the phases of one step, for its metrics and the timeline."""
@@ -141,18 +143,35 @@ class Lead:
         self.progress.phase("rollout")
         self._ahead.admit(step - 1)
         start = time.perf_counter()
-        graded, self.cursor = self._ahead.take(step, lambda: bool(self.stop))
+        draft, self.cursor = self._ahead.take(step, lambda: bool(self.stop))
         waited = time.perf_counter() - start
         # What the trainer waited for, grading last; the rest was hidden behind its own work.
-        grading = min(graded.grading_s, waited)
+        grading = min(draft.grading_s, waited)
         timer.add("rollout", waited - grading)
         timer.add("reward", grading)
-        metrics = _sample_metrics(graded.samples, newest=step - 1)
+        groups = draft.chosen()
+        samples = [sample for group in groups for sample in group]
+        # Groups that only fill up the batch say nothing of what is learnt from.
+        dynamic = self.config.algo.dynamic_sampling
+        learnt = [sample for group in groups if not dynamic or useful(group) for sample in group]
+        metrics = _sample_metrics(samples, newest=step - 1) | _rewards(learnt) | draft.metrics()
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
+        metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
+        if self.config.reward.overlong_fraction > 0:
+            limit = self.config.rollout.max_new_tokens
+            metrics["reward/overlong_penalty"] = _overlong(samples, limit, self.config.reward)
+        if draft.unfilled:
+            self.alarm(
+                "sampling",
+                f"{draft.unfilled} of {len(groups)} groups have answers that are all right or all "
+                f"wrong, after {len(draft.groups)} prompts; they fill up the batch and teach "
+                "nothing",
+                step,
+            )
         if self.config.train.save_rollouts:
-            save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", graded.samples)
-        return Rollout(graded.samples, metrics, graded.generating_s)
+            save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", samples)
+        return Rollout(samples, metrics, draft.generated_tokens, draft.generating_s)
 
     def recover(self) -> None:
         """No engine is left: wait until one can take the weights in again.
@@ -180,23 +199,81 @@ class Lead:
             with suppress(EngineError):  # those that refuse are out; the next version heals them
                 self.fleet.release()
 
-    def _draw(self) -> tuple[Sequence[Prompt], dict[str, Any]]:
-        prompts = self.prompts.next_batch(self.config.data.prompts_per_step)
-        return prompts, self.prompts.state_dict()
+    def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+        """The guard's word on a step, also told in the terminal and in the timeline."""
+        verdict = self.guard.judge(step, metrics, quantized=self.scheme != "none")
+        if verdict.why:
+            self.alarm("guard", f"{self._consequence(verdict)}: {verdict.why}", step)
+        return verdict
 
-    def _produce(self, step: int, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Graded:
+    def fall_back(self, version: int) -> None:
+        """Start the engines anew for unquantized weights, which come with ``version``.
+
+        Batches in flight are finished first: they are as good as any of their age.
+
+        Raises:
+            Interrupted: a stop was requested; the next start begins with such engines.
+            ConfigError: engines cannot be started any more.
+        """
+        self.unquantized_since = version
+        self.progress.phase("finishing rollouts")
+        self._ahead.settle(lambda: bool(self.stop))
+        self.progress.phase("restarting engines")
+        self.fleet.switch(self.scheme)
+        end = time.monotonic() + self.config.rollout.start_timeout_s
+        while self.fleet.starting() and time.monotonic() < end:
+            if self.stop:
+                raise Interrupted("stopped while engines were starting")
+            time.sleep(0.05)
+
+    def alarm(self, lane: str, text: str, step: int) -> None:
+        """Say something loudly, and keep it in the timeline."""
+        self.progress.alarm(f"{lane}, step {step}: {text}")
+        self.timeline.event(lane, text, step)
+
+    def _consequence(self, verdict: Verdict) -> str:
+        if verdict.halt:
+            return HALTED
+        if verdict.fall_back:
+            return FALL_BACK + f"{FORMATS[self.config.model.dtype]} rollouts"
+        return "warning"
+
+    def _quantized(self, samples: Sequence[Sample]) -> bool:
+        """True where a token of a sample came from quantized weights."""
+        if self.config.quant.scheme == "none" or self.unquantized_since is None:
+            return self.config.quant.scheme != "none"
+        return any(min(s.versions) < self.unquantized_since for s in samples if s.versions)
+
+    def _draw(self) -> tuple[dict[str, Any], Draft]:
+        algo, count = self.config.algo, self.config.data.prompts_per_step
+        with self._drawing:
+            cursor = self.prompts.state_dict()
+            prompts = self.prompts.next_batch(count)
+        return cursor, Draft(prompts, count, algo.max_refills if algo.dynamic_sampling else None)
+
+    def _produce(self, step: int, draft: Draft, stop: Callable[[], bool]) -> Draft:
         """Answers to one step's prompts, graded; runs on a thread of its own."""
         config = self.config
-        start = time.time()
-        samples = collect(
-            self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
-        )
-        generated = time.time()
-        samples = self._graded(samples)
-        end = time.time()
-        self.timeline.add(Span("engines", "rollout", step, start, generated))
-        self.timeline.add(Span("engines", "reward", step, generated, end))
-        return Graded(samples, generated - start, end - generated)
+
+        def answer(prompts: Sequence[Prompt]) -> list[Sample]:
+            start = time.time()
+            samples = collect(
+                self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
+            )
+            generated = time.time()
+            samples = self._graded(samples)
+            end = time.time()
+            self.timeline.add(Span("engines", "rollout", step, start, generated))
+            self.timeline.add(Span("engines", "reward", step, generated, end))
+            draft.generating_s += generated - start
+            draft.grading_s += end - generated
+            return samples
+
+        def draw(count: int) -> list[Prompt]:
+            with self._drawing:
+                return self.prompts.next_batch(count)
+
+        return fill(draft, answer, draw)
 
     def evaluate(self, step: int) -> float:
         """Accuracy on held-out prompts, by the engines as they are: at rollout precision."""
@@ -260,14 +337,33 @@ def save_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 def _sample_metrics(samples: list[Sample], *, newest: int) -> dict[str, Metric]:
     """What is to be seen of the samples; ``newest`` is the version they should come from."""
-    rewards = [sample.reward for sample in samples]
-    mean = sum(rewards) / len(rewards)
     tokens = sum(len(sample.response_ids) for sample in samples)
     return {
-        "reward/mean": Mean(sum(rewards), len(rewards)),
-        "reward/std": Max(math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))),
         "sync/version": Max(newest),
         "sync/staleness": Max(newest - min(min(s.versions, default=newest) for s in samples)),
         "response/length": Mean(tokens, len(samples)),
         "response/truncated": Mean(sum(sample.truncated for sample in samples), len(samples)),
     }
+
+
+def _rewards(samples: Sequence[Sample]) -> dict[str, Metric]:
+    """Mean and spread of what the verifier gave; nothing where there are no samples."""
+    if not samples:
+        return {}
+    rewards = [sample.reward for sample in samples]
+    mean = sum(rewards) / len(rewards)
+    return {
+        "reward/mean": Mean(sum(rewards), len(rewards)),
+        "reward/std": Max(math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))),
+    }
+
+
+def _overlong(samples: Sequence[Sample], limit: int, reward: RewardConfig) -> Mean:
+    """The mean that the soft punishment of long responses adds to the reward."""
+    penalties = [
+        overlong_penalty(
+            len(sample.response_ids), limit, reward.overlong_fraction, reward.overlong_penalty
+        )
+        for sample in samples
+    ]
+    return Mean(sum(penalties), len(penalties))

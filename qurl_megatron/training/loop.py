@@ -12,12 +12,15 @@ collectives and matrix products add in an order of their own on another.
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
+from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
@@ -25,6 +28,7 @@ from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
+from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState, claim, latest
@@ -48,20 +52,25 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             config.optimizer,
             ranks,
             uaq_scale=config.quant.uaq_scale,
-            keep_reference=config.algo.kl_coef > 0,
+            reference=Reference(config.algo.reference, config.algo.reference_memory)
+            if config.algo.kl_coef > 0
+            else None,
         )
-        state = _resume(run_dir, policy)
+        critic = (
+            Critic.build(config.model, config.parallel, config.critic, config.optimizer, ranks)
+            if config.algo.advantage == "gae"
+            else None
+        )
+        state = _resume(run_dir, policy, critic)
         with (
             lock,
-            Lead(config, run_dir, stop, state.step, state.cursor)
-            if ranks.leads
-            else nullcontext() as lead,
+            Lead(config, run_dir, stop, state) if ranks.leads else nullcontext() as lead,
         ):
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
                 policy,
                 lead and lead.fleet,
-                config.quant,
+                replace(config.quant, scheme=state.scheme(config.quant.scheme)),
                 config.sync,
                 sender,
                 # Engines that wait anyway had better load while the ranks quantize.
@@ -72,20 +81,26 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
                 publisher.publish(state.step)
                 if lead:
                     lead.published(state.step)
-                state = _run(config, policy, publisher, lead, state)
+                state = _run(config, policy, critic, publisher, lead, state)
             if lead:
                 lead.finish(state)
     return state.step >= config.train.steps
 
 
 def _run(
-    config: RunConfig, policy: Policy, publisher: Publisher, lead: Lead | None, state: TrainState
+    config: RunConfig,
+    policy: Policy,
+    critic: Critic | None,
+    publisher: Publisher,
+    lead: Lead | None,
+    state: TrainState,
 ) -> TrainState:
     """Steps until the last one or a stop; what is returned is also on disk.
 
     Raises:
         EngineError, ConfigError: no engine could be used, or no version written; what was trained
             is on disk all the same.
+        Collapse: the guard halted the run.
     """
     run_dir = Path(config.train.run_dir)
     saved = state.step if state.step else None
@@ -99,18 +114,27 @@ def _run(
         rollout, failure = _samples(lead, publisher, step, timer)
         if rollout is None:
             break
-        metrics = improve(policy, rollout.samples, config, step=step, timer=timer)
-        with timer.phase("publish"):
-            published, failure = _publish(lead, publisher, step)
-            metrics |= published
+        metrics = improve(policy, rollout.samples, config, step=step, timer=timer, critic=critic)
+        measured = _over_ranks(metrics)
+        state = replace(state, step=step)
+        state, noted, failure = _guarded(
+            lead, publisher, state, values(merge([measured, rollout.metrics])), timer
+        )
+        published: dict[str, Metric] = {}
+        if failure is None:
+            with timer.phase("publish"):
+                published, failure = _publish(lead, publisher, step)
         if lead and failure is None:
             lead.published(step)
-        measured = _over_ranks({**metrics, **timer.metrics()})
-        state = replace(state, step=step)
+        measured = merge([measured, _over_ranks({**published, **timer.metrics()})])
         if lead:
             lead.write(
                 step,
-                {**values(merge([measured, rollout.metrics])), **_throughput(measured, rollout)},
+                {
+                    **values(merge([measured, rollout.metrics])),
+                    **noted,
+                    **_throughput(measured, rollout),
+                },
             )
             state = replace(state, cursor=lead.cursor)
         evaluate = config.train.eval_prompts and _due(
@@ -119,15 +143,57 @@ def _run(
         if evaluate and failure is None:
             state, failure = _evaluated(lead, publisher, state)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
-            checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
+            checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
             saved = step
     if saved != state.step:
-        checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep)
+        checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
     if lead:
         lead.happened(state.step)  # in a step that was not finished
-    if failure is not None:
+    if lead and isinstance(failure, Collapse):
+        lead.finish(state)  # the report says more than one sentence
+    if failure is not None and not isinstance(failure, Interrupted):
         raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
     return state
+
+
+def _guarded(
+    lead: Lead | None,
+    publisher: Publisher,
+    state: TrainState,
+    metrics: dict[str, float],
+    timer: Timer,
+) -> tuple[TrainState, dict[str, float], Exception | None]:
+    """Let the guard judge a step before its version is published, and do what it says.
+
+    A fall-back to unquantized rollouts begins with this version: the run goes on as it does when it
+    is started again from here.
+
+    Returns:
+        The state with the guard's part, the guard's metrics, and what ends the run; on every rank.
+    """
+    verdict: Verdict = _share(lead and lead.judge(state.step, metrics))
+    state = replace(state, guard=verdict.counts)
+    if verdict.fall_back:
+        notice = f"rollouts are unquantized since step {state.step}, by the guard: {verdict.why}"
+        state = replace(state, unquantized_since=state.step, notice=notice)
+        publisher.publish_as("none")
+    failure: Exception | None = None
+    if verdict.halt:
+        failure = Collapse(f"the guard halted the run: {verdict.why}")
+        state = replace(state, notice=str(failure))
+    elif verdict.fall_back:
+        with timer.phase("restart"):
+            failure = _share(lead and _fallen_back(lead, state.step))
+    return state, verdict.metrics, failure
+
+
+def _fallen_back(lead: Lead, version: int) -> Exception | None:
+    """None where the engines are up for unquantized weights; else what ends the run."""
+    try:
+        lead.fall_back(version)
+    except (Interrupted, ConfigError) as error:
+        return error
+    return None
 
 
 def _samples(
@@ -219,9 +285,7 @@ def _evaluated(
     return state, failure
 
 
-def _share(
-    outcome: tuple[Rollout | None, EngineError | None],
-) -> tuple[Rollout | None, EngineError | None]:
+def _share(outcome: Any) -> Any:
     """What the leading rank has, on every rank."""
     box = [outcome]
     dist.broadcast_object_list(box, src=0)
@@ -236,10 +300,9 @@ def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
 
 
 def _throughput(metrics: dict[str, Metric], rollout: Rollout) -> dict[str, float]:
-    generated = sum(len(s.response_ids) for s in rollout.samples)
-    trained = generated + sum(len(s.prompt.input_ids) for s in rollout.samples)
+    trained = sum(len(s.prompt.input_ids) + len(s.response_ids) for s in rollout.samples)
     return {
-        "throughput/rollout_tokens_per_s": generated / rollout.seconds,
+        "throughput/rollout_tokens_per_s": rollout.tokens / rollout.seconds,
         "throughput/train_tokens_per_s": trained / metrics["time/train"].value,
     }
 
@@ -248,13 +311,15 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _resume(run_dir: Path, policy: Policy) -> TrainState:
+def _resume(run_dir: Path, policy: Policy, critic: Critic | None) -> TrainState:
     """The newest checkpoint's state, loaded into the policy; a fresh state where there is none."""
     path = latest(run_dir)
     if path is None:
         return TrainState()
-    checkpoint.load(path, policy)
+    checkpoint.load(path, policy, critic)
     state = TrainState.read(path)
     if policy.ranks.leads:
         print(f"resuming {run_dir} after step {state.step}", flush=True)
+        if state.notice:
+            print(state.notice, flush=True)
     return state

@@ -1,17 +1,19 @@
 """The sharded loss of one microbatch: log-probs where the logits lie, then the objective per token.
 
-Shapes: B = responses, S = padded length, v = this tensor rank's part of the vocabulary,
-N = response tokens of the microbatch. Prompts and padding are dropped before any ratio is formed.
+Shapes: B = rows, S = padded length, s = this context-parallel rank's part of it, v = this tensor
+rank's part of the vocabulary, N = response tokens of the microbatch. Prompts and padding are left
+out before any ratio is formed.
 """
 
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import k1, k3, objective_terms, token_log_probs
-from qurl_megatron.config import AlgoConfig
+from qurl_megatron.algo import ESTIMATORS, k3, objective_terms, token_log_probs
+from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.model.context import ContextPart
 from qurl_megatron.model.policy import Policy
-from qurl_megatron.observe.metrics import EffectiveSampleSize, Max, Mean, Metric
+from qurl_megatron.observe.metrics import Mean, Metric
 
 
 class Scorer:
@@ -19,34 +21,52 @@ class Scorer:
 
     def __init__(self, policy: Policy, temperature: float) -> None:
         self.group = policy.ranks.tensor.group if policy.ranks.tensor.size > 1 else None
+        self.context = policy.ranks.context
         self.vocab = policy.arch.vocab
         self.temperature = temperature
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """[B, S, v] logits -> log-probs and entropies of the response tokens, [N] each.
+        """[B, s, v] logits -> log-probs and entropies of the response tokens, [N] each.
 
-        The backward pass writes the gradient over the logits.
+        All context-parallel ranks get those of the whole sequences. The backward pass writes the
+        gradient over the logits.
         """
-        log_probs, entropy = token_log_probs(
+        part = ContextPart.of(self.context, batch)
+        scores = token_log_probs(
             logits.flatten(0, 1),
-            batch.targets.flatten(),
+            part.cut(batch.targets).flatten(),
             group=self.group,
             temperature=self.temperature,
             vocab_size=self.vocab,
         )
-        rows = batch.mask.flatten()
-        return log_probs[rows], entropy[rows]
+        log_probs, entropy = (
+            part.join(score.unflatten(0, logits.shape[:2]))[batch.mask] for score in scores
+        )
+        return log_probs, entropy
 
 
 class PolicyLoss:
     """One microbatch's share of the loss, and what is to be seen of it."""
 
-    def __init__(self, score: Scorer, algo: AlgoConfig) -> None:
+    def __init__(
+        self,
+        score: Scorer,
+        algo: AlgoConfig,
+        correction: CorrectionConfig = CorrectionConfig(),  # noqa: B008 - frozen
+        *,
+        weight_scale: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            weight_scale: what importance weights are multiplied by, see ``attach_correction``.
+        """
         self.score = score
         self.algo = algo
+        self.correction = correction
+        self.weight_scale = weight_scale
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
-        algo = self.algo
+        algo, correction = self.algo, self.correction
         current, entropy = self.score(logits, batch)
         terms = objective_terms(
             current,
@@ -54,45 +74,46 @@ class PolicyLoss:
             batch.behaviour,
             batch.advantages,
             kind=algo.objective,
+            surrogate=algo.surrogate,
+            ratio=algo.ratio,
             clip_low=algo.clip_low,
             clip_high=algo.clip_high,
+            dual_clip=algo.dual_clip,
             cap=algo.cap,
+            max_bound=algo.acr_max_bound,
+            band=(correction.band_low, correction.band_high),
+            level=correction.level,
+            weight_scale=self.weight_scale,
+            keep=batch.kept,
+            owners=batch.owners,
+            responses=len(batch.lengths),
         )
         value = terms.value
         if algo.entropy_coef:
             value = value + algo.entropy_coef * entropy
         metrics: dict[str, Metric] = {}
-        if algo.kl_coef:
-            divergence = k3(current, batch.reference)
+        if algo.kl_coef and algo.kl_in == "loss":
+            divergence = ESTIMATORS[algo.kl_estimator](current, batch.reference)
             value = value - algo.kl_coef * divergence
             metrics["reference/kl"] = _mean(divergence)
+        if batch.kept is not None:  # penalty and bonus leave a rejected response alone, too
+            value = torch.where(batch.kept, value, 0.0)
         loss = -(batch.weights * value).sum()
         metrics |= {
             "policy/loss": Mean(loss.item(), 0.0),
             "policy/clip_fraction": _mean(terms.clipped),
             "policy/ratio_mean": _mean(terms.ratio),
+            "policy/kl_from_proximal": _mean(k3(batch.proximal, current.detach())),
             "policy/entropy": _mean(entropy),
             "acr/active_fraction": _mean(terms.acr_active),
             "acr/rescued_fraction": _mean(terms.acr_rescued),
+            "correction/weight_mean": _mean(terms.weight),
         }
+        if algo.dual_clip:
+            metrics["policy/dual_clip_fraction"] = _mean(terms.dual_clipped)
+        if algo.objective == "icepop":
+            metrics["correction/banded_fraction"] = _mean(terms.banded)
         return loss, metrics
-
-
-def mismatch(batch: TokenBatch, cap: float) -> dict[str, Metric]:
-    """How far the quantized behaviour policy is from the full-precision one it was made from."""
-    behaviour, proximal = batch.behaviour, batch.proximal
-    log_rho = proximal.double() - behaviour.double()
-    rho = log_rho.exp()
-    return {
-        "rollout/kl_k1": _mean(k1(behaviour, proximal)),
-        "rollout/kl_k3": _mean(k3(behaviour, proximal)),
-        "rollout/rho_mean": _mean(rho),
-        "rollout/rho_max": Max(rho.max().item() if len(rho) else 0.0),
-        "rollout/ess": EffectiveSampleSize(
-            rho.sum().item(), rho.square().sum().item(), float(len(rho))
-        ),
-        "rollout/truncated_weight_fraction": _mean(rho > cap),
-    }
 
 
 def _mean(values: Tensor) -> Mean:

@@ -37,19 +37,21 @@ def run_rank(config: RunConfig) -> int:
 
     Returns:
         0 when all steps are done, 128 + n after a clean stop on signal n. A failure does not
-        return: the process leaves with 2 and one sentence for a mistake in the input, with 1 for
-        anything else.
+        return: the process leaves with 2 and one sentence for a mistake in the input, with 3 and
+        one sentence where the guard halted the run, with 1 for anything else.
     """
     stop = StopRequest()
     from qurl_megatron.rollout.client import EngineError
+    from qurl_megatron.training.guard import Collapse
     from qurl_megatron.training.loop import train
 
+    codes = {ConfigError: 2, Collapse: 3, EngineError: 1}
     try:
         finished = train(config, stop)
-    except (ConfigError, EngineError) as error:
+    except tuple(codes) as error:
         if _first_to_fail():
             print(f"qurl: {error}", file=sys.stderr)
-        _leave(2 if isinstance(error, ConfigError) else 1)
+        _leave(codes[type(error)])
     except BaseException:
         if _first_to_fail():  # what the others see is only that a peer is gone
             traceback.print_exc()

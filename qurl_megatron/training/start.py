@@ -16,7 +16,7 @@ def start(config: RunConfig) -> int:
 
     Returns:
         0 when all steps are done; 128 + n after a clean stop on signal n; 2 for a mistake in the
-        input.
+        input; 3 where the guard halted the run.
     """
     from qurl_megatron.training.rank import run_rank
 

@@ -8,7 +8,7 @@ On disk:
 
 import fcntl
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,6 +27,9 @@ class TrainState:
     cursor: dict[str, Any] | None = None  # where the prompts go on
     accuracy_before: float | None = None  # held-out, of the model the run began with
     accuracy: float | None = None  # held-out, the newest
+    guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
+    unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
+    notice: str = ""  # what the guard did last
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":
@@ -40,6 +43,10 @@ class TrainState:
 
     def write(self, checkpoint: Path) -> None:
         (checkpoint / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    def scheme(self, configured: str) -> str:
+        """The number format that rollout weights have from here on."""
+        return configured if self.unquantized_since is None else "none"
 
     def summary(self) -> str:
         """How far the run has come, for a person."""

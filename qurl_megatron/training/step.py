@@ -5,19 +5,32 @@ microbatch it is dealt to. So scores computed once serve every epoch, and no lay
 summed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 
 import torch
 
 from qurl_megatron.algo import token_weights
-from qurl_megatron.config import RunConfig
-from qurl_megatron.data.pack import TokenBatch, pad_samples
+from qurl_megatron.config import AlgoConfig, RunConfig
+from qurl_megatron.data.pack import (
+    TokenBatch,
+    pack_samples,
+    pad_samples,
+    plan_passes,
+    round_up,
+    tokens_of,
+)
+from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
+from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.advantages import attach_advantages
-from qurl_megatron.training.objective import PolicyLoss, Scorer, mismatch
+from qurl_megatron.training.correction import attach_correction
+from qurl_megatron.training.mismatch import mismatch
+from qurl_megatron.training.objective import PolicyLoss, Scorer
+from qurl_megatron.training.values import ValueLoss, attach_values
 from qurl_megatron.types import Sample
 
 Minibatch = list[TokenBatch]  # this data-parallel rank's microbatches of one optimizer update
@@ -30,70 +43,116 @@ def improve(
     *,
     step: int,
     timer: Timer,
+    critic: Critic | None = None,
 ) -> dict[str, Metric]:
     """Score the samples, then update the policy on them; all ranks call it with the same samples.
+
+    Args:
+        critic: updated on the same minibatches, each time before the policy.
 
     Returns:
         This rank's metrics, to be merged over ranks.
     """
+    ranks, algo = policy.ranks, config.algo
     score = Scorer(policy, config.rollout.temperature)
-    minibatches = lay_out(policy.ranks, samples, config, step=step)
+    minibatches = lay_out(ranks, samples, config, step=step)
+    flat = [batch for minibatch in minibatches for batch in minibatch]
     with timer.phase("score"):
-        minibatches = attach_scores(
-            policy, minibatches, score, with_reference=config.algo.kl_coef > 0
-        )
-        minibatches = _map(
-            minibatches, lambda flat: attach_advantages(policy.ranks, flat, samples, config)
-        )
+        flat = attach_scores(policy, flat, score, with_reference=algo.kl_coef > 0)
+        if critic:
+            flat = attach_values(critic, flat)
+        flat, weight_scale, rejections = attach_correction(ranks, flat, algo, config.correction)
+        flat, worth = attach_advantages(ranks, flat, samples, config)
     seen: list[dict[str, Metric]] = []
-    if policy.ranks.last_stage and policy.ranks.tensor.rank == 0:
+    if ranks.last_stage and ranks.counted:
+        seen += [rejections, worth, layout_metrics(flat, samples)]
         seen += [
-            mismatch(batch, config.algo.cap) for minibatch in minibatches for batch in minibatch
+            mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap) for b in flat
         ]
+    scored = iter(flat)
+    minibatches = [[next(scored) for _ in minibatch] for minibatch in minibatches]
     with timer.phase("train"):
-        loss = PolicyLoss(score, config.algo)
-        for _ in range(config.algo.epochs):
+        loss = PolicyLoss(score, algo, config.correction, weight_scale=weight_scale)
+        for _ in range(algo.epochs):
             for minibatch in minibatches:
-                metrics = policy.accumulate(minibatch, loss)
-                if policy.ranks.tensor.rank == 0:
-                    seen += metrics
-                seen.append(_optimizer_metrics(policy.apply()))
+                if critic:
+                    fit = ValueLoss(ranks.context, clip=config.critic.clip)
+                    seen += _update(critic, minibatch, fit)
+                if critic is None or step > config.critic.ahead_steps:
+                    seen += _update(policy, minibatch, loss)
     merged = merge(seen)
-    if "policy/loss" in merged:  # shares of a loss add up within an update; updates are averaged
-        updates = config.algo.epochs * config.algo.minibatches
-        merged["policy/loss"] = Mean(merged["policy/loss"].total, updates / policy.ranks.data.size)
+    # Shares of a loss add up within an update; updates are averaged.
+    updates = algo.epochs * algo.minibatches
+    for name in {"policy/loss", "critic/loss"} & merged.keys():
+        merged[name] = Mean(merged[name].total, updates / ranks.data.size)
     return merged
 
 
 def deal(
-    count: int, minibatches: int, data_size: int, micro_batch: int, seed: int
+    lengths: Sequence[int],
+    minibatches: int,
+    data_size: int,
+    micro_batch: int,
+    seed: int,
+    *,
+    budget: int = 0,
+    packed: bool = False,
 ) -> list[list[list[list[int]]]]:
     """Indices of the responses, shuffled: ``[minibatch][data rank][microbatch][response]``.
 
     The minibatches do not depend on the layout: another number of ranks trains on the same ones.
+    With a budget of positions per microbatch, data ranks get about equally long responses, in turns
+    from the longest down, and microbatches are as ``plan_passes`` makes them. Their number may then
+    differ from rank to rank: nothing between data ranks happens within a microbatch.
+
+    Args:
+        lengths: of prompt and response, for each response.
     """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    return [
-        [_chunks(update[rank::data_size], micro_batch) for rank in range(data_size)]
-        for update in _chunks(order, count // minibatches)
-    ]
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    dealt = []
+    for update in _chunks(order, len(lengths) // minibatches):
+        if not budget:
+            dealt.append(
+                [_chunks(update[rank::data_size], micro_batch) for rank in range(data_size)]
+            )
+            continue
+        hands: list[list[int]] = [[] for _ in range(data_size)]
+        longest_first = sorted(update, key=lambda i: -lengths[i])
+        for i, hand in zip(longest_first, cycle([*hands, *reversed(hands)]), strict=False):
+            hand.append(i)
+        dealt.append(
+            [
+                [
+                    [hand[k] for k in together]
+                    for together in plan_passes([lengths[i] for i in hand], budget, packed=packed)
+                ]
+                for hand in hands
+            ]
+        )
+    return dealt
 
 
 def lay_out(
     ranks: Ranks, samples: Sequence[Sample], config: RunConfig, *, step: int
 ) -> list[Minibatch]:
-    """This data-parallel rank's microbatches, all of one shape, on this rank's device."""
-    algo = config.algo
-    # Sequence parallelism needs a length that splits over the tensor ranks.
-    multiple = ranks.tensor.size
-    longest = max(len(s.prompt.input_ids) + len(s.response_ids) for s in samples)
-    length = -(-longest // multiple) * multiple
+    """This data-parallel rank's microbatches, on its device.
+
+    All have one shape, unless ``train.max_tokens`` gives each its own.
+    """
+    algo, train = config.algo, config.train
+    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism what a
+    # context rank then has.
+    chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
+    multiple = chunks * ranks.tensor.size
+    lengths = [round_up(tokens_of(s), chunks if train.packed else multiple) for s in samples]
     dealt = deal(
-        len(samples),
+        lengths,
         algo.minibatches,
         ranks.data.size,
-        config.train.micro_batch,
-        seed=_mix(config.train.seed, step),
+        train.micro_batch,
+        seed=_mix(train.seed, step),
+        budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
+        packed=train.packed,
     )
     minibatches = []
     for update in dealt:
@@ -102,62 +161,77 @@ def lay_out(
             zip(
                 everywhere,
                 token_weights(
-                    [len(samples[i].response_ids) for i in everywhere], algo.aggregation
+                    [_counted_tokens(samples[i], algo) for i in everywhere],
+                    algo.aggregation,
+                    constant=config.rollout.max_new_tokens,
                 ).tolist(),
                 strict=True,
             )
         )
-        minibatches.append(
-            [
-                pad_samples(
-                    [samples[i] for i in microbatch],
-                    [weights[i] for i in microbatch],
-                    length=length,
+        batches = []
+        for microbatch in update[ranks.data.rank]:
+            chosen, shares = [samples[i] for i in microbatch], [weights[i] for i in microbatch]
+            if train.packed:
+                batch = pack_samples(
+                    chosen,
+                    shares,
+                    sequence_multiple=chunks,
+                    multiple=multiple,
                     indices=microbatch,
-                ).to(ranks.device)
-                for microbatch in update[ranks.data.rank]
-            ]
-        )
+                )
+            else:
+                length = max([lengths[i] for i in microbatch] if train.max_tokens else lengths)
+                batch = pad_samples(chosen, shares, length=length, indices=microbatch)
+            batches.append(batch.to(ranks.device))
+        minibatches.append(batches)
     return minibatches
 
 
+def layout_metrics(batches: Sequence[TokenBatch], samples: Sequence[Sample]) -> dict[str, Metric]:
+    """How much of the step's microbatches is padding, and how many of them the busiest rank has."""
+    positions = sum(batch.input_ids.numel() for batch in batches)
+    tokens = sum(tokens_of(samples[i]) for batch in batches for i in batch.indices)
+    return {
+        "train/padding_fraction": Mean(positions - tokens, positions),
+        "train/passes": Max(len(batches)),
+    }
+
+
 def attach_scores(
-    policy: Policy, minibatches: list[Minibatch], score: Scorer, *, with_reference: bool
-) -> list[Minibatch]:
+    policy: Policy, batches: list[TokenBatch], score: Scorer, *, with_reference: bool
+) -> list[TokenBatch]:
     """The same microbatches with proximal (and reference) log-probs of their response tokens, [N].
 
     Only the last pipeline stage computes them, and only it reads them.
     """
-    return _map(minibatches, lambda flat: _scored(policy, flat, score, with_reference))
-
-
-def _scored(
-    policy: Policy, flat: list[TokenBatch], score: Scorer, with_reference: bool
-) -> list[TokenBatch]:
-    proximal = policy.score(flat, lambda logits, batch: score(logits, batch)[0])
+    proximal = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
     reference = []
     if with_reference:
         with policy.reference():
-            reference = policy.score(flat, lambda logits, batch: score(logits, batch)[0])
+            reference = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
     if proximal:
-        flat = [replace(batch, proximal=p) for batch, p in zip(flat, proximal, strict=True)]
+        batches = [replace(b, proximal=p) for b, p in zip(batches, proximal, strict=True)]
     if reference:
-        flat = [replace(batch, reference=r) for batch, r in zip(flat, reference, strict=True)]
-    return flat
+        batches = [replace(b, reference=r) for b, r in zip(batches, reference, strict=True)]
+    return batches
 
 
-def _map(
-    minibatches: list[Minibatch], change: Callable[[list[TokenBatch]], list[TokenBatch]]
-) -> list[Minibatch]:
-    """``change`` on the microbatches of all minibatches at once."""
-    changed = iter(change([batch for minibatch in minibatches for batch in minibatch]))
-    return [[next(changed) for _ in minibatch] for minibatch in minibatches]
+def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, Metric]]:
+    """One optimizer update; metrics of every microbatch where they count, and of the update."""
+    seen = model.accumulate(minibatch, loss)
+    update = _optimizer_metrics(model.apply())
+    return [*seen, update] if model.ranks.counted else [update]
+
+
+def _counted_tokens(sample: Sample, algo: AlgoConfig) -> int:
+    """Tokens of a response that the loss averages over."""
+    return 0 if algo.mask_truncated and sample.truncated else len(sample.response_ids)
 
 
 def _optimizer_metrics(measured: dict[str, float]) -> dict[str, Metric]:
     return {
-        "optimizer/grad_norm": Mean(measured["optimizer/grad_norm"], 1.0),
-        "optimizer/lr": Max(measured["optimizer/lr"]),
+        name: Max(value) if name.endswith("/lr") else Mean(value, 1.0)
+        for name, value in measured.items()
     }
 
 

@@ -17,6 +17,12 @@ from qurl_megatron.weights.torch_dist import TorchDistReader
 # Where an optimizer keeps FP32 masters: with and without Megatron's distributed optimizer.
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
+CRITIC = "critic."
+"""How the names of everything begin that a run's checkpoint has of its critic."""
+
+# What lies beside the model in a checkpoint of a run.
+_BESIDE = ("optimizer.", "chained_", "rng", CRITIC)
+
 # Megatron-LM pads a vocabulary to 128 rows for each of at most 64 tensor-parallel ranks.
 _MOST_PADDING = 128 * 64
 
@@ -140,7 +146,7 @@ class MegatronReader:
         extra = [
             key
             for key in self.table.keys()  # noqa: SIM118  not a dict
-            if key not in expected and not key.startswith(("optimizer.", "chained_", "rng"))
+            if key not in expected and not key.startswith(_BESIDE)
         ]
         if extra:
             raise ConfigError(

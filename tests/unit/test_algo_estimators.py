@@ -5,12 +5,25 @@ import math
 import pytest
 import torch
 
-from qurl_megatron.algo import group_advantages, k1, k3, objective, token_weights
+from qurl_megatron.algo import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ESTIMATORS,
+    group_advantages,
+    k1,
+    k2,
+    k3,
+    objective,
+    token_weights,
+)
+
+AVERAGES = ["response_mean", "token_mean"]  # the weights of all tokens sum to one
 
 
 def test_kl_estimators_by_hand():
     sampler, other = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
     assert k1(sampler, other).item() == pytest.approx(math.log(2))
+    assert k2(sampler, other).item() == pytest.approx(math.log(2) ** 2 / 2)
     assert k3(sampler, other).item() == pytest.approx(0.5 - 1 + math.log(2), rel=1e-5)
 
 
@@ -36,10 +49,28 @@ def test_k3_pulls_towards_the_reference():
     torch.testing.assert_close(current.grad, expected)
 
 
+def test_gradient_of_each_estimator_as_a_loss():
+    """Expected over the current policy: nothing, KL(current || reference), and the reverse."""
+    logits = torch.tensor([0.3, -1.0, 1.2], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    p = logits.log_softmax(0)
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    def expected(estimate):
+        return gradient((p.detach().exp() * estimate(p, reference)).sum())
+
+    torch.testing.assert_close(expected(k1), torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(expected(k2), gradient((p.exp() * (p - reference)).sum()))
+    backwards = (reference.exp() * (reference - p)).sum()
+    torch.testing.assert_close(expected(k3), gradient(backwards))
+
+
 @pytest.mark.parametrize("gap", [-1e4, 1e4])
 def test_kl_estimators_stay_finite(gap):
     current = torch.zeros(1, requires_grad=True)
-    for estimate in (k1, k3):
+    for estimate in ESTIMATORS.values():
         value = estimate(current, torch.tensor([gap]))
         value.backward()
         assert value.isfinite().all() and current.grad.isfinite().all()
@@ -58,7 +89,7 @@ def test_dr_grpo_does_not_divide():
     torch.testing.assert_close(group_advantages(rewards, "dr_grpo"), expected)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
 def test_a_group_without_spread_gives_exactly_zero(kind):
     rewards = torch.tensor([[0.1, 0.1, 0.1], [0.3, 0.3, 0.1]])
     advantages = group_advantages(rewards, kind)
@@ -76,9 +107,17 @@ def test_groups_do_not_see_each_other():
 def test_token_weights_by_hand():
     torch.testing.assert_close(token_weights([1, 4]), torch.tensor([1 / 2, 1 / 8]))
     torch.testing.assert_close(token_weights([1, 4], "token_mean"), torch.tensor([1 / 5, 1 / 5]))
+    torch.testing.assert_close(token_weights([1, 4], "response_sum"), torch.tensor([1 / 2, 1 / 2]))
+    constant = token_weights([1, 4], "constant", constant=8)
+    torch.testing.assert_close(constant, torch.tensor([1 / 16, 1 / 16]))
 
 
-@pytest.mark.parametrize("kind", ["response_mean", "token_mean"])
+def test_the_constant_must_be_given():
+    with pytest.raises(AssertionError, match="constant aggregation needs one"):
+        token_weights([1, 4], "constant")
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
 def test_weights_of_all_tokens_sum_to_one(kind):
     lengths = torch.tensor([3, 0, 7, 1, 0, 12])
     weights = token_weights(lengths, kind)
@@ -86,15 +125,16 @@ def test_weights_of_all_tokens_sum_to_one(kind):
     assert weights[[1, 4]].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("kind", ["response_mean", "token_mean"])
+@pytest.mark.parametrize("kind", sorted(AGGREGATIONS))
 def test_empty_responses_change_nothing_and_none_at_all_is_zero(kind):
-    padded = token_weights([3, 0, 7, 0], kind)
-    torch.testing.assert_close(padded[[0, 2]], token_weights([3, 7], kind), rtol=0, atol=0)
-    assert token_weights([0, 0], kind).tolist() == [0, 0]
-    assert token_weights([], kind).shape == (0,)
+    padded = token_weights([3, 0, 7, 0], kind, constant=16)
+    alone = token_weights([3, 7], kind, constant=16)
+    torch.testing.assert_close(padded[[0, 2]], alone, rtol=0, atol=0)
+    assert token_weights([0, 0], kind, constant=16).tolist() == [0, 0]
+    assert token_weights([], kind, constant=16).shape == (0,)
 
 
-@pytest.mark.parametrize("kind", ["response_mean", "token_mean"])
+@pytest.mark.parametrize("kind", AVERAGES)
 def test_microbatches_and_ranks_add_up_to_the_whole_batch(kind):
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 9, 3, 0, 7]

@@ -1,11 +1,11 @@
-"""The five objectives: hand-worked numbers, and what distinguishes them."""
+"""The objectives, token by token: hand-worked numbers, and what distinguishes them."""
 
 import math
 
 import pytest
 import torch
 
-from qurl_megatron.algo import OBJECTIVES, objective, objective_terms
+from qurl_megatron.algo import OBJECTIVES, importance_weights, objective, objective_terms
 
 KINDS = sorted(OBJECTIVES)
 
@@ -42,6 +42,7 @@ def random_tokens(count=400, spread=1.0):
         ("decoupled", 4 * 1.1 * 2),
         ("tis", 2 * 1.1 * 2),
         ("acr", 2 * 1.1 * 2),
+        ("icepop", 4 * 1.1 * 2),  # 4 is within [0.5, 5]
     ],
 )
 def test_inside_the_clip_range_by_hand(kind, expected):
@@ -60,6 +61,7 @@ def test_inside_the_clip_range_by_hand(kind, expected):
         ("decoupled", 4 * 1.2 * 2, False),
         ("tis", 2 * 1.2 * 2, False),
         ("acr", 2 * 1.5 * 2, True),
+        ("icepop", 4 * 1.2 * 2, False),
     ],
 )
 def test_only_acr_lets_a_truncated_positive_token_pass_the_upper_bound(kind, expected, flows):
@@ -194,7 +196,8 @@ def test_clipped_tokens_are_exactly_those_without_gradient(kind):
     current, *others = random_tokens()
     terms = objective_terms(current, *others, kind=kind)
     terms.value.sum().backward()
-    assert torch.equal(current.grad == 0, terms.clipped)
+    assert torch.equal(current.grad == 0, terms.clipped | terms.banded)
+    assert terms.banded.any() == (kind == "icepop")
     for name in ("ratio", "rho", "weight"):
         assert not getattr(terms, name).requires_grad
 
@@ -211,3 +214,157 @@ def test_weight_of_the_decoupled_objective_is_not_truncated():
     assert objective(
         *(torch.tensor(x) for x in (0.0, 0.0, -50.0, 1.0)), kind="decoupled"
     ).item() == pytest.approx(math.exp(20))
+
+
+def test_icepop_keeps_rho_within_the_band_and_drops_the_token_outside():
+    rows = [(1.1, rho, 2.0) for rho in (0.49, 0.51, 1.0, 4.99, 5.01)]
+    value, gradient = value_and_gradient("icepop", *rows)
+    expected = torch.tensor([0, 0.51, 1.0, 4.99, 0]).double() * 1.1 * 2
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradient, expected)
+    narrow, _ = value_and_gradient("icepop", *rows, band=(0.9, 1.1))
+    assert (narrow != 0).tolist() == [False, False, True, False, False]
+    assert objective_terms(*tokens(*rows), kind="icepop").banded.tolist() == [
+        *(True, False, False, False, True)
+    ]
+
+
+def test_dual_clip_ends_what_a_likely_bad_token_costs():
+    # A = -2: the objective would be R A = -8, but not below 3 A = -6; at R = 2.9 it is free.
+    rows = [(4.0, 1.0, -2.0), (2.9, 1.0, -2.0), (0.5, 1.0, -2.0), (4.0, 1.0, 2.0)]
+    value, gradient = value_and_gradient("proximal", *rows, dual_clip=3.0)
+    torch.testing.assert_close(value, torch.tensor([-6.0, -5.8, -1.6, 2.4]).double())
+    torch.testing.assert_close(gradient, torch.tensor([0.0, -5.8, 0.0, 0.0]).double())
+    terms = objective_terms(*tokens(*rows), kind="proximal", dual_clip=3.0)
+    assert terms.dual_clipped.tolist() == [True, False, False, False]
+    assert terms.clipped.tolist() == [False, False, True, True]
+    off = objective_terms(*tokens(*rows), kind="proximal")
+    assert not off.dual_clipped.any() and off.value[0].item() == pytest.approx(-8)
+
+
+def test_dual_clip_comes_before_the_importance_weight():
+    value, _ = value_and_gradient("tis", (4.0, 1.5, -2.0), dual_clip=3.0)
+    assert value.item() == pytest.approx(1.5 * 3 * -2)
+
+
+def test_dual_clip_does_not_touch_what_acr_rescues():
+    inputs = random_tokens()
+    up = inputs[3] > 0
+    same(evaluate("acr", inputs, dual_clip=1.5), evaluate("acr", inputs), up)
+    assert not torch.equal(evaluate("acr", inputs, dual_clip=1.5)[0], evaluate("acr", inputs)[0])
+
+
+def test_cispo_bounds_the_factor_on_both_sides_and_stops_no_gradient():
+    # Clip range [0.8, 1.2]; log current = -1.5 + log R; d/d(log current) is the factor times A.
+    rows = [(1.5, 1.0, 2.0), (1.5, 1.0, -2.0), (0.5, 1.0, 2.0), (0.5, 1.0, -2.0), (1.1, 1.0, 2.0)]
+    value, gradient = value_and_gradient("proximal", *rows, surrogate="cispo")
+    factor = torch.tensor([1.2, -1.2, 0.8, -0.8, 1.1]).double() * 2
+    torch.testing.assert_close(gradient, factor)
+    torch.testing.assert_close(value, factor * tokens(*rows)[0].detach())
+    terms = objective_terms(*tokens(*rows), kind="proximal", surrogate="cispo")
+    assert terms.clipped.tolist() == [True, True, True, True, False]
+
+
+def test_cispo_with_acr_has_the_raised_bound_for_either_sign():
+    # rho = 4, C = 2: w = 2, and the factor may reach 1.2 * 2 = 2.4.
+    rows = [(2.0, 4.0, 1.0), (2.0, 4.0, -1.0), (3.0, 4.0, 1.0)]
+    _, gradient = value_and_gradient("acr", *rows, surrogate="cispo")
+    torch.testing.assert_close(gradient, 2 * torch.tensor([2.0, -2.0, 2.4]).double())
+    terms = objective_terms(*tokens(*rows), kind="acr", surrogate="cispo")
+    assert terms.acr_active.all() and terms.acr_rescued.tolist() == [True, True, False]
+
+
+def test_the_cap_on_the_raised_bound_ends_it_and_never_narrows_the_clip_range():
+    # rho = 10, C = 2: the bound would be 6.
+    rows = [(2.9, 10.0, 1.0), (3.1, 10.0, 1.0), (1.19, 10.0, 1.0)]
+    _, gradient = value_and_gradient("acr", *rows, max_bound=3.0)
+    torch.testing.assert_close(gradient, 2 * torch.tensor([2.9, 0.0, 1.19]).double())
+    _, gradient = value_and_gradient("acr", *rows, max_bound=0.5)
+    torch.testing.assert_close(gradient, 2 * torch.tensor([0.0, 0.0, 1.19]).double())
+    _, gradient = value_and_gradient("tis", *rows, max_bound=3.0)
+    assert gradient[0].item() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_scale_multiplies_value_gradient_and_weight(kind):
+    inputs = random_tokens()
+    value, gradient = evaluate(kind, inputs)
+    scaled = evaluate(kind, inputs, weight_scale=torch.tensor(0.25, dtype=torch.float64))
+    same(scaled, (0.25 * value, 0.25 * gradient))
+    terms = objective_terms(*inputs, kind=kind, weight_scale=0.25)
+    torch.testing.assert_close(terms.weight, 0.25 * importance_weights(*inputs[1:3], kind=kind))
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_are_not_kept_are_silent_even_with_impossible_log_probs(kind, surrogate):
+    current, *others = random_tokens(count=6)
+    keep = torch.tensor([True, False, True, False, False, True])
+    bad = torch.tensor([0, math.nan, 0, math.inf, -math.inf, 0], dtype=torch.float64)
+    spoiled = [(x.detach() + bad) for x in (current, *others)]
+    options = dict(kind=kind, surrogate=surrogate, dual_clip=2.0)
+    leaf = spoiled[0].requires_grad_()
+    terms = objective_terms(leaf, *spoiled[1:], keep=keep, **options)
+    terms.value.sum().backward()
+    value, gradient = evaluate(inputs=(current, *others), **options)
+    torch.testing.assert_close(terms.value.detach(), torch.where(keep, value, 0.0))
+    torch.testing.assert_close(leaf.grad, torch.where(keep, gradient, 0.0))
+    assert (terms.weight[~keep] == 0).all() and (terms.rho[~keep] == 1).all()
+    assert not (terms.clipped | terms.dual_clipped | terms.truncated)[~keep].any()
+
+
+def written(current, proximal, behaviour, A, *, kind, surrogate, dual_clip, cap=2.0):
+    """The formulas of the page as they are written, for autograd to differentiate."""
+    rho = (proximal - behaviour).exp()
+    other = behaviour if kind == "naive" else proximal
+    R, r = (current - other).exp(), torch.minimum(torch.ones_like(rho), cap / rho)
+    w = {
+        "naive": torch.ones_like(rho),
+        "proximal": torch.ones_like(rho),
+        "decoupled": rho,
+        "tis": torch.minimum(rho, torch.full_like(rho, cap)),
+        "acr": torch.minimum(rho, torch.full_like(rho, cap)),
+        "icepop": rho * ((rho >= 0.5) & (rho <= 5)),
+    }[kind]
+    upper = 1.28 / r if kind == "acr" else torch.full_like(rho, 1.28)
+    clipped = torch.maximum(torch.minimum(R, upper), torch.full_like(R, 0.8))
+    if surrogate == "cispo":
+        J = clipped.detach() * A * current
+    else:
+        J = torch.minimum(R * A, clipped * A)
+    if dual_clip:
+        J = torch.where(A < 0, torch.maximum(J, dual_clip * A), J)
+    return w * J
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 1.6])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradient_are_those_of_the_written_formula(kind, surrogate, dual_clip):
+    current, *others = random_tokens(count=4000)
+    options = dict(kind=kind, surrogate=surrogate, dual_clip=dual_clip)
+    expected = written(current, *others, **options)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), current)
+    actual = objective(current, *others, clip_high=0.28, **options)
+    (gradient,) = torch.autograd.grad(actual.sum(), current)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_extremes_stay_finite_with_every_option_on(kind, surrogate):
+    gaps = torch.tensor([-1e4, -21.0, 0.0, 21.0, 1e4])
+    grid = torch.cartesian_prod(gaps, gaps, torch.tensor([-3.0, 0.0, 3.0]))
+    current = grid[:, 0].clone().requires_grad_()
+    terms = objective_terms(
+        *(current, torch.zeros(len(grid)), -grid[:, 1], grid[:, 2]),
+        kind=kind,
+        surrogate=surrogate,
+        dual_clip=3.0,
+        max_bound=10.0,
+        weight_scale=0.5,
+        keep=torch.arange(len(grid)) % 2 == 0,
+    )
+    terms.value.sum().backward()
+    assert terms.value.isfinite().all() and current.grad.isfinite().all()

@@ -23,8 +23,10 @@ LEVEL = {
     "rollout": 2,
     "convert": 2,
     "sync": 3,
+    "evaluation": 3,
     "training": 4,
     "bench": 4,
+    "study": 4,
     "cli": 5,
     "testing": 5,
 }

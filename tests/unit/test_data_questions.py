@@ -145,3 +145,10 @@ def test_a_task_with_too_few_questions_to_hold_some_out_says_so():
 def test_a_task_without_a_written_answer_is_refused():
     with pytest.raises(ConfigError, match="graph_color has no single written answer"):
         training_questions(DataConfig(task="graph_color"))
+
+
+def test_our_own_task_sorts_as_many_digits_as_asked():
+    config = DataConfig(task="sort_digits", task_args={"digits": 5}, task_size=3)
+    for question in training_questions(config):
+        digits = question.text.removeprefix("sort ").removesuffix(" =").split()
+        assert len(digits) == 5 and " ".join(sorted(digits)) == question.answer

@@ -1,6 +1,7 @@
 import math
 import pickle
 import random
+import statistics
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from qurl_megatron.observe import (
     merge,
     values,
 )
+from qurl_megatron.observe.metrics import Correlation, ExplainedVariance, StdDev
 
 
 def _measure(weights: list[float]) -> dict:
@@ -26,7 +28,14 @@ def _measure(weights: list[float]) -> dict:
         "max": Max(max(weights)),
         "min": Min(min(weights)),
         "ess": EffectiveSampleSize(sum(weights), sum(w * w for w in weights), len(weights)),
+        "std": StdDev(sum(weights), sum(w * w for w in weights), len(weights)),
+        "correlation": _correlation([(w, math.sqrt(w)) for w in weights]),
     }
+
+
+def _correlation(pairs: list[tuple[float, float]]) -> Correlation:
+    columns = ([x, y, x * x, y * y, x * y, 1] for x, y in pairs)
+    return Correlation(*map(sum, zip(*columns, strict=True)))
 
 
 def test_merging_uneven_microbatches_equals_measuring_the_whole_batch():
@@ -55,6 +64,56 @@ def test_a_mean_over_nothing_is_nan_and_disappears_in_a_merge():
 def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one():
     assert EffectiveSampleSize(8.0, 16.0, 4.0).value == 1.0
     assert EffectiveSampleSize(5.0, 25.0, 4.0).value == 0.25
+
+
+def test_deviation_and_correlation_are_those_of_the_textbook():
+    noise = random.Random(1)
+    xs = [noise.random() for _ in range(50)]
+    ys = [x + 0.1 * noise.gauss(0, 1) for x in xs]
+    measured = StdDev(sum(xs), sum(x * x for x in xs), len(xs))
+    assert measured.value == pytest.approx(statistics.stdev(xs))
+    together = _correlation(list(zip(xs, ys, strict=True)))
+    assert together.value == pytest.approx(statistics.correlation(xs, ys))
+    assert 0.8 < together.value < 0.99
+
+
+def test_correlation_by_hand():
+    assert _correlation([(0, 0), (1, 2), (2, 4)]).value == pytest.approx(1)
+    assert _correlation([(0, 4), (1, 2), (2, 0)]).value == pytest.approx(-1)
+    assert _correlation([(0, 0), (0, 1), (1, 0), (1, 1)]).value == 0
+
+
+def test_spread_of_what_does_not_vary():
+    assert math.isnan(StdDev(2.0, 4.0, 1).value) and StdDev(4.0, 8.0, 2).value == 0.0
+    assert math.isnan(_correlation([(1, 1), (1, 2)]).value)
+    assert math.isnan(Correlation(0, 0, 0, 0, 0, 0).value)
+
+
+def _explained(targets: list[float], predictions: list[float]) -> ExplainedVariance:
+    errors = [t - p for t, p in zip(targets, predictions, strict=True)]
+    return ExplainedVariance(
+        sum(targets),
+        sum(t * t for t in targets),
+        sum(errors),
+        sum(e * e for e in errors),
+        len(targets),
+    )
+
+
+def test_explained_variance_is_one_less_the_share_of_the_variance_that_is_missed():
+    # Errors 0, 0, 0, 2 vary by 3/4 around their mean, the targets 0, 1, 2, 5 by 7/2.
+    targets, predictions = [0.0, 1.0, 2.0, 5.0], [0.0, 1.0, 2.0, 3.0]
+    assert _explained(targets, predictions).value == pytest.approx(1 - 0.75 / 3.5)
+    in_parts = merge({"x": _explained(targets[i:j], predictions[i:j])} for i, j in ((0, 1), (1, 4)))
+    assert values(in_parts)["x"] == pytest.approx(1 - 0.75 / 3.5)
+    # A constant offset is no variance missed; a constant prediction explains none.
+    assert _explained(targets, [t + 1 for t in targets]).value == pytest.approx(1.0)
+    assert _explained(targets, [0.5] * 4).value == pytest.approx(0.0)
+
+
+def test_explained_variance_of_what_does_not_vary_is_nan():
+    assert math.isnan(_explained([0.1] * 3, [0.0, 0.1, 0.2]).value)
+    assert math.isnan(ExplainedVariance(0, 0, 0, 0, 0).value)
 
 
 @pytest.mark.parametrize("kind", [Max, Min])

@@ -52,6 +52,14 @@ def test_the_line_leaves_out_what_was_not_measured_and_the_last_one_has_no_eta()
     assert last == "step 2/2  reward 1.000"
 
 
+def test_an_alarm_stands_out_in_a_log_and_above_the_display():
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(2, stream=stream) as progress:
+            progress.alarm("guard, step 1: halted")
+            progress.step(1, METRICS)
+        assert "*** guard, step 1: halted" in stream.getvalue()
+
+
 def test_eta_follows_the_recent_pace_and_ignores_the_evaluation_before_training():
     clock = Clock()
     with Progress(100, stream=io.StringIO(), clock=clock) as progress:

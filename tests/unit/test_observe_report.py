@@ -151,6 +151,40 @@ def test_values_of_zero_are_drawn_on_linear_scales_and_left_out_on_logarithmic_o
     assert _pictures(write_report(run_dir).read_text()) == {"clip"}
 
 
+def write_events(run_dir, *events):
+    lines = [
+        {"lane": lane, "name": name, "step": step, "start": 1.8e9, "end": 1.8e9}
+        for step, lane, name in events
+    ]
+    (run_dir / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_the_guard_did_stands_at_the_head_of_the_page(tmp_path):
+    run_dir = write_fake_run(tmp_path, 6)
+    write_events(
+        run_dir,
+        (2, "guard", "warning: policy/entropy = 0.1 is below guard.entropy_below = 0.5"),
+        (4, "guard", "falling back to BF16 rollouts: rollout/rho_max = 31 is above 10"),
+        (6, "guard", "halted: reward/mean = 0.01 is below guard.reward_below = 0.05"),
+    )
+    page = write_report(run_dir).read_text()
+    banners = re.findall(r'<p class="warning alarm">(.*?)</p>', page)
+    assert banners == [
+        "<strong>BF16 rollouts since step 4.</strong> rollout/rho_max = 31 is above 10",
+        "<strong>Halted at step 6.</strong> reward/mean = 0.01 is below guard.reward_below = 0.05",
+    ]
+    assert page.index("Halted") < page.index("<h2>")
+    assert "<td>guard: warning: policy/entropy = 0.1 is below" in page
+
+
+def test_a_halted_run_that_went_on_says_both_and_most_runs_have_no_banner(tmp_path, page):
+    run_dir = write_fake_run(tmp_path, 6)
+    write_events(run_dir, (3, "guard", "halted: it <b>broke</b>"), (5, "fleet", "engine-0 died"))
+    text = write_report(run_dir).read_text()
+    assert "Halted at step 3, and started again.</strong> it &lt;b&gt;broke" in text
+    assert "warning alarm" not in page
+
+
 def test_names_and_recipes_cannot_inject_markup(tmp_path):
     run_dir = write_fake_run(tmp_path, 1)
     (run_dir / "config.toml").write_text('[model]\npath = "<script>alert(1)</script>"\n')

@@ -18,16 +18,20 @@ class Engines:
         self.done = {step: threading.Event() for step in range(20)}
         self.drawn = 0
 
-    def draw(self):
-        self.drawn += 1
-        return [f"prompt {self.drawn}"], {"position": self.drawn}
+    def cursor(self):
+        return {"position": self.drawn}
 
-    def produce(self, step, prompts, stop):
+    def draw(self):
+        before = self.cursor()
+        self.drawn += 1
+        return before, f"prompt {self.drawn}"
+
+    def produce(self, step, prompt, stop):
         self.begun.append(step)
         while not self.done[step].wait(0.005):
             if stop():
                 raise Interrupted("stopped")
-        return f"{prompts[0]} for step {step}"
+        return f"{prompt} for step {step}"
 
 
 @pytest.fixture
@@ -35,8 +39,9 @@ def engines():
     return Engines()
 
 
-def ahead(engines, staleness, last=10):
-    return Ahead(engines.draw, engines.produce, first=1, last=last, max_staleness=staleness)
+def ahead(engines, staleness, last=10, produce=None):
+    options = dict(first=1, last=last, max_staleness=staleness)
+    return Ahead(engines.draw, produce or engines.produce, engines.cursor, **options)
 
 
 def begun(engines, count):
@@ -89,10 +94,10 @@ def test_a_stop_ends_the_wait_and_leaving_ends_what_is_in_flight(engines):
 
 
 def test_a_failure_reaches_the_step_that_takes_the_batch(engines):
-    def fail(step, prompts, stop):
+    def fail(step, prompt, stop):
         raise EngineError("no engine is left")
 
-    with Ahead(engines.draw, fail, first=1, last=1, max_staleness=0) as batches:
+    with ahead(engines, 0, produce=fail) as batches:
         batches.admit(0)
         with pytest.raises(EngineError, match="no engine is left"):
             batches.take(1, lambda: False)
@@ -101,13 +106,13 @@ def test_a_failure_reaches_the_step_that_takes_the_batch(engines):
 def test_what_no_engine_answered_is_asked_again_with_the_same_prompts(engines):
     asked = []
 
-    def fail_once(step, prompts, stop):
-        asked.append((step, prompts[0]))
+    def fail_once(step, prompt, stop):
+        asked.append((step, prompt))
         if len(asked) == 1:
             raise EngineError("no engine is left")
-        return prompts[0]
+        return prompt
 
-    with Ahead(engines.draw, fail_once, first=1, last=1, max_staleness=0) as batches:
+    with ahead(engines, 0, produce=fail_once) as batches:
         batches.admit(0)
         with pytest.raises(EngineError):
             batches.take(1, lambda: False)

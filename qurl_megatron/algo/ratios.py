@@ -1,0 +1,103 @@
+"""Probability ratios of two policies, of tokens or of whole responses, finite whatever goes in.
+
+A log-ratio is bounded after it has been summed over a response, not before: terms of either sign
+may cancel.
+
+Shapes: N = response tokens of a microbatch, R = its responses; ``owners`` [N] says which response
+a token belongs to. Where only single tokens are compared, any shape will do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from qurl_megatron.algo.segments import mean_per_response, sum_per_response
+
+RhoLevel = Literal["token", "sequence", "geometric"]
+RatioKind = Literal["token", "sequence"]
+
+# exp(20) = 5e8: far outside every clip range, far inside float32.
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """``exp``, finite in value and gradient; the gradient ends where the bound begins."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def importance_ratio(
+    proximal: Tensor,
+    behaviour: Tensor,
+    *,
+    level: RhoLevel = "token",
+    owners: Tensor | None = None,
+    responses: int | None = None,
+) -> Tensor:
+    """rho = proximal / behaviour for each token, detached.
+
+    Args:
+        proximal: log-probs of the full-precision policy before this update, [N].
+        behaviour: log-probs the quantized engine reported while sampling, [N].
+        level: token: of the token itself (any shape); sequence: the product over its response;
+            geometric: the geometric mean over its response.
+        owners: response of each token, [N] int64; for sequence and geometric.
+        responses: R, how many there are.
+    """
+    log_rho = (proximal - behaviour).detach()
+    return bounded_exp(LEVELS[level](log_rho, owners, responses))
+
+
+def own(log_rho: Tensor, owners: Tensor | None, responses: int | None) -> Tensor:
+    return log_rho
+
+
+def response_sum(log_rho: Tensor, owners: Tensor, responses: int) -> Tensor:
+    return sum_per_response(log_rho, owners, responses)[owners].to(log_rho.dtype)
+
+
+def response_mean(log_rho: Tensor, owners: Tensor, responses: int) -> Tensor:
+    return mean_per_response(log_rho, owners, responses)[owners].to(log_rho.dtype)
+
+
+LEVELS: dict[str, Callable[[Tensor, Tensor | None, int | None], Tensor]] = {
+    "token": own,
+    "sequence": response_sum,
+    "geometric": response_mean,
+}
+
+
+def token_log_ratio(
+    current: Tensor, other: Tensor, owners: Tensor | None, responses: int | None
+) -> Tensor:
+    return current - other
+
+
+def sequence_log_ratio(current: Tensor, other: Tensor, owners: Tensor, responses: int) -> Tensor:
+    """log s_i, the mean log-ratio of a token's response: the ratio that GSPO clips.
+
+    Each token gets its response's value, but the gradient of its own log-prob alone: GSPO's token
+    form sg(s_i) current / sg(current), arXiv:2507.18071, Sec. 4.3.
+    """
+    # Averaged over the response this has the value and the gradient of s_i, as all its tokens have
+    # one advantage and are clipped together. But the mean over the response enters as a number, so
+    # no reduction is differentiated: autograd would send the gradient of every token through all
+    # tokens of its response, on whichever rank they are.
+    mean = response_mean((current - other).detach(), owners, responses)
+    return mean + (current - current.detach())
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What the surrogate clips."""
+
+    log_ratio: Callable[[Tensor, Tensor, Tensor | None, int | None], Tensor]
+    level: RhoLevel | None  # of the rho that goes with it; None leaves the choice
+
+
+RATIOS: dict[str, Ratio] = {
+    "token": Ratio(token_log_ratio, level=None),
+    # Both ratios on one scale: the adaptive bound divides one by the other.
+    "sequence": Ratio(sequence_log_ratio, level="geometric"),
+}

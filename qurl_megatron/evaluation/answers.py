@@ -1,0 +1,129 @@
+"""The graded responses to one benchmark, on disk: what an interrupted evaluation goes on from.
+
+    OUT/aime24.samples.jsonl    the settings on the first line, then a line per response
+
+Lines are only ever added, in whole batches, so that whatever ends the process, all that is lost is
+the last batch. A file made with other settings is refused: half of one policy and half of another
+would be the accuracy of neither.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.errors import ConfigError
+
+Key = tuple[str, int]
+"""A mode, and the number of a problem in its file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One response, graded."""
+
+    mode: str  # "greedy" or "sampled"
+    problem: int  # its number in the file, from 0
+    id: str
+    sample: int  # of this problem in this mode, from 0
+    reward: float  # 1.0 where it is right, else 0.0
+    finish: str  # "stop", or "length" where the limit ended it
+    tokens: int
+    seconds: float  # its share of the time that the engines took
+    version: int  # of the weights; -1 for those an engine started with
+    text: str
+
+
+class AnswerFile:
+    """Use from one thread at a time."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], responses: Mapping[str, int]):
+        """
+        Args:
+            settings: everything that the answers depend on; JSON can hold it.
+            responses: how many a problem has in each mode.
+
+        Raises:
+            ConfigError: the file is damaged, or was made with other settings.
+        """
+        self.path = path
+        self.answers: dict[Key, list[Answer]] = {}
+        self._header = json.dumps({"settings": settings}) + "\n"
+        if path.exists():
+            self._load(json.loads(self._header)["settings"], responses)
+        else:
+            self._rewrite()
+
+    def keep(self, wanted: Callable[[Key], bool]) -> None:
+        """Forget all other answers."""
+        kept = {key: answers for key, answers in self.answers.items() if wanted(key)}
+        if len(kept) < len(self.answers):
+            self.answers = kept
+            self._rewrite()
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Whole problems; on disk when this returns."""
+        answers = list(answers)
+        self._write(self.path, "a", map(_line, answers))
+        self._take(answers)
+
+    def _take(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            self.answers.setdefault((answer.mode, answer.problem), []).append(answer)
+
+    def _load(self, settings: Mapping[str, Any], responses: Mapping[str, int]) -> None:
+        *lines, rest = self.path.read_bytes().split(b"\n")
+        found = self._parsed(lines[0], 1).get("settings") if lines else None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{self.path} does not begin with its settings; give another --out")
+        changed = [
+            f"{key}: {found.get(key)} there, {settings.get(key)} here"
+            for key in dict.fromkeys((*found, *settings))
+            if found.get(key) != settings.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.path} holds answers made with other settings ({'; '.join(changed)}); "
+                "give another --out, or delete that file"
+            )
+        names = {field.name for field in fields(Answer)}
+        for number, line in enumerate(lines[1:], start=2):
+            record = self._parsed(line, number)
+            if record.keys() != names:
+                raise ConfigError(f"{self.path} line {number} is no answer; delete the line")
+            self._take([Answer(**record)])
+        # The last batch may have been cut short, in the middle of a line or between two.
+        if rest:
+            self._rewrite()
+        self.keep(lambda key: len(self.answers[key]) == responses.get(key[0]))
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path} line {number} is damaged ({error}); delete the line"
+            ) from None
+        return record if isinstance(record, dict) else {}
+
+    def _rewrite(self) -> None:
+        aside = self.path.with_name(f".{self.path.name}.tmp")
+        every = (answer for answers in self.answers.values() for answer in answers)
+        self._write(aside, "w", itertools.chain([self._header], map(_line, every)))
+        aside.replace(self.path)
+
+    def _write(self, path: Path, mode: str, lines: Iterable[str]) -> None:
+        try:
+            with path.open(mode, encoding="utf-8") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(asdict(answer), ensure_ascii=False) + "\n"

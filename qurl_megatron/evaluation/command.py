@@ -1,0 +1,312 @@
+"""``qurl eval``: options in, engines up, benchmarks answered, results out."""
+
+import argparse
+import dataclasses
+import fcntl
+import json
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron import __version__
+from qurl_megatron.config.sections import RewardConfig, RolloutConfig
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.evaluation import results
+from qurl_megatron.evaluation.answers import AnswerFile
+from qurl_megatron.evaluation.benchmarks import Benchmark, read_benchmarks
+from qurl_megatron.evaluation.evaluate import (
+    Evaluator,
+    Sampling,
+    as_prompts,
+    check_lengths,
+    describe_engines,
+    fingerprint,
+    model_files,
+)
+from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
+from qurl_megatron.quant.export import read_quantization
+from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.types import Prompt
+from qurl_megatron.weights.arch import read_config
+from qurl_megatron.weights.checkpoint import description_of, find_torch_dist
+
+TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
+PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # what results may depend on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be done, every option decided."""
+
+    model: Path
+    rollout: RolloutConfig
+    scheme: str
+    dtype: str
+    sampling: Sampling
+    chat: bool
+    suffix: str
+    reward: RewardConfig
+    out: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the answers depend on, beside the engines and the problems."""
+        drawn = dataclasses.asdict(self.sampling)
+        if self.sampling.k == 1:  # nothing is drawn
+            drawn = {key: drawn[key] for key in ("k", "max_new_tokens")}
+        own = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.kind}
+        return {**drawn, **own, **self._model()}
+
+    def _model(self) -> dict[str, Any]:
+        if self.rollout.urls:
+            return {}  # the engines say what they serve
+        files = model_files(find_torch_dist(self.model) or self.model)
+        return {
+            "backend": self.rollout.backend,
+            "scheme": self.scheme,
+            "dtype": self.dtype,
+            "model_files": files,
+        }
+
+
+def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
+    """Answer the benchmarks, write the results and print the table.
+
+    Raises:
+        ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
+    """
+    plan = make_plan(arguments, defaults or Defaults())
+    keys = {f"{what}_key": getattr(arguments, f"{what}_key") for what in ("prompt", "answer", "id")}
+    benchmarks = read_benchmarks(arguments.benchmarks, **keys)
+    tokenizer = Tokenizer(description_of(plan.model))
+    asked = [
+        (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
+    ]
+    fleet = Fleet(
+        plan.rollout,
+        plan.model,
+        scheme=plan.scheme,
+        dtype=plan.dtype,
+        log_dir=plan.out / "logs",
+        fixed=True,
+    )
+    with _claimed(plan.out):
+        try:
+            with RewardPool(plan.reward) as rewards, fleet:
+                table = _answer(plan, Evaluator(fleet, rewards, tokenizer, plan.sampling), asked)
+        except EngineError as error:
+            kept = any(plan.out.glob("*.samples.jsonl"))
+            rest = "; the answers so far are kept, and the same command goes on" if kept else ""
+            raise ConfigError(f"{error}{rest}") from error
+    print(table)
+    print(f"results: {plan.out / 'results.json'}", flush=True)
+    return 0
+
+
+def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
+    """Decide every option.
+
+    Raises:
+        ConfigError: some of them are impossible, or do not go together.
+    """
+
+    def given(name: str, fallback: Any) -> Any:
+        value = getattr(arguments, name)
+        return fallback if value is None else value
+
+    sampling = Sampling(
+        k=arguments.k,
+        temperature=given("temperature", defaults.rollout.temperature),
+        top_p=given("top_p", defaults.top_p),
+        max_new_tokens=given("max_new_tokens", defaults.rollout.max_new_tokens),
+        seed=arguments.seed,
+    )
+    model = given("model", defaults.model)
+    if model is None:
+        raise ConfigError("qurl eval needs --model, or --run")
+    if not model.is_dir():
+        raise ConfigError(f"--model {model} is not a folder; name a checkpoint")
+    rollout = _rollout(arguments, defaults.rollout, sampling)
+    scheme = "" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model)
+    out = defaults.out if arguments.model is None else None
+    variant = f"-{scheme}" if rollout.backend == "embedded" and scheme not in ("", "none") else ""
+    out = out or Path("runs/eval") / f"{model.resolve().name}{variant}"
+    return Plan(
+        model=model,
+        rollout=rollout,
+        scheme=scheme,
+        dtype=given("dtype", defaults.dtype),
+        sampling=sampling,
+        chat=given("chat", defaults.chat),
+        suffix=arguments.suffix,
+        reward=dataclasses.replace(defaults.reward, kind=given("reward", defaults.reward.kind)),
+        out=given("out", out),
+    )
+
+
+def _rollout(
+    arguments: argparse.Namespace, base: RolloutConfig, sampling: Sampling
+) -> RolloutConfig:
+    """The engines: those of a recipe or one, changed by the options."""
+    changed = {
+        "backend": arguments.backend,
+        "engines": arguments.engines,
+        "engine_tensor": arguments.tensor,
+        "engine_memory_gb": arguments.cache_gb,
+        "engine_args": arguments.engine_args and tuple(arguments.engine_args),
+        "start_timeout_s": arguments.start_timeout or (ADOPTED_S if arguments.urls else None),
+    }
+    starts = [f"--{key}" for key in ("backend", "engines", "tensor") if getattr(arguments, key)]
+    if arguments.urls and (starts or arguments.scheme):
+        option = (starts or ["--scheme"])[0]
+        raise ConfigError(f"{option} is for engines that are started here; leave it or --url out")
+    backend = arguments.backend or base.backend
+    if backend == "embedded":
+        if (arguments.tensor or 1) > 1 or arguments.engine_args:
+            raise ConfigError("--tensor and --engine-arg are for --backend sglang")
+        changed |= {"engine_tensor": 1, "engine_args": ()}
+    return dataclasses.replace(
+        base,
+        **{key: value for key, value in changed.items() if value is not None},
+        urls=tuple(arguments.urls),
+        rendezvous="",
+        colocate=False,
+        max_staleness=0,
+        timeout_s=TIMEOUT_S,
+        straggler_s=0.0,
+        samples_per_prompt=sampling.k,
+        max_new_tokens=sampling.max_new_tokens,
+        **({"temperature": sampling.temperature} if sampling.k > 1 else {}),
+    )
+
+
+def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) -> str:
+    """What engines that are started here compute in.
+
+    Raises:
+        ConfigError: the backend cannot make that of this checkpoint; says what can.
+    """
+    wanted = given or defaults.scheme
+    megatron = find_torch_dist(model) is not None
+    config = read_config(description_of(model))
+    if backend == "embedded":
+        if not megatron and config.get("quantization_config"):
+            raise ConfigError(
+                f"{model} is quantized, and embedded engines quantize by themselves: give the "
+                "checkpoint it was made from and --scheme, or --backend sglang"
+            )
+        return wanted
+    if wanted not in ("none", "int8", "fp8"):
+        raise ConfigError(f"--scheme {wanted} is simulated by embedded engines alone")
+    stored = config.get("quantization_config")
+    if not megatron and given is None and defaults.model is None:
+        return stored.get("quant_method", "unknown") if stored else "none"
+    holds = read_quantization(config)[0] if stored else "none"
+    if holds == wanted and not megatron:
+        return holds
+    tool = (
+        f"quantize.py --scheme {wanted} --model" if wanted != "none" else "megatron_to_hf.py --ckpt"
+    )
+    mend = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
+    if megatron:
+        raise ConfigError(
+            f"SGLang cannot load the Megatron checkpoint {model}; {mend}, and give --model FOLDER"
+        )
+    if stored:
+        mend = "give the checkpoint they were made from"
+    raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {mend}")
+
+
+def _context(model: Path) -> float:
+    """Tokens that the model itself takes, where its config says so in plain words."""
+    folder = description_of(model)
+    if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
+        return math.inf
+    config = read_config(folder)
+    if config.get("rope_scaling"):  # which may stretch what the next key says, or has done so
+        return math.inf
+    return config.get("max_position_embeddings") or math.inf
+
+
+def _answer(
+    plan: Plan, evaluator: Evaluator, asked: Sequence[tuple[Benchmark, Sequence[Prompt]]]
+) -> str:
+    """Answer benchmark after benchmark; what is known of them is written after each.
+
+    Returns:
+        The table.
+    """
+    sampling, out = plan.sampling, plan.out
+    engines = describe_engines(evaluator.fleet, _context(plan.model))
+    limit = min((one["max_tokens"] for one in engines if "max_tokens" in one), default=math.inf)
+    settings = plan.settings
+    if plan.rollout.urls:
+        settings["served"] = sorted({f"{e['model']} @ {e['weight_version']}" for e in engines})
+    files = []
+    for benchmark, prompts in asked:
+        check_lengths(benchmark, prompts, sampling.max_new_tokens, limit)
+        depends = {"problems": fingerprint(prompts), **settings}
+        path = out / f"{benchmark.name}.samples.jsonl"
+        files.append(AnswerFile(path, depends, sampling.responses))
+    found: dict[str, Any] = {
+        "model": str(plan.model),
+        "settings": settings,
+        "engines": engines,
+        "versions": {
+            "qurl": __version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in PACKAGES},
+        },
+        "benchmarks": {},
+    }
+    scores, lines = [], []
+    for (benchmark, prompts), file in zip(asked, files, strict=True):
+        evaluator.answer(benchmark, prompts, file)
+        score = results.score(benchmark, file.answers, sampling.responses, sampling.seed)
+        speed = results.tokens_per_second(file.answers)
+        scores.append(score)
+        lines.append((benchmark.name, len(benchmark.problems), score, speed))
+        found["benchmarks"][benchmark.name] = {
+            "file": str(benchmark.path),
+            "problems": len(benchmark.problems),
+            **{mode: one.as_json() for mode, one in score.items()},
+            "tokens_per_s": round(speed, 1),
+            "weight_versions": results.weight_versions(file.answers),
+            "rows": results.rows(benchmark, file.answers),
+        }
+        if benchmark is asked[-1][0] and len(asked) > 1:
+            average = results.mean(scores)
+            found["mean"] = {mode: one.as_json() for mode, one in average.items()}
+            lines.append(("mean", None, average, None))
+        text = json.dumps(found, indent=1, ensure_ascii=False)
+        results.write_whole(out / "results.json", text + "\n")
+    table = results.table(lines)
+    results.write_whole(out / "results.md", table + "\n")
+    return table
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """The folder is this process' own until the block ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{out} is in use by an evaluation that has not ended; wait for it, or give "
+                "another --out"
+            ) from None
+        yield

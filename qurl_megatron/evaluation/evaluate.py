@@ -1,0 +1,314 @@
+"""Benchmarks in, graded responses out: asked of the engines, decoded, checked, put on disk.
+
+Avg@1 is decoded greedily, Avg@k sampled; both go through ``rollout.collect``, as in training.
+
+Embedded engines get batches that follow from the file, the settings and the number of engines
+alone, and a batch is kept whole or not at all: interrupted and resumed, an evaluation ends in the
+same bits. SGLang engines get everything at once; a problem is graded and kept as soon as it has all
+of its responses, while others are generated. Each response has a seed of its own, but the engine's
+arithmetic depends on what else is in its batch.
+"""
+
+import hashlib
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.evaluation.answers import Answer, AnswerFile
+from qurl_megatron.evaluation.benchmarks import Benchmark
+from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.types import Prompt, Sample
+
+BATCH = 256  # responses of one batch of an embedded engine, about
+EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
+HEALS = 3  # times in a row that engines which all failed are waited for, without one new answer
+TELL_S = 10.0  # between two lines on how far it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn; the limit is also that of greedy ones."""
+
+    k: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"--k must be 1 or more, got {self.k}")
+        if self.k > 1 and not self.temperature > 0:
+            raise ConfigError(
+                f"--temperature {self.temperature:g} would make all --k {self.k} responses the "
+                "same; give a positive one, or --k 1 for greedy decoding alone"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p must lie in (0, 1], got {self.top_p:g}")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
+        if self.seed < 0:
+            raise ConfigError(f"--seed must be 0 or more, got {self.seed}")
+
+    @property
+    def responses(self) -> dict[str, int]:
+        """Of each problem, by mode."""
+        return {"greedy": 1, "sampled": self.k} if self.k > 1 else {"greedy": 1}
+
+
+def as_prompts(
+    benchmark: Benchmark, tokenizer: Tokenizer, *, chat: bool, suffix: str
+) -> list[Prompt]:
+    """What the engines are asked, in the order of the file; ``suffix`` is a line of its own."""
+    end = f"\n{suffix}" if suffix else ""
+    texts = [problem.text + end for problem in benchmark.problems]
+    return [
+        Prompt(index, tokenizer.encode(text, chat=chat), text, problem.answer)
+        for index, (text, problem) in enumerate(zip(texts, benchmark.problems, strict=True))
+    ]
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Changes with every token that is asked, and with every reference answer."""
+    asked = json.dumps([(prompt.input_ids, prompt.answer) for prompt in prompts])
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def check_lengths(
+    benchmark: Benchmark, prompts: Sequence[Prompt], max_new_tokens: int, limit: float
+) -> None:
+    """Raise ``ConfigError`` where the longest prompt and its response exceed ``limit`` tokens."""
+    lengths = [len(prompt.input_ids) for prompt in prompts]
+    longest = max(lengths)
+    if longest + max_new_tokens <= limit:
+        return
+    mend = "leave it out, or take an engine with a longer context"
+    if longest < limit:
+        mend = f"give at most {limit - longest:.0f}"
+    raise ConfigError(
+        f"{benchmark.problems[lengths.index(longest)].place}: the longest prompt, {longest} "
+        f"tokens, and --max-new-tokens {max_new_tokens} exceed the {limit:.0f} tokens that the "
+        f"engine takes; {mend}"
+    )
+
+
+def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
+    """What each engine says of itself, as far as it bears on results.
+
+    Args:
+        context: tokens that the model takes, for engines that do not say.
+    """
+    found = []
+    for engine in fleet.serving():
+        info = engine.client.server_info()
+        facts = {
+            "kind": engine.kind,
+            "model": info.get("model_path"),
+            "weight_version": engine.client.weight_version(),
+            "scheme": info.get("scheme") or info.get("quantization"),
+            "dtype": info.get("dtype"),
+            "tensor": engine.tp,
+            "version": info.get("version"),
+            "max_tokens": _max_tokens(info, context),
+        }
+        found.append({key: value for key, value in facts.items() if value is not None})
+    return found
+
+
+def _max_tokens(info: dict[str, Any], context: float) -> int | None:
+    """Prompt and response together: what fits into the cache, and into the context."""
+    limit = min(info.get("max_total_num_tokens") or math.inf, info.get("context_length") or context)
+    return int(limit) if math.isfinite(limit) else None
+
+
+class Evaluator:
+    """Answers benchmarks with the engines of a fleet."""
+
+    def __init__(
+        self, fleet: Fleet, rewards: RewardPool, tokenizer: Tokenizer, sampling: Sampling
+    ) -> None:
+        self.fleet, self.rewards, self.tokenizer = fleet, rewards, tokenizer
+        self.sampling = sampling
+        engines = fleet.serving()
+        self.in_batches = all(engine.kind == "embedded" for engine in engines)
+        self.batch = BATCH * len(engines)  # responses
+
+    def answer(self, benchmark: Benchmark, prompts: Sequence[Prompt], file: AnswerFile) -> None:
+        """Add to the file what is not there yet.
+
+        Raises:
+            EngineError: no engine is left, or none can answer; what was answered is in the file.
+        """
+        for mode in self.sampling.responses:
+            with ThreadPoolExecutor(1) as clerk:
+                _Round(self, benchmark, file, mode, clerk).answer(prompts)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        mode: str,
+        *,
+        stop: Callable[[], bool],
+        finished: Finished | None,
+    ) -> list[Sample]:
+        if mode == "greedy":
+            limit = self.sampling.max_new_tokens
+            return greedy(self.fleet, prompts, limit, stop=stop, finished=finished)
+        return collect(
+            self.fleet,
+            prompts,
+            self.fleet.config,
+            seed=self.sampling.seed,
+            step=EVALUATION,
+            top_p=self.sampling.top_p,
+            stop=stop,
+            finished=finished,
+        )
+
+    def grade(self, samples: Sequence[Sample]) -> list[Sample]:
+        texts = [self.tokenizer.decode(sample.response_ids) for sample in samples]
+        pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
+        rewards = self.rewards.score(pairs)
+        return [
+            replace(sample, text=text, reward=reward)
+            for sample, text, reward in zip(samples, texts, rewards, strict=True)
+        ]
+
+    def await_engines(self) -> bool:
+        """Wait for one to serve again; False where none will."""
+        end = time.monotonic() + self.fleet.config.start_timeout_s
+        while not self.fleet.serving():
+            if not self.fleet.engines() or time.monotonic() > end:
+                return False
+            time.sleep(0.2)
+        return True
+
+
+class _Round:
+    """All problems of a benchmark in one mode."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        benchmark: Benchmark,
+        file: AnswerFile,
+        mode: str,
+        clerk: ThreadPoolExecutor,
+    ) -> None:
+        self.evaluator, self.benchmark, self.file, self.mode = evaluator, benchmark, file, mode
+        self.responses = evaluator.sampling.responses[mode]  # of each problem
+        self.clerk = clerk  # one thread, which grades and writes
+        self.failed = threading.Event()  # grading or writing
+        self.told = 0.0
+
+    def answer(self, prompts: Sequence[Prompt]) -> None:
+        size = len(prompts)
+        if self.evaluator.in_batches:
+            size = max(1, self.evaluator.batch // self.responses)
+        for start in range(0, len(prompts), size):
+            self._answer_batch(prompts[start : start + size])
+
+    def _answer_batch(self, batch: Sequence[Prompt]) -> None:
+        if self.evaluator.in_batches and self._missing(batch):
+            keys = {(self.mode, prompt.index) for prompt in batch}
+            self.file.keep(lambda key: key not in keys)
+        heals = HEALS
+        while missing := self._missing(batch):
+            try:
+                self._generate(missing)
+            except EngineError as error:
+                heals = HEALS if len(self._missing(batch)) < len(missing) else heals - 1
+                if error.ours or not heals or not self.evaluator.await_engines():
+                    raise
+
+    def _missing(self, batch: Sequence[Prompt]) -> list[Prompt]:
+        return [prompt for prompt in batch if (self.mode, prompt.index) not in self.file.answers]
+
+    def _generate(self, prompts: Sequence[Prompt]) -> None:
+        kept: list[Future] = []
+        since = time.monotonic()
+
+        def hand_over(samples: list[Sample]) -> None:
+            nonlocal since
+            now = time.monotonic()
+            kept.append(self.clerk.submit(self._keep, samples, (now - since) / len(samples)))
+            kept[-1].add_done_callback(lambda done: done.exception() and self.failed.set())
+            since = now
+
+        in_batches = self.evaluator.in_batches
+        try:
+            samples = self.evaluator.generate(
+                prompts,
+                self.mode,
+                stop=self.failed.is_set,
+                finished=None if in_batches else hand_over,
+            )
+            if in_batches:
+                hand_over(samples)
+        except Interrupted:
+            assert self.failed.is_set()  # and its reason is raised below
+        finally:
+            for future in kept:
+                future.result()
+
+    def _keep(self, samples: list[Sample], seconds: float) -> None:
+        """Grade and write.
+
+        Args:
+            seconds: of the engines' time that each response took.
+        """
+        graded = self.evaluator.grade(samples)
+        self.file.add(
+            Answer(
+                mode=self.mode,
+                problem=sample.prompt.index,
+                id=self.benchmark.problems[sample.prompt.index].id,
+                sample=number % self.responses,
+                reward=sample.reward,
+                finish=sample.finish_reason,
+                tokens=len(sample.response_ids),
+                seconds=seconds,
+                version=max(sample.versions),
+                text=sample.text,
+            )
+            for number, sample in enumerate(graded)
+        )
+        self._tell()
+
+    def _tell(self) -> None:
+        """A line on stderr, now and then and at the end."""
+        done = [found for key, found in self.file.answers.items() if key[0] == self.mode]
+        total = len(self.benchmark.problems)
+        if time.monotonic() < self.told + TELL_S and len(done) < total:
+            return
+        self.told = time.monotonic()
+        right = sum(answer.reward for found in done for answer in found)
+        share = right / (len(done) * self.responses)
+        print(
+            f"{self.benchmark.name}, {self.mode}: {len(done)} of {total} problems, "
+            f"{share:.1%} right so far",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def model_files(folder: Path) -> str:
+    """Changes with every file of a model: their names, sizes and times, not their contents."""
+    stats = sorted(
+        (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    )
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]

@@ -1,0 +1,121 @@
+"""The command line of ``qurl eval``, and what it falls back to; imports nothing heavy."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qurl_megatron.config.sections import RewardConfig, RolloutConfig
+
+ADOPTED_S = 30.0  # for engines that should already be there to answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What the options fall back to: these values, or those of a run's recipe."""
+
+    model: Path | None = None
+    out: Path | None = None
+    scheme: str = "none"
+    dtype: str = "bfloat16"
+    chat: bool = False
+    top_p: float = 0.95
+    rollout: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(temperature=0.6, max_new_tokens=4096)
+    )
+    reward: RewardConfig = field(
+        default_factory=lambda: RewardConfig(workers=len(os.sched_getaffinity(0)))
+    )
+
+
+def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None:
+    """The command line; options left out are None, for a run's recipe to fill in."""
+    plain = Defaults()
+    parser.add_argument(
+        "benchmarks",
+        type=Path,
+        nargs="+",
+        metavar="BENCH",
+        help="JSONL or parquet file with prompt and answer; some ship in launch/benchmarks",
+    )
+
+    which = parser.add_argument_group("what is evaluated")
+    which.add_argument(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or Megatron checkpoint; with --url, only its tokenizer is read",
+    )
+    which.add_argument(
+        "--run",
+        dest="run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the newest checkpoint of a run, with its recipe's settings as defaults (top-p 1)",
+    )
+    which.add_argument(
+        "--url",
+        dest="urls",
+        action="append",
+        default=[],
+        help="an engine that already runs, over SGLang's protocol; may be given several times; its "
+        "API key is taken from QURL_API_KEY",
+    )
+    which.add_argument("--backend", choices=("embedded", "sglang"), help="default embedded")
+    which.add_argument(
+        "--scheme",
+        choices=schemes,
+        help="format an embedded engine rounds the weights to (default none); SGLang takes what "
+        "the folder holds",
+    )
+    which.add_argument("--dtype", choices=("bfloat16", "float32"), help="default bfloat16")
+    which.add_argument("--engines", type=int, metavar="N", help="engines to start (default 1)")
+    which.add_argument("--tensor", type=int, metavar="N", help="GPUs of one SGLang engine")
+    which.add_argument("--cache-gb", type=float, help="key/value cache of one embedded engine, GiB")
+    which.add_argument(
+        "--engine-arg",
+        dest="engine_args",
+        action="append",
+        metavar="ARG",
+        help="further option of SGLang's server, e.g. --engine-arg=--mem-fraction-static=0.8",
+    )
+    which.add_argument(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        help=f"seconds to wait for engines (default {plain.rollout.start_timeout_s:.0f}; "
+        f"{ADOPTED_S:.0f} with --url)",
+    )
+
+    how = parser.add_argument_group("how it is asked")
+    how.add_argument(
+        "--k", type=int, default=32, help="sampled responses per problem; 1: only greedy, Avg@1"
+    )
+    how.add_argument("--temperature", type=float, help=f"default {plain.rollout.temperature:g}")
+    how.add_argument("--top-p", type=float, help=f"default {plain.top_p:g}")
+    how.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help=f"default {plain.rollout.max_new_tokens}"
+    )
+    how.add_argument("--seed", type=int, default=0, help="of sampling and bootstrap")
+    how.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="make each problem a user turn of the model's chat template (default no)",
+    )
+    how.add_argument("--suffix", default="", metavar="TEXT", help="line added to every problem")
+    for what in ("prompt", "answer", "id"):
+        how.add_argument(f"--{what}-key", metavar="KEY", help=f"key or column of the {what}")
+
+    rest = parser.add_argument_group("what becomes of the answers")
+    rest.add_argument(
+        "--reward",
+        choices=("math", "last_number", "exact"),
+        help="how they are checked (default math)",
+    )
+    rest.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="results and responses; the same command goes on in it where it was stopped "
+        "(default runs/eval/MODEL, or RUN_DIR/eval/STEP)",
+    )

@@ -1,0 +1,173 @@
+"""Answers to numbers: per benchmark, over all of them, as JSON and as a table.
+
+``results.json`` is documented in docs/evaluation.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qurl_megatron.evaluation.answers import Answer, Key
+from qurl_megatron.evaluation.benchmarks import Benchmark
+from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
+
+DIGITS = 6  # of what is written: rewards are 0 or 1, and sums of them no more exact
+
+
+@dataclass(frozen=True)
+class Score:
+    """One benchmark, or the mean over several, in one mode."""
+
+    responses: int  # to each problem
+    accuracy: float
+    resampled_D: np.ndarray  # accuracy on other draws of problems
+    truncated: float  # share of responses
+    tokens: float  # of a response, on average
+    sampling_error: float | None = None
+    pass_at: Mapping[int, float] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found = {
+            "k": self.responses,
+            "accuracy": _rounded(self.accuracy),
+            "ci95": _rounded(interval(self.resampled_D)),
+            "truncated": _rounded(self.truncated),
+            "tokens": _rounded(self.tokens),
+        }
+        if self.sampling_error is not None:
+            found["sampling_error"] = _rounded(self.sampling_error)
+        if self.pass_at is not None:
+            found["pass_at"] = {str(k): _rounded(value) for k, value in self.pass_at.items()}
+        return found
+
+
+def score(
+    benchmark: Benchmark,
+    answers: Mapping[Key, Sequence[Answer]],
+    responses: Mapping[str, int],
+    seed: int,
+) -> dict[str, Score]:
+    """The scores of a benchmark that is fully answered, by mode."""
+    found = {}
+    for mode, count in responses.items():
+        rows = [answers[mode, index] for index in range(len(benchmark.problems))]
+        reward_PK = np.array([[answer.reward for answer in row] for row in rows])
+        # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
+        resampled_D = resampled_means(reward_PK.mean(axis=1), [seed, *benchmark.name.encode()])
+        every = [answer for row in rows for answer in row]
+        right_P = (reward_PK == 1).sum(axis=1).tolist()
+        found[mode] = Score(
+            responses=count,
+            accuracy=float(reward_PK.mean()),
+            resampled_D=resampled_D,
+            truncated=float(np.mean([answer.finish == "length" for answer in every])),
+            tokens=float(np.mean([answer.tokens for answer in every])),
+            sampling_error=sampling_error(reward_PK) if count > 1 else None,
+            pass_at={k: pass_at(right_P, count, k) for k in _powers(count)} if count > 1 else None,
+        )
+    return found
+
+
+def mean(scores: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
+    """The mean over benchmarks, each with the same weight however many problems it has."""
+    found = {}
+    for mode in scores[0]:
+        each = [by_mode[mode] for by_mode in scores]
+        sampled = each[0].pass_at is not None
+        found[mode] = Score(
+            responses=each[0].responses,
+            accuracy=_mean(one.accuracy for one in each),
+            resampled_D=np.mean([one.resampled_D for one in each], axis=0),
+            truncated=_mean(one.truncated for one in each),
+            tokens=_mean(one.tokens for one in each),
+            sampling_error=sum(one.sampling_error**2 for one in each) ** 0.5 / len(each)
+            if sampled
+            else None,
+            pass_at={k: _mean(one.pass_at[k] for one in each) for k in each[0].pass_at}
+            if sampled
+            else None,
+        )
+    return found
+
+
+def tokens_per_second(answers: Mapping[Key, Sequence[Answer]]) -> float:
+    every = [answer for found in answers.values() for answer in found]
+    return sum(answer.tokens for answer in every) / sum(answer.seconds for answer in every)
+
+
+def weight_versions(answers: Mapping[Key, Sequence[Answer]]) -> list[int]:
+    """More than one: somebody published to the engines meanwhile, and no one policy was scored."""
+    return sorted({answer.version for found in answers.values() for answer in found})
+
+
+def rows(benchmark: Benchmark, answers: Mapping[Key, Sequence[Answer]]) -> list[dict[str, Any]]:
+    """Each problem with its share of right responses, by mode."""
+    found: list[dict[str, Any]] = [{"id": problem.id} for problem in benchmark.problems]
+    for (mode, index), given in sorted(answers.items()):
+        found[index][mode] = _rounded(_mean(answer.reward for answer in given))
+    return found
+
+
+def table(lines: Sequence[tuple[str, int | None, Mapping[str, Score], float | None]]) -> str:
+    """Text that is a Markdown table as well.
+
+    Args:
+        lines: name, number of problems, scores and tokens per second.
+    """
+    modes = lines[0][2]
+    sampled = modes.get("sampled")
+    k = sampled.responses if sampled else 1
+    header = ["benchmark", "problems", "Avg@1", *([f"Avg@{k}", f"pass@{k}"] if sampled else [])]
+    cells = [[*header, "truncated", "tokens", "tokens/s"]]
+    for name, problems, by_mode, speed in lines:
+        last = by_mode["sampled" if sampled else "greedy"]
+        cells.append([name, "" if problems is None else str(problems), _percent(by_mode["greedy"])])
+        if sampled:
+            cells[-1] += [_percent(last), f"{100 * last.pass_at[k]:.1f}"]
+        cells[-1] += [
+            f"{100 * last.truncated:.1f} %",
+            f"{last.tokens:.0f}",
+            "" if speed is None else f"{speed:.0f}",
+        ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    padded = [
+        [
+            row[0].ljust(widths[0]),
+            *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+        ]
+        for row in [cells[0], rule, *cells[1:]]
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file appears, or changes, whole."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def _percent(score: Score) -> str:
+    between = interval(score.resampled_D)
+    text = f"{100 * score.accuracy:.1f}"
+    return f"{text} [{100 * between[0]:.1f}, {100 * between[1]:.1f}]" if between else text
+
+
+def _powers(count: int) -> list[int]:
+    """1, 2, 4, ..., and the count itself."""
+    return [*(2**i for i in range(count.bit_length()) if 2**i < count), count]
+
+
+def _mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_rounded(one) for one in value]
+    return value if value is None else round(value, DIGITS)

@@ -1,0 +1,159 @@
+"""What one rank of a run, and one rank of an engine, must keep in memory.
+
+What is held all the time is counted, not estimated: ``held`` adds up the storages of a model and
+its optimizer, be they real or on the meta device. Activations are estimated by the accounting of
+Korthikanti et al. 2022 (arXiv:2205.05198), section 4: what a backward pass will read again.
+
+Shapes: T = tokens of one pass on one rank, h = hidden size, f = size between the two MLP
+projections, t = tensor-parallel size. All sizes are bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from qurl_megatron.algo.log_probs import SCRATCH_BYTES
+from qurl_megatron.weights import Arch, is_quantized, stage_ops
+from qurl_megatron.weights.checkpoint import hf_shapes
+
+CODE_BYTES = {"int8": 1, "fp8": 1}
+"""Bytes of a quantized weight; each output channel has a float32 scale besides."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank keeps for one model that it trains."""
+
+    parameters: int  # their number, not bytes
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.moments
+
+
+def held(model: DistributedDataParallel, optimizer: Any) -> Held:
+    """Add up the storages of a wrapped model and its optimizer, padding of their buffers included.
+
+    Adam makes its two moments in the first step; they are counted as if it had been.
+    """
+    parameters = list(model.module.parameters())
+    weights = _storages(p.data for p in parameters)
+    buffers = [*model.buffers, *model.expert_parallel_buffers]
+    gradients = _storages(buffer.grad_data for buffer in buffers)
+    updated = [
+        p
+        for one in getattr(optimizer, "chained_optimizers", [optimizer])
+        for group in one.optimizer.param_groups
+        for p in group["params"]
+    ]
+    # Models in FP32 are updated in place: their masters are the weights.
+    masters = {key: size for key, size in _storages(updated).items() if key not in weights}
+    return Held(
+        parameters=sum(p.numel() for p in parameters),
+        weights=sum(weights.values()),
+        gradients=sum(gradients.values()),
+        masters=sum(masters.values()),
+        moments=sum(2 * p.nbytes for p in updated),
+    )
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes by storage: views of one buffer count once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass over T tokens, as one rank sees it."""
+
+    tokens: int  # T: of the rank's own part where sequences are split over a context group
+    tensor: int
+    sequence: bool  # sequence parallelism
+    itemsize: int  # of an activation
+    transposed: bool  # several rows: Megatron copies [s, b, v] logits to [b, s, v]
+
+
+def layer_activations(arch: Arch, passed: Pass) -> int:
+    """What one layer keeps for its backward pass, without recomputation.
+
+    The terms of Korthikanti et al., Table 2, for this package's layers: no dropout, no T x T
+    attention matrix (fused kernels keep one float32 per token and head), fewer keys than queries, a
+    gated MLP whose activation is recomputed from its input. Without fused kernels it is about twice
+    as much.
+    """
+    T, t = passed.tokens, passed.tensor
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    # The inputs of both norms, of q/k/v, and of the MLP: split only with sequence parallelism.
+    whole = 4 * arch.hidden
+    # q, k, v as the kernel reads them, and what it returns, which is also o_proj's input.
+    split = 2 * queries + 2 * keys
+    if arch.qk_norm:
+        split += queries + keys
+    if arch.experts:
+        # Every token's copies for its experts, gathered on each tensor rank.
+        copies = arch.experts.top_k
+        gathered, split = copies * arch.hidden, split + copies * 3 * arch.experts.intermediate
+    else:
+        gathered, split = 0, split + 3 * arch.intermediate  # gate and up; their product
+    numbers = whole / (t if passed.sequence else 1) + gathered + split / t
+    return round(T * (passed.itemsize * numbers + 4 * arch.heads / t))
+
+
+def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool) -> int:
+    """What ``layers`` layers keep of one pass: with recomputation the input of each alone."""
+    if not recompute:
+        return layers * layer_activations(arch, passed)
+    split = passed.tensor if passed.sequence else 1
+    return layers * passed.tokens * passed.itemsize * arch.hidden // split
+
+
+def logits(arch: Arch, passed: Pass) -> int:
+    """The logits of one pass on the last stage, and what log-probs of them need besides.
+
+    Their gradient is written over them. Several rows of a pass cost a second copy.
+    """
+    columns = -(-arch.vocab // passed.tensor)
+    one = passed.tokens * columns * passed.itemsize
+    scratch = min(2 * SCRATCH_BYTES["cuda"], 2 * 4 * passed.tokens * columns)
+    return one * (2 if passed.transposed else 1) + scratch
+
+
+def parameters(arch: Arch) -> int:
+    """Numbers in a checkpoint of the model."""
+    return sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values())
+
+
+def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
+    """One engine rank's weights: codes and scales of the linear layers, the rest as it is.
+
+    Ranks that share a key/value head each have it.
+    """
+    shapes = hf_shapes(arch)
+    ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
+    total = 0.0
+    for part in (part for op in ops for part in op.hf):
+        shape = shapes[part.name]
+        size = torch.Size(shape).numel()
+        quantized = scheme in CODE_BYTES and is_quantized(part.name)
+        shared = tensor if part.split_dim is not None else 1
+        if ".k_proj." in part.name or ".v_proj." in part.name:
+            shared = min(tensor, arch.kv_heads)
+        total += size * (CODE_BYTES[scheme] if quantized else itemsize) / shared
+        if quantized:
+            total += 4 * shape[0] / (shared if part.split_dim == 0 else 1)
+    return round(total)
+
+
+def cached_token(arch: Arch, tensor: int, itemsize: int) -> int:
+    """One token's keys and values on one engine rank."""
+    heads = max(1, arch.kv_heads // tensor)
+    return 2 * arch.num_layers * heads * arch.head_dim * itemsize

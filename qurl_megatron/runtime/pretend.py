@@ -1,0 +1,43 @@
+"""One process that stands for any rank of a run, with tensors that hold nothing.
+
+Torch's fake process group answers every collective at once, so Megatron's groups can be made for
+thousands of ranks in a process of their own; on the meta device a model of any size takes no
+memory. What is built so is the real thing, cut for the real place: only its numbers are missing.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.runtime import cpu
+from qurl_megatron.runtime.megatron import Ranks, megatron_runtime
+
+META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def pretended_rank(config: ParallelConfig, rank: int) -> Iterator[Ranks]:
+    """Megatron's state as rank ``rank`` of a run of ``config.world_size`` ranks would find it.
+
+    Inside, Megatron's "current device" is the meta device; models are to be built under
+    ``torch.device("meta")`` as well, because layers on a CPU name no device at all. Needs a process
+    in which torch sees no GPU and has no process group.
+    """
+    assert not torch.cuda.is_available(), "start the process with CUDA_VISIBLE_DEVICES empty"
+    cpu.install()
+    from megatron.core import parallel_state
+
+    # Registers the backend; an internal module of torch, so it is met here alone.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
+    try:
+        with megatron_runtime(config) as ranks, cpu.current_device(META):
+            yield replace(ranks, device=META)
+    finally:
+        parallel_state.destroy_model_parallel()  # megatron_runtime leaves it after a failure
+        dist.destroy_process_group()

@@ -1,0 +1,59 @@
+"""What the folder of one run tells about it, whoever started the run.
+
+OUT/runs/naive,int4,seed=0/    train.run_dir of a cell
+OUT/logs/naive,int4,seed=0.log what its ``qurl train`` printed
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from qurl_megatron.config import load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.plots import History
+from qurl_megatron.observe.report import METRICS_FILE
+from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.study.plan import Cell, Study
+from qurl_megatron.training.state import refuse_other_run
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run as its folder shows it."""
+
+    state: Literal["done", "failed", "waiting"]
+    history: History | None = None  # up to the last step that the study asks for
+    reason: str = ""  # of a failure
+
+    @property
+    def step(self) -> int:
+        return self.history.last_step if self.history else 0
+
+
+def run_dir(out: Path, cell: Cell) -> Path:
+    return out / "runs" / cell.name
+
+
+def log_file(out: Path, cell: Cell) -> Path:
+    return out / "logs" / f"{cell.name}.log"
+
+
+def look(study: Study, cell: Cell, out: Path) -> Look:
+    """Done: all steps are measured, and the last one is evaluated where the recipe evaluates.
+
+    Failed: the folder holds another run, which ``qurl train`` too would refuse to go on with, or
+    its metrics are damaged.
+    """
+    folder = run_dir(out, cell)
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file() or b"\n" not in metrics.read_bytes():
+        return Look("waiting")
+    try:
+        refuse_other_run(folder, load(study.recipe, cell.overrides))
+        records = read_metrics(metrics)
+    except ConfigError as error:
+        return Look("failed", reason=str(error))
+    history = History(record for record in records if record.step <= cell.steps)
+    evaluated = "eval/accuracy" in history and history.series("eval/accuracy")[0][-1] == cell.steps
+    done = history.last_step == cell.steps and (evaluated or not cell.evaluated)
+    return Look("done" if done else "waiting", history)

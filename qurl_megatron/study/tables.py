@@ -1,0 +1,161 @@
+"""study.md: the paper's Tables 1 and 4 for the study's runs, its pictures, and what they mean."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from qurl_megatron.observe.text import number, percent, scientific
+from qurl_megatron.study.numbers import WINDOW, Spread
+from qurl_megatron.study.plan import METHODS, SCALE, Study
+from qurl_megatron.study.results import Group, Result
+
+NOTHING = "–"
+
+TABLE_1_NOTE = f"""\
+Accuracy is held-out, generated at the precision of the rollouts: mean ± standard deviation over
+seeds (n − 1). "Before" is step 0, "best" the highest evaluation of each run. A run has collapsed at
+the first step from which its reward, a mean over {WINDOW} steps, stays below half of its best until
+the end. KL is of the behaviour from the proximal policy (k3, per token): mean over the last tenth
+of the steps, and its largest step. Max ρ is the largest ratio of proximal to behaviour probability
+of any token of any run."""
+
+TABLE_4_NOTE = """\
+Code flips, the update ‖θ′ − θ‖² / ‖θ‖² of Eq. 13 and the quantization error ‖Q(θ) − θ‖² / ‖θ‖² of
+Eq. 14 are of the quantized linear layers, per step (the paper shows Eq. 13 across 16 steps), and
+like the clipped tokens averaged over all steps."""
+
+CURVES_NOTE = """\
+Mean over seeds, smoothed, on the band from the lowest to the highest seed; for the largest ratio,
+on each seed's own values."""
+
+
+def page(
+    study: Study, results: Sequence[Result], groups: Sequence[Group], pictures: Sequence[Path]
+) -> str:
+    """study.md; the pictures lie beside it."""
+    parts = [f"# {study.title}", _facts(study, results)]
+    compared = [group for group in groups if METHODS in group.method.tables]
+    scaled = [group for group in groups if SCALE in group.method.tables]
+    if compared:
+        parts += ["## Methods (the paper's Table 1)", table(compared, TABLE_1), TABLE_1_NOTE]
+    if scaled:
+        title = "## UAQ scale and learning rate (the paper's Table 4)"
+        parts += [title, table(scaled, TABLE_4), TABLE_4_NOTE]
+    if pictures:
+        parts += ["## Curves (the paper's Figures 2, 3 and 9)"]
+        parts += [CURVES_NOTE]
+        parts += [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
+    if failed := [result for result in results if result.state == "failed"]:
+        rows = [f"- `{r.cell.name}`, after step {r.step}: {_cell(r.reason)}" for r in failed]
+        parts += ["## Runs that failed", "\n".join(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(groups: Sequence[Group], columns: dict[str, Callable[[Group], str]]) -> str:
+    """Markdown; the first two columns are words, the others numbers."""
+    head = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
+    rows = [[_cell(write(group)) for write in columns.values()] for group in groups]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _facts(study: Study, results: Sequence[Result]) -> str:
+    states = [result.state for result in results]
+    done = f"{states.count('done')} of {len(states)} runs are done"
+    if failed := states.count("failed"):
+        done += f", {failed} failed"
+    recipe = study.resolved()
+    train, algo = recipe["train"], recipe["algo"]
+    batch = recipe["data"]["prompts_per_step"], recipe["rollout"]["samples_per_prompt"]
+    steps = sorted({result.cell.steps for result in results})
+    seeds = ", ".join(map(str, study.settings.seeds))
+    avg = f"Avg@{train['eval_samples']} on {train['eval_prompts']} held-out prompts"
+    return (
+        f"{done}: {' or '.join(map(str, steps))} steps of {batch[0]} prompts x {batch[1]} "
+        f"responses in {algo['minibatches']} minibatches; accuracy is {avg}; seeds {seeds}. "
+        "study.json has every number, the recipe and each run's overrides."
+    )
+
+
+def shares(name: str) -> Callable[[Group], str]:
+    """Percent, mean and spread over seeds."""
+
+    def write(group: Group) -> str:
+        spread = group.totals[name]
+        if spread is None:
+            return NOTHING
+        text = f"{100 * spread.mean:.1f}"
+        return text if spread.std is None else f"{text} ± {100 * spread.std:.1f}"
+
+    return write
+
+
+def means(name: str, text: Callable[[float], str] = number) -> Callable[[Group], str]:
+    def write(group: Group) -> str:
+        spread = group.totals[name]
+        return NOTHING if spread is None else text(spread.mean)
+
+    return write
+
+
+def _largest_ratio(group: Group) -> str:
+    spread = group.totals["rho_max"]
+    return NOTHING if spread is None else number(spread.high)
+
+
+def _kl(group: Group) -> str:
+    end, largest = group.totals["kl"], group.totals["kl_largest"]
+    return NOTHING if end is None else f"{number(end.mean)} ({number(largest.high)})"
+
+
+def _collapse(group: Group) -> str:
+    """ "2 of 3, steps 41 to 47"; a run that did not collapse has no step."""
+    if not group.histories:
+        return NOTHING
+    spread: Spread | None = group.totals["collapse_step"]
+    if spread is None:
+        return f"0 of {len(group.histories)}"
+    low, high = int(spread.low), int(spread.high)
+    steps = f"step {low}" if low == high else f"steps {low} to {high}"
+    return f"{len(spread.values)} of {len(group.histories)}, {steps}"
+
+
+def _runs(group: Group) -> str:
+    done, planned = len(group.histories), len(group.cells)
+    return str(done) if done == planned else f"{done} of {planned}"
+
+
+def _update_to_error(group: Group) -> str:
+    update, error = group.totals["weight_update"], group.totals["weight_error"]
+    if update is None or error is None or error.mean == 0:
+        return NOTHING
+    return number(update.mean / error.mean)
+
+
+TABLE_1: dict[str, Callable[[Group], str]] = {
+    "Method": lambda group: group.method.label,
+    "Rollouts": lambda group: group.precision,
+    "Before, %": shares("accuracy_before"),
+    "Accuracy, %": shares("accuracy"),
+    "Best, %": shares("accuracy_best"),
+    "Collapsed": _collapse,
+    "KL at the end (largest)": _kl,
+    "Max ρ": _largest_ratio,
+    "Runs": _runs,
+}
+
+TABLE_4: dict[str, Callable[[Group], str]] = {
+    "Scale s": lambda group: f"s = {group.cells[0].uaq_scale:g}",
+    "Rollouts": lambda group: group.precision,
+    "Learning rate": lambda group: scientific(group.cells[0].lr),
+    "Accuracy, %": shares("accuracy"),
+    "Clipped": means("clip_fraction", percent),
+    "Code flips": means("code_flip_rate", percent),
+    "Update, Eq. 13": means("weight_update"),
+    "Error, Eq. 14": means("weight_error"),
+    "Update / error": _update_to_error,
+    "Runs": _runs,
+}
+
+
+def _cell(text: str) -> str:
+    """Fit for one cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")

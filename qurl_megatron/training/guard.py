@@ -1,0 +1,117 @@
+"""Notice a collapse by thresholds on what every step measures, and say what is to be done.
+
+A threshold trips when it has been crossed ``guard.patience`` steps in a row, once per excursion: it
+must be respected again before it can trip again. The counts are part of the training state, so a
+run that was interrupted in the middle of an excursion trips at the step at which it would have.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qurl_megatron.config import GuardConfig
+
+
+class Collapse(RuntimeError):
+    """The guard halted the run: which metric, its value, its threshold, at which step."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """One key of the guard section, and the metric that it is held against."""
+
+    what: str  # of the metric guard/<what>: steps in a row that it has been crossed
+    key: str  # of GuardConfig
+    metrics: tuple[str, ...]  # the first that the step has
+    above: bool  # crossed above it, else below it
+
+    def crossed(self, value: float, limit: float) -> bool:
+        """A value that is no finite number has crossed every threshold."""
+        return not math.isfinite(value) or (value > limit if self.above else value < limit)
+
+
+THRESHOLDS = (
+    Threshold("kl", "kl_above", ("rollout/kl_k3",), above=True),
+    Threshold("rho", "rho_above", ("rollout/rho_max",), above=True),
+    # Dynamic sampling trains on groups of mixed success, however bad the policy is.
+    Threshold("reward", "reward_below", ("reward/mean_generated", "reward/mean"), above=False),
+    Threshold("entropy_low", "entropy_below", ("policy/entropy",), above=False),
+    Threshold("entropy_high", "entropy_above", ("policy/entropy",), above=True),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one step's metrics mean for the run; the same on every rank."""
+
+    counts: dict[str, int]  # to be remembered, for the next ``Guard``
+    metrics: dict[str, float]
+    why: str = ""  # a threshold tripped at this step
+    halt: bool = False
+    fall_back: bool = False  # rollouts are to be unquantized from the next version on
+
+
+class Guard:
+    """Counts the steps in a row at which each threshold was crossed."""
+
+    def __init__(
+        self, config: GuardConfig, counts: Mapping[str, int], *, own_engines: bool = True
+    ) -> None:
+        """
+        Args:
+            counts: of the last ``Verdict``; empty for a fresh run.
+            own_engines: the run started its engines itself, and can start them anew.
+        """
+        self.config, self.own_engines = config, own_engines
+        # 0 is not watched; a threshold that is new, or was left alone meanwhile, begins at 0.
+        self.watched = [t for t in THRESHOLDS if getattr(config, t.key)]
+        self.counts = {t.what: counts.get(t.what, 0) for t in self.watched}
+
+    def judge(self, step: int, metrics: Mapping[str, float], *, quantized: bool) -> Verdict:
+        """Take in a step.
+
+        Args:
+            metrics: of all ranks; a threshold whose metric is missing stays as it is.
+            quantized: rollouts are.
+        """
+        if not self.watched:
+            return Verdict({}, {})
+        reasons = []
+        for threshold in self.watched:
+            name = next((name for name in threshold.metrics if name in metrics), None)
+            if name is None:
+                continue
+            value, limit = metrics[name], getattr(self.config, threshold.key)
+            crossed = threshold.crossed(value, limit)
+            self.counts[threshold.what] = self.counts[threshold.what] + 1 if crossed else 0
+            if self.counts[threshold.what] == self.config.patience:
+                reasons.append(self._reason(threshold, name, value, limit, step))
+        tripped = any(count >= self.config.patience for count in self.counts.values())
+        seen = {f"guard/{what}": float(count) for what, count in self.counts.items()}
+        seen["guard/tripped"] = float(tripped)
+        why = "; ".join(reasons)
+        action = self.config.action if why else "warn"
+        fall_back = action == "bf16" and quantized
+        halt = action == "halt" or (fall_back and not self.own_engines)
+        if action == "bf16" and not quantized:
+            why += "; rollouts are unquantized already"
+        if fall_back and not self.own_engines:
+            why += (
+                "; guard.action=bf16 cannot restart the engines that rollout.urls or "
+                "rollout.rendezvous name: start them for unquantized weights"
+            )
+        if halt or fall_back:
+            # What comes after is another matter: it has its own patience.
+            self.counts = dict.fromkeys(self.counts, 0)
+        return Verdict(dict(self.counts), seen, why, halt, fall_back)
+
+    def _reason(
+        self, threshold: Threshold, name: str, value: float, limit: float, step: int
+    ) -> str:
+        if math.isfinite(value):
+            how = f"is {'above' if threshold.above else 'below'}"
+        else:
+            how = "is no finite number, held against"
+        rows = self.config.patience
+        when = f"at step {step}" if rows == 1 else f"{rows} steps in a row up to step {step}"
+        return f"{name} = {value:.4g} {how} guard.{threshold.key} = {limit:g}, {when}"

@@ -1,0 +1,117 @@
+"""How far the quantized behaviour policy is from the full-precision one it was made from.
+
+All of it comes from two log-probs per response token. Whatever peers log about the mismatch of
+engine and trainer is here; docs/algorithms.md says which of our names is which of theirs.
+
+Shapes: N = response tokens of a microbatch, R = its responses that have any.
+"""
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.algo import bounded_exp, k1, k3, mean_per_response, sum_per_response
+from qurl_megatron.observe.metrics import (
+    Correlation,
+    EffectiveSampleSize,
+    Max,
+    Mean,
+    Metric,
+    Min,
+    StdDev,
+)
+
+
+def mismatch(
+    proximal: Tensor, behaviour: Tensor, owners: Tensor, responses: int, *, cap: float
+) -> dict[str, Metric]:
+    """Metrics of one microbatch; merged over all of a step they are those of the whole batch.
+
+    Args:
+        proximal: log-probs of the full-precision policy before this update, [N].
+        behaviour: log-probs the quantized engine reported while sampling, [N].
+        owners: response of each token, [N] int64.
+        responses: how many responses there are; empty ones do not count.
+        cap: C; tokens beyond it, and below 1 / C, are counted.
+
+    Ratios are bounded as in the objective, so every value is finite. Without tokens there is
+    nothing to compare, and no largest or smallest value either.
+    """
+    # On the host from the start: fetched one by one, each number would wait for the device.
+    proximal, behaviour = (x.detach().double().cpu() for x in (proximal, behaviour))
+    return {
+        **of_tokens(proximal, behaviour, cap),
+        **of_responses(proximal, behaviour, owners.cpu(), responses),
+    }
+
+
+def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metric]:
+    """Metrics over tokens, whichever response they belong to."""
+    log_rho = proximal - behaviour
+    rho = bounded_exp(log_rho)
+    prob_diff = (proximal.exp() - behaviour.exp()).abs()
+    return {
+        "rollout/kl_k1": _mean(k1(behaviour, proximal)),
+        "rollout/kl_k3": _mean(k3(behaviour, proximal)),
+        **_mean_and_extremes("rollout/rho", rho),
+        "rollout/rho_std": _std(rho),
+        "rollout/rho_deviation": _mean((rho - 1).abs()),
+        "rollout/ess": EffectiveSampleSize(
+            rho.sum().item(), rho.square().sum().item(), float(len(rho))
+        ),
+        "rollout/chi2_token": _mean(rho.square() - 1),
+        "rollout/truncated_weight_fraction": _mean(rho > cap),
+        "rollout/low_weight_fraction": _mean(rho < 1 / cap),
+        "rollout/log_prob_diff_abs": _mean(log_rho.abs()),
+        "rollout/mult_prob_error": _mean(bounded_exp(log_rho.abs())),
+        **_mean_and_max("rollout/prob_diff", prob_diff),
+        "rollout/prob_diff_std": _std(prob_diff),
+        "rollout/prob_correlation": _correlation(proximal.exp(), behaviour.exp()),
+    }
+
+
+def of_responses(
+    proximal: Tensor, behaviour: Tensor, owners: Tensor, responses: int
+) -> dict[str, Metric]:
+    """Metrics over responses, each of them counting once, however long it is."""
+    some = sum_per_response(torch.ones_like(proximal), owners, responses) > 0
+    log_product = sum_per_response(proximal - behaviour, owners, responses)[some]
+    log_ppl_proximal = -mean_per_response(proximal, owners, responses)[some]
+    log_ppl_behaviour = -mean_per_response(behaviour, owners, responses)[some]
+    log_ppl_diff = log_ppl_proximal - log_ppl_behaviour
+    product = bounded_exp(log_product)
+    return {
+        **_mean_and_extremes("rollout/rho_sequence", product),
+        **_mean_and_extremes("rollout/rho_geometric", bounded_exp(-log_ppl_diff)),
+        "rollout/chi2_sequence": _mean(product.square() - 1),
+        # Perplexities are averaged after exp, as slime and verl do: of a response, not of a batch.
+        "rollout/ppl_proximal": _mean(bounded_exp(log_ppl_proximal)),
+        "rollout/ppl_behaviour": _mean(bounded_exp(log_ppl_behaviour)),
+        "rollout/ppl_ratio": _mean(bounded_exp(log_ppl_diff)),
+        "rollout/log_ppl_proximal": _mean(log_ppl_proximal),
+        "rollout/log_ppl_behaviour": _mean(log_ppl_behaviour),
+        **_mean_and_extremes("rollout/log_ppl_diff", log_ppl_diff),
+        "rollout/log_ppl_diff_abs": _mean(log_ppl_diff.abs()),
+    }
+
+
+def _mean(values: Tensor) -> Mean:
+    return Mean(values.double().sum().item(), float(len(values)))
+
+
+def _std(values: Tensor) -> StdDev:
+    return StdDev(values.sum().item(), values.square().sum().item(), float(len(values)))
+
+
+def _mean_and_max(name: str, values: Tensor) -> dict[str, Metric]:
+    largest = {f"{name}_max": Max(values.max().item())} if len(values) else {}
+    return {f"{name}_mean": _mean(values), **largest}
+
+
+def _mean_and_extremes(name: str, values: Tensor) -> dict[str, Metric]:
+    smallest = {f"{name}_min": Min(values.min().item())} if len(values) else {}
+    return {**_mean_and_max(name, values), **smallest}
+
+
+def _correlation(x: Tensor, y: Tensor) -> Correlation:
+    products = (x, y, x * x, y * y, x * y)
+    return Correlation(*(p.sum().item() for p in products), count=float(len(x)))

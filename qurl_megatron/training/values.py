@@ -1,0 +1,72 @@
+"""The critic's side of an update: values of the response tokens, and the loss that fits them.
+
+The value of a token is that of the state before it, so it is read where the token's log-prob is.
+
+Shapes: B = rows, S = their length, s = this context-parallel rank's part of it, N = response tokens
+of the microbatch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from qurl_megatron.algo import value_loss
+from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.model.context import ContextPart
+from qurl_megatron.model.critic import Critic
+from qurl_megatron.observe.metrics import ExplainedVariance, Mean, Metric
+from qurl_megatron.runtime.megatron import Axis
+
+
+def read_values(output: Tensor, batch: TokenBatch, *, context: Axis) -> Tensor:
+    """A critic's output [B, s, 1] -> values of the response tokens, [N] float32."""
+    return ContextPart.of(context, batch).join(output)[..., 0][batch.mask]
+
+
+def attach_values(critic: Critic, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    """The same microbatches with values, [N]; only the last pipeline stage has and reads them."""
+    context = critic.ranks.context
+    values = critic.score(
+        batches, lambda output, batch: read_values(output, batch, context=context)
+    )
+    if not values:
+        return list(batches)
+    return [replace(b, values=v) for b, v in zip(batches, values, strict=True)]
+
+
+class ValueLoss:
+    """One microbatch's share of the critic's loss, and what is to be seen of it.
+
+    Means and explained variance are of the values before the update, which the advantages were made
+    with: they tell how good a baseline those had.
+    """
+
+    def __init__(self, context: Axis, *, clip: float) -> None:
+        """
+        Args:
+            clip: how far a value may move from what it was before the update; 0 does not clip.
+        """
+        self.context = context
+        self.clip = clip
+
+    def __call__(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """[B, s, 1] -> (share, metrics); the microbatch has values and returns."""
+        current = read_values(output, batch, context=self.context)
+        terms, clipped = value_loss(current, batch.values, batch.returns, clip=self.clip)
+        loss = (batch.weights * terms).sum()
+        returns, errors = batch.returns.double(), batch.returns.double() - batch.values.double()
+        count = float(len(returns))
+        return loss, {
+            "critic/loss": Mean(loss.item(), 0.0),
+            "critic/value_mean": Mean(batch.values.double().sum().item(), count),
+            "critic/return_mean": Mean(returns.sum().item(), count),
+            "critic/clip_fraction": Mean(clipped.double().sum().item(), count),
+            "critic/explained_variance": ExplainedVariance(
+                returns.sum().item(),
+                returns.square().sum().item(),
+                errors.sum().item(),
+                errors.square().sum().item(),
+                count,
+            ),
+        }

@@ -1,0 +1,113 @@
+"""What needs a whole group, or the whole batch, is the same wherever its responses were dealt."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.config import (
+    AlgoConfig,
+    CorrectionConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from qurl_megatron.data.pack import pad_samples
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.training.advantages import attach_advantages
+from qurl_megatron.training.correction import attach_correction
+from qurl_megatron.types import Prompt, Sample
+
+REWARDS = [1.0, 0.0, 0.0, 1.0]  # two prompts, two responses each
+LENGTHS = [1, 2, 1, 2]
+DEALT = [[3, 0], [2, 1]]  # responses of the data ranks: groups are torn apart
+
+
+def sample(index: int) -> Sample:
+    n = LENGTHS[index]
+    prompt = Prompt(index // 2, (5, 6), "", "")
+    return Sample(prompt, (7,) * n, (-1.0,) * n, "stop", (0,) * n, reward=REWARDS[index])
+
+
+def my_batch(rho: dict[int, float]):
+    """This rank's responses; ``rho`` of each response's tokens is given."""
+    mine = DEALT[dist.get_rank()]
+    batch = pad_samples([sample(i) for i in mine], [1.0] * 2, length=8, indices=mine)
+    log_rho = torch.tensor([math.log(rho[i]) for i in mine])[batch.owners]
+    proximal = batch.behaviour + log_rho
+    # The reference is less sure of each token by 0.5 nats: k1 = 0.5.
+    return dataclasses.replace(batch, proximal=proximal, reference=proximal - 0.5)
+
+
+def ranks():
+    axis = SimpleNamespace(group=dist.group.WORLD, rank=dist.get_rank(), size=2)
+    return SimpleNamespace(last_stage=True, device=torch.device("cpu"), data=axis)
+
+
+def config(**algo) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path="x"),
+        data=DataConfig(task="chain_sum", prompts_per_step=2),
+        rollout=RolloutConfig(samples_per_prompt=2, max_new_tokens=4),
+        algo=AlgoConfig(minibatches=1, **algo),
+        train=TrainConfig(micro_batch=2),
+    )
+
+
+def advantages(device, algo: dict, expected: dict[int, list[float]]) -> None:
+    whole = [sample(i) for i in range(4)]
+    (batch,), _ = attach_advantages(
+        ranks(), [my_batch(dict.fromkeys(range(4), 1.0))], whole, config(**algo)
+    )
+    parts = batch.advantages.split(batch.lengths)
+    for index, part in zip(batch.indices, parts, strict=True):
+        torch.testing.assert_close(part, torch.tensor(expected[index]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "algo, expected",
+    [
+        # Rewards less 0.1 * 0.5 per token: 0.95, -0.1 | -0.05, 0.9; each minus the other one.
+        (
+            dict(advantage="rloo", kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
+            {0: [1.05], 1: [-1.05] * 2, 2: [-0.95], 3: [0.95] * 2},
+        ),
+        # Without a penalty each group is 1, 0: half apart from its mean.
+        (dict(advantage="dr_grpo"), {0: [0.5], 1: [-0.5] * 2, 2: [-0.5], 3: [0.5] * 2}),
+        # Still to come: 1 | 0, 0 | 0 | 1, 1. Mean 0.5, sample deviation sqrt(6 * 0.25 / 5).
+        (
+            dict(advantage="reinforce_pp"),
+            {i: [(1 if REWARDS[i] else -1) * 0.5 / math.sqrt(0.3)] * LENGTHS[i] for i in range(4)},
+        ),
+    ],
+    ids=["rloo with a penalty in the reward", "dr_grpo", "reinforce_pp"],
+)
+def test_advantages_by_hand_over_two_data_ranks(algo, expected, tmp_path):
+    run_on_ranks(advantages, 2, "gloo", tmp_path, algo, expected)
+
+
+def correction(device) -> None:
+    batch = my_batch({0: 4.0, 1: 1.0, 2: 0.5, 3: 1e-6})
+    (plain,), scale, metrics = attach_correction(
+        ranks(), [batch], AlgoConfig(objective="tis"), CorrectionConfig(normalise=True)
+    )
+    # Weights min(rho, 2) of the six tokens: 2 | 1, 1 | 0.5 | 1e-6, 1e-6.
+    assert plain.kept is None and scale == pytest.approx(6 / 4.500002, rel=1e-6)
+    (batch,), scale, metrics = attach_correction(
+        ranks(), [batch], AlgoConfig(), CorrectionConfig(reject_high=3.0, veto=1e-4)
+    )
+    assert scale == 1.0
+    marks = (part.all().item() for part in batch.kept.split(batch.lengths))
+    kept = dict(zip(batch.indices, marks, strict=True))
+    assert kept == {i: i in (1, 2) for i in DEALT[dist.get_rank()]}  # 0 is too far up, 3 vetoed
+    rejected = metrics["correction/rejected_responses"].value
+    assert rejected == (1.0 if dist.get_rank() == 0 else 0.0)
+
+
+def test_weights_get_mean_one_over_all_ranks_and_far_responses_are_rejected(tmp_path):
+    run_on_ranks(correction, 2, "gloo", tmp_path)

@@ -1,0 +1,340 @@
+"""The critic's values and gradients are those of the whole model, however it is split."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.metrics import merge, values
+from qurl_megatron.runtime.megatron import Axis, megatron_runtime
+from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from tests.distributed.test_policy import gradient, recipe, relative, whole
+
+LAYOUTS = {
+    "TP2": dict(tensor=2),
+    "TP2 without sequence parallelism": dict(tensor=2, sequence=False),
+    "PP2": dict(pipeline=2),
+    "TP2 x PP2": dict(tensor=2, pipeline=2),
+    "DP2": dict(data=2),
+    "CP2": dict(context=2),
+    "TP2 x CP2": dict(tensor=2, context=2),
+}
+SAMPLES = random_samples(16)
+LENGTH = 24  # divides over every layout, and is more than the longest sample has
+CLIP = 0.2
+FAST = CriticConfig(lr=1e-3)
+HEAD = ("output_layer.weight", "output_layer.bias")
+
+
+def build(config, ranks, critic=FAST, *, head=True):
+    """A critic, with a head that is not zero, so that its body has a gradient."""
+    from qurl_megatron.model.critic import Critic
+
+    built = Critic.build(config.model, config.parallel, critic, config.optimizer, ranks)
+    if head and ranks.last_stage:
+        for parameter, value in zip(built.gpt.output_layer.parameters(), a_head(), strict=True):
+            value = value[:, : parameter.shape[-1]] if parameter.ndim == 2 else value
+            with torch.no_grad():
+                parameter.copy_(value)
+            built.write_master(parameter, value)
+    return built
+
+
+def a_head(hidden: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return 0.1 * torch.randn(1, hidden, generator=generator), torch.tensor([0.3])
+
+
+def targets(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Made-up returns of a sample's response tokens, and values from before, some out of reach."""
+    generator = torch.Generator().manual_seed(100 + index)
+    count = len(SAMPLES[index].response_ids)
+    return torch.randn(2, count, generator=generator).unbind()
+
+
+def minibatch(ranks, number: int, *, packed: bool = False) -> list:
+    """This data rank's microbatches of one half of the samples, with values and returns."""
+    from qurl_megatron.data.pack import pack_samples, pad_samples
+
+    half = list(range(8 * number, 8 * number + 8))
+    mine = half[ranks.data.rank :: ranks.data.size]
+    batches = []
+    for chunk in (mine[i : i + 2] for i in range(0, len(mine), 2)):
+        # Every response counts alike, its tokens too.
+        shares = [1 / (8 * len(SAMPLES[i].response_ids)) for i in chunk]
+        samples = [SAMPLES[i] for i in chunk]
+        if packed:
+            batch = pack_samples(samples, shares, sequence_multiple=4, multiple=8, indices=chunk)
+        else:
+            batch = pad_samples(samples, shares, length=LENGTH, indices=chunk)
+        returns, before = (torch.cat(parts) for parts in zip(*map(targets, chunk), strict=True))
+        batches.append(replace(batch, returns=returns, values=before).to(ranks.device))
+    return batches
+
+
+class Named:
+    """A critic's weights by Hugging Face name, its head's by Megatron's; for ``whole``."""
+
+    def __init__(self, critic) -> None:
+        self.critic = critic
+
+    def hf_shards(self, read=None):
+        from qurl_megatron.model.build import parameter_ops
+        from qurl_megatron.model.policy import HfShard
+        from qurl_megatron.weights import open_checkpoint
+
+        ranks = self.critic.ranks
+        arch = open_checkpoint(self.critic.folder).arch
+        ops = parameter_ops(replace(arch, tied=False), ranks)
+        for name, parameter in self.critic.gpt.named_parameters():
+            value = read(parameter) if read else parameter.detach().float()
+            if name in HEAD:
+                yield HfShard(name, value, None, 0, tuple(value.shape))
+                continue
+            for part, (hf, shard) in zip(ops[name].hf, ops[name].to_hf(value).items(), strict=True):
+                dim = part.split_dim
+                offset = 0 if dim is None else ranks.tensor.rank * shard.shape[dim]
+                yield HfShard(hf, shard, dim, offset, ())
+
+
+def learn(critic, number: int) -> dict[str, float]:
+    """One update on a minibatch; what all ranks saw of it."""
+    from qurl_megatron.training.values import ValueLoss
+
+    ranks = critic.ranks
+    seen = critic.accumulate(minibatch(ranks, number), ValueLoss(ranks.context, clip=CLIP))
+    applied = critic.apply()
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen if ranks.counted else [])
+    measured = values(merge(metrics for rank in gathered for metrics in rank))
+    loss = merge(m for rank in gathered for m in rank)["critic/loss"].total
+    return {**measured, "critic/loss": loss, **applied}
+
+
+def observe(device, config, out) -> None:
+    """Values and gradients before any update, then the weights after two of them."""
+    from qurl_megatron.training.values import ValueLoss, attach_values
+
+    with megatron_runtime(config.parallel) as ranks:
+        critic = build(config, ranks)
+        critic.folder = config.model.path
+        batches = minibatch(ranks, 0, packed=config.train.packed)
+        scored = attach_values(critic, batches)
+        found = {}
+        if ranks.last_stage:
+            for batch in scored:
+                found |= dict(zip(batch.indices, batch.values.split(batch.lengths), strict=True))
+        everywhere: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        critic.accumulate(batches, ValueLoss(ranks.context, clip=CLIP))
+        gradients = whole(Named(critic), gradient(critic))
+        metrics = [learn(critic, number) for number in (0, 1)]
+        weights = whole(Named(critic))
+        if ranks.leads:
+            found = {i: v.cpu() for rank in everywhere for i, v in rank.items()}
+            torch.save(
+                dict(values=found, gradients=gradients, metrics=metrics, weights=weights), out
+            )
+
+
+def run(tmp_path, config, name, backend="gloo") -> dict:
+    out = tmp_path / f"{name}.pt"
+    run_on_ranks(observe, config.parallel.world_size, backend, tmp_path, config, out)
+    return torch.load(out, weights_only=True)
+
+
+def expected_of(folder) -> tuple[dict, dict, float]:
+    """The same by plain autograd in float64: transformers' hidden states, a product, the loss."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the others have no float64
+    )
+    hidden = model.config.hidden_size
+    weight, bias = (x.double() for x in a_head())
+    weight = weight[:, :hidden].clone().requires_grad_()
+    bias.requires_grad_()
+    found, loss = {}, 0.0
+    for i in range(8):
+        sample = SAMPLES[i]
+        ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
+        states = model.model(ids).last_hidden_state[0]
+        start, count = len(sample.prompt.input_ids), len(sample.response_ids)
+        found[i] = (states @ weight[0] + bias)[start - 1 : start - 1 + count]
+        returns, before = (x.double() for x in targets(i))
+        moved = torch.maximum(torch.minimum(found[i], before + CLIP), before - CLIP)
+        error = torch.maximum((found[i] - returns) ** 2, (moved - returns) ** 2)
+        loss = loss + (error / 2).mean() / 8
+    loss.backward()
+    gradients = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = as_stored(gradients) | dict(zip(HEAD, (weight.grad, bias.grad), strict=True))
+    return {i: v.detach() for i, v in found.items()}, gradients, loss.item()
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """A checkpoint and what one process, and float64, make of it."""
+    tmp_path = tmp_path_factory.mktemp("critic")
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    return folder, run(tmp_path, recipe(folder, {}), "alone"), expected_of(folder)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_gradients_and_updates_equal_one_process_and_autograd(
+    backend, layout, qwen2, tmp_path
+):
+    folder, alone, (expected, gradients, loss) = qwen2
+    split = run(tmp_path, recipe(folder, LAYOUTS[layout]), "split", backend)
+    assert split["values"].keys() == expected.keys()
+    for i, value in expected.items():
+        torch.testing.assert_close(split["values"][i].double(), value, rtol=1e-5, atol=1e-5)
+    assert split["gradients"].keys() == gradients.keys() == alone["gradients"].keys()
+    for name in gradients:
+        assert relative(split["gradients"][name], alone["gradients"][name]) < 1e-5, name
+        assert relative(split["gradients"][name], gradients[name]) < 2e-5, name
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
+    assert split["metrics"][0]["critic/loss"] == pytest.approx(loss, rel=1e-5)
+    assert split["metrics"][0]["critic/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for before, after in zip(alone["metrics"], split["metrics"], strict=True):
+        assert after == pytest.approx(before, rel=1e-4, abs=1e-6)
+    for name, weight in alone["weights"].items():
+        assert relative(split["weights"][name], weight) < 1e-4, name
+
+
+def test_values_of_sequences_that_lie_end_to_end_are_those_of_each(qwen2, tmp_path):
+    folder, _, (expected, gradients, _) = qwen2
+    config = recipe(folder, LAYOUTS["TP2 x CP2"])
+    config = replace(config, train=TrainConfig(max_tokens=64, packed=True))
+    packed = run(tmp_path, config, "packed")
+    for i, value in expected.items():
+        torch.testing.assert_close(packed["values"][i].double(), value, rtol=1e-5, atol=1e-5)
+    for name, value in gradients.items():
+        assert relative(packed["gradients"][name], value) < 2e-5, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "qwen3_moe"])
+def test_other_families_have_critics_as_well(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    actual = run(tmp_path, recipe(folder, dict(tensor=2, pipeline=2)), "split")
+    expected, gradients, _ = expected_of(folder)
+    for i, value in expected.items():
+        torch.testing.assert_close(actual["values"][i].double(), value, rtol=1e-4, atol=1e-4)
+    assert actual["gradients"].keys() == gradients.keys()
+    for name, value in gradients.items():
+        assert relative(actual["gradients"][name], value) < 2e-5, name
+
+
+def check_first_updates(device, config) -> None:
+    from qurl_megatron.training.values import attach_values
+
+    with megatron_runtime(config.parallel) as ranks:
+        critic = build(config, ranks, CriticConfig(lr=1e-3, warmup_steps=2), head=False)
+        critic.folder = config.model.path
+        before = whole(Named(critic))
+        if ranks.last_stage:
+            assert not any(b.values.any() for b in attach_values(critic, minibatch(ranks, 0)))
+        assert learn(critic, 0)["critic/lr"] == pytest.approx(5e-4)
+        once = whole(Named(critic))
+        assert learn(critic, 1)["critic/lr"] == pytest.approx(1e-3)
+        twice = whole(Named(critic))
+        for name in before:
+            assert torch.equal(before[name], once[name]) == (name not in HEAD), name
+            assert not torch.equal(once[name], twice[name]), name
+
+
+def test_a_critic_begins_with_zeros_and_its_body_follows_the_head(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = recipe(folder, dict(tensor=2))
+    config = replace(config, optimizer=OptimizerConfig(lr=1.0, weight_decay=0.0))
+    run_on_ranks(check_first_updates, 2, "gloo", tmp_path, config)
+
+
+def check_masters(device, config, critic_config, expected) -> None:
+    from qurl_megatron.training.values import attach_values
+
+    with megatron_runtime(config.parallel) as ranks:
+        critic = build(config, ranks, critic_config)
+        critic.folder = critic_config.path or config.model.path
+        masters = whole(Named(critic), lambda p: p.main_param.detach().view(p.shape))
+        for name, value in expected.items():
+            torch.testing.assert_close(masters[name], value, rtol=1e-6, atol=5e-7)
+        assert {p.dtype for p in critic.gpt.parameters()} == {torch.bfloat16}
+        assert attach_values(critic, minibatch(ranks, 0))[0].values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, tmp_path):
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from qurl_megatron.weights import fold_uaq, read_config
+
+    policy = tiny_checkpoint(tmp_path / "policy", "qwen2")
+    body = tiny_checkpoint(tmp_path / "body", family)
+    plain, described = load_file(body / "model.safetensors"), read_config(body)
+    save_file(fold_uaq(plain, described, 1.5), body / "model.safetensors")
+    (body / "config.json").write_text(json.dumps(described))
+    config = recipe(policy, {}, dtype="bfloat16")
+    expected = {name: value for name, value in plain.items() if name != "lm_head.weight"}
+    critic = CriticConfig(path=str(body))
+    run_on_ranks(check_masters, 1, "gloo", tmp_path, config, critic, expected)
+
+
+def check_refused(device, config, critic, message) -> None:
+    with megatron_runtime(ParallelConfig()) as ranks, pytest.raises(ConfigError, match=message):
+        build(config, ranks, critic)
+
+
+def test_a_critic_that_reads_other_tokens_is_refused(tmp_path):
+    policy = tiny_checkpoint(tmp_path / "policy", "qwen2")
+    body = tiny_checkpoint(tmp_path / "body", "qwen2", vocab_size=160)
+    message = "body has a vocabulary of 160 tokens where the policy's, .*policy, has 128"
+    critic = CriticConfig(path=str(body))
+    run_on_ranks(check_refused, 1, "gloo", tmp_path, recipe(policy, {}), critic, message)
+
+
+def check_reading(device) -> None:
+    from qurl_megatron.data.pack import pad_samples
+    from qurl_megatron.training.values import ValueLoss
+
+    context = Axis(None, 0, 1)
+    sample = next(s for s in SAMPLES if len(s.response_ids) >= 2)
+    sample = replace(
+        sample,
+        response_ids=sample.response_ids[:2],
+        behaviour_log_probs=(0.0, 0.0),
+        versions=(0, 0),
+    )
+    start = len(sample.prompt.input_ids)
+    batch = pad_samples([sample], [0.5], length=12)
+    batch = replace(batch, values=torch.tensor([0.0, 1.0]), returns=torch.tensor([1.0, 0.0]))
+    output = torch.zeros(1, 12, 1)
+    output[0, start - 1], output[0, start] = 0.5, 0.5
+    output.requires_grad_()
+    loss, metrics = ValueLoss(context, clip=0.2)(output, batch)
+    # Both have moved by 0.5 towards their returns, where 0.2 counts: (0.2 - 1)^2 and (0.8 - 0)^2.
+    assert loss.item() == pytest.approx(0.5 * 0.64 / 2 + 0.5 * 0.64 / 2)
+    loss.backward()
+    assert not output.grad.any()
+    free, _ = ValueLoss(context, clip=0)(output, batch)
+    free.backward()
+    expected = torch.zeros(1, 12, 1)
+    expected[0, start - 1], expected[0, start] = 0.5 * (0.5 - 1.0), 0.5 * (0.5 - 0.0)
+    torch.testing.assert_close(output.grad, expected)
+    seen = values(metrics)
+    assert (seen["critic/value_mean"], seen["critic/return_mean"]) == (0.5, 0.5)
+    assert seen["critic/clip_fraction"] == 1.0
+    # Errors 1 and -1 vary four times as much as the returns 1 and 0.
+    assert seen["critic/explained_variance"] == pytest.approx(-3.0)
+
+
+def test_a_value_is_read_where_the_token_before_is_and_the_clip_holds_it_back(tmp_path):
+    run_on_ranks(check_reading, 1, "gloo", tmp_path)

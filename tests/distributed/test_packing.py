@@ -1,0 +1,44 @@
+"""How responses share passes, padded or end to end, changes no value and no gradient."""
+
+from dataclasses import replace
+
+import pytest
+
+from qurl_megatron.config import TrainConfig
+from qurl_megatron.testing.models import random_samples
+from qurl_megatron.testing.ranks import BACKENDS
+from tests.distributed.test_policy import ALGO, assert_same_training, recipe, run
+
+# Small enough for several passes of several shapes; the layouts are crossed with the families.
+DYNAMIC, PACKED = dict(max_tokens=30), dict(max_tokens=48, packed=True)
+CASES = {
+    "dynamic": ("qwen2", {}, DYNAMIC),
+    "dynamic, TP2 x PP2": ("qwen3", dict(tensor=2, pipeline=2), DYNAMIC),
+    "dynamic, DP2": ("qwen2", dict(data=2), DYNAMIC),
+    "packed": ("qwen2", {}, PACKED),
+    "packed, TP2 x PP2": ("llama", dict(tensor=2, pipeline=2), PACKED),
+    "packed, CP2": ("qwen2", dict(context=2), PACKED),
+    "packed, TP2 x CP2": ("qwen3", dict(tensor=2, context=2), PACKED),
+    "packed experts, PP2": ("qwen3_moe", dict(pipeline=2), PACKED),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_budget_trains_as_fixed_microbatches_do(backend, case, alone, tmp_path):
+    family, layout, train = CASES[case]
+    folder, expected = alone(family, backend, **ALGO)
+    config = replace(recipe(folder, layout, **ALGO), train=TrainConfig(**train))
+    actual = run(tmp_path, backend, config, "split")
+    assert_same_training(actual, expected)
+    padding = [found["metrics"][0]["train/padding_fraction"] for found in (actual, expected)]
+    assert padding[0] < padding[1]
+
+
+def test_data_ranks_of_that_budget_have_different_numbers_of_passes():
+    from qurl_megatron.data.pack import tokens_of
+    from qurl_megatron.training.step import deal
+
+    lengths = [tokens_of(sample) for sample in random_samples(16)]
+    dealt = deal(lengths, 2, 2, 1, seed=1, budget=DYNAMIC["max_tokens"])
+    assert [[len(passes) for passes in update] for update in dealt] == [[3, 2], [3, 2]]

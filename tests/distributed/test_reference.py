@@ -1,0 +1,223 @@
+"""The reference policy scores with its own weights, wherever these wait, and leaves no trace."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.algo import k3
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.reference import Reference
+from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.training.state import TrainState, latest
+from tests.distributed.test_policy import build, recipe, whole
+
+SAMPLES = random_samples(8)
+
+
+def batches(ranks) -> list:
+    from qurl_megatron.data.pack import pad_samples
+
+    mine = range(len(SAMPLES))[ranks.data.rank :: ranks.data.size]
+    return [pad_samples([SAMPLES[i]], [1.0], length=24, indices=[i]).to(ranks.device) for i in mine]
+
+
+def scores(policy, temperature=1.0) -> tuple[dict, dict]:
+    """Log-probs of every sample's response, of the policy and of its reference, on every rank."""
+    from qurl_megatron.training.objective import Scorer
+
+    score = Scorer(policy, temperature)
+    microbatches = batches(policy.ranks)
+
+    def of_model() -> dict[int, torch.Tensor]:
+        found = policy.score(microbatches, lambda logits, batch: score(logits, batch)[0])
+        own = {b.indices[0]: x.cpu() for b, x in zip(microbatches, found, strict=False)}
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return {i: x for rank in gathered for i, x in rank.items()}
+
+    own = of_model()
+    with policy.reference():
+        return own, of_model()
+
+
+def moved_away(folder, by: float):
+    """A copy of a checkpoint with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    other = tiny_checkpoint(folder.with_name("other"), json_of(folder)["model_type"])
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    noise = {n: by * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+    save_file({n: w + noise[n] for n, w in weights.items()}, other / "model.safetensors")
+    return other
+
+
+def json_of(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def hf_log_probs(folder, temperature=1.0) -> dict[int, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the others have no float64
+    )
+    found = {}
+    for i, sample in enumerate(SAMPLES):
+        ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
+        start = len(sample.prompt.input_ids)
+        with torch.no_grad():
+            rows = (model(ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+        found[i] = rows.gather(1, ids[0, start:, None])[:, 0]
+    return found
+
+
+def check_same_weights(device, config, reference) -> None:
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, reference=reference, uaq_scale=1.5)
+        own, theirs = scores(policy)
+        assert len(own) == len(SAMPLES)
+        for i, log_probs in own.items():
+            assert not k3(log_probs, theirs[i]).any()
+
+
+@pytest.mark.parametrize("where", ["where the actor came from", "a conversion of it"])
+def test_before_any_update_the_divergence_from_the_same_weights_is_exactly_zero(where, tmp_path):
+    from qurl_megatron.convert.job import run
+    from qurl_megatron.convert.to_megatron import to_megatron
+    from qurl_megatron.weights import open_checkpoint
+
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    path = ""
+    if where == "a conversion of it":
+        path = str(tmp_path / "megatron")
+        run(to_megatron(open_checkpoint(folder), tmp_path / "megatron", uaq_scale=1.5))
+    config = recipe(folder, dict(tensor=2), dtype="bfloat16")
+    run_on_ranks(check_same_weights, 2, "gloo", tmp_path, config, Reference(path))
+
+
+def check_other(device, config, reference, expected) -> None:
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, reference=reference, uaq_scale=1.5)
+        before = whole(policy)
+        own, theirs = scores(policy)
+        for i, (current, frozen) in expected.items():
+            torch.testing.assert_close(
+                k3(own[i].double(), theirs[i].double()), k3(current, frozen), rtol=1e-3, atol=1e-5
+            )
+        assert all(torch.equal(value, before[name]) for name, value in whole(policy).items())
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    [
+        ("llama", dict(pipeline=2)),  # tied: both stages have the embedding
+        ("llama", dict(tensor=2, data=2)),
+        ("qwen3_moe", dict(tensor=2, pipeline=2)),
+        ("gemma", dict(tensor=2)),
+    ],
+    ids=str,
+)
+def test_the_divergence_from_a_second_checkpoint_is_that_of_the_two_models(
+    family, layout, tmp_path
+):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    other = moved_away(folder, by=0.02)
+    ours, theirs = hf_log_probs(folder), hf_log_probs(other)
+    expected = {i: (ours[i], theirs[i]) for i in ours}
+    assert max(k3(*pair).max() for pair in expected.values()) > 0.01
+    config = recipe(folder, layout)
+    reference = Reference(str(other), "host")
+    run_on_ranks(
+        check_other, config.parallel.world_size, "gloo", tmp_path, config, reference, expected
+    )
+
+
+def check_memories(device, config, path) -> None:
+    with megatron_runtime(config.parallel) as ranks:
+        seen = []
+        for memory in ("device", "host"):
+            policy = build(config, ranks, reference=Reference(path, memory))
+            tensors = policy._reference.tensors
+            there = torch.device("cpu") if memory == "host" else ranks.device
+            assert all(t.device == there for t in tensors)
+            pinned = memory == "host" and ranks.device.type == "cuda"
+            assert all(t.is_pinned() == pinned for t in tensors)
+            before = [p.detach().clone() for p in policy.gpt.parameters()]
+            kept = [t.clone() for t in tensors]
+            seen.append(scores(policy)[1])
+            places = [p.data_ptr() for p in policy.gpt.parameters()]
+            with policy.reference():
+                # Copied in place: whoever holds the parameters, such as the optimizer, still does.
+                assert places == [p.data_ptr() for p in policy.gpt.parameters()]
+                for held, reference in zip(policy.gpt.parameters(), kept, strict=True):
+                    assert torch.equal(held.cpu(), reference.cpu())
+            for now, then in zip(policy.gpt.parameters(), before, strict=True):
+                assert torch.equal(now, then)
+            for now, then in zip(policy._reference.tensors, kept, strict=True):
+                assert torch.equal(now, then)
+        for i, log_probs in seen[0].items():
+            assert torch.equal(log_probs, seen[1][i])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_wait_on_the_host_score_bit_for_bit_the_same(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    other = moved_away(folder, by=0.02)
+    config = recipe(folder, dict(tensor=2), dtype="bfloat16")
+    run_on_ranks(check_memories, 2, backend, tmp_path, config, str(other))
+
+
+def check_after_resume(device, config, run_dir) -> None:
+    from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.step import improve
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, reference=Reference())
+        began, frozen = scores(policy)
+        improve(policy, random_samples(16), config, step=1, timer=Timer())
+        checkpoint.save(run_dir, policy, TrainState(step=1), keep=1)
+        trained, still = scores(policy)
+        resumed = build(config, ranks, reference=Reference())
+        checkpoint.load(latest(run_dir), resumed)
+        own, reference = scores(resumed)
+        for i in began:
+            assert not torch.equal(trained[i], began[i])
+            assert torch.equal(own[i], trained[i])
+            for same in (frozen, still, reference):
+                assert torch.equal(same[i], began[i])
+
+
+def test_a_resumed_run_has_the_reference_it_began_with(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    config = recipe(folder, dict(pipeline=2), dtype="bfloat16", kl_coef=0.1)
+    run_on_ranks(check_after_resume, 2, "gloo", tmp_path, config, tmp_path / "run")
+
+
+def check_refused(device, config, cases) -> None:
+    with megatron_runtime(ParallelConfig()) as ranks:
+        for path, message in cases:
+            with pytest.raises(ConfigError, match=message):
+                build(config, ranks, reference=Reference(path))
+
+
+def test_a_reference_of_another_shape_is_refused_by_name(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    more = tiny_checkpoint(tmp_path / "more", "qwen2", vocab_size=160)
+    deep = tiny_checkpoint(tmp_path / "deep", "qwen2", num_hidden_layers=2)
+    tied = tiny_checkpoint(tmp_path / "tied", "qwen2", tie_word_embeddings=True)
+    cases = [
+        (str(more), "algo.reference=.*more has vocab=160 where the actor, .*model, has 128"),
+        (str(deep), "algo.reference=.*deep has num_layers=2 where the actor, .*model, has 4"),
+        (str(tied), "algo.reference=.*tied has tied=True where the actor, .*model, has False"),
+        (str(tmp_path / "none"), "none is not a folder; name a checkpoint"),
+    ]
+    run_on_ranks(check_refused, 1, "gloo", tmp_path, recipe(folder, {}), cases)

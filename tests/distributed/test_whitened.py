@@ -1,0 +1,36 @@
+"""Whitening over ranks against whitening everything at once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.algo import advantages, whitened
+from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+
+
+def check_against_whole(device):
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    for sizes in ([7, 30], [0, 12], [1, 0], [0, 0]):
+        whole = 5 + 3 * torch.randn(sum(sizes), generator=generator)
+        mine = whole.split(sizes)[rank].to(device)
+        for centre in (True, False):
+            expected = whitened(whole, centre=centre).split(sizes)[rank]
+            actual = whitened(mine, group=dist.group.WORLD, centre=centre).cpu()
+            torch.testing.assert_close(actual, expected)
+
+    calls = []
+    all_reduce = dist.all_reduce
+    advantages.dist.all_reduce = lambda x, group: (
+        calls.append(x.dtype),
+        all_reduce(x, group=group),
+    )
+    alone = whitened(torch.tensor([1.0, 2.0, 3.0], device=device))
+    assert not calls and alone.tolist() == pytest.approx([-1, 0, 1])
+    whitened(torch.ones(rank, device=device), group=dist.group.WORLD)
+    assert calls == [torch.float64]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_on_two_ranks_are_whitened_as_one_batch(backend, tmp_path):
+    run_on_ranks(check_against_whole, 2, backend, tmp_path)

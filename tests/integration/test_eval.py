@@ -1,0 +1,160 @@
+"""``qurl eval`` as it is typed, with real engines, on models small enough to wait for."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+from qurl_megatron.testing.models import tiny_checkpoint
+from tests.runs import QURL, Run, living, make_recipe
+
+PROBLEMS, K, NEW = 24, 64, 48  # four problems make one batch of the embedded engine
+VOCAB = 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A random model each of whose tokens reads as its own number."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("eval") / "model", "qwen2")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bench(model) -> Path:
+    """Problems of which greedy decoding, as transformers does it, answers every second one."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    path = model.parent / "numbers.jsonl"
+    with path.open("w") as file:
+        for index in range(PROBLEMS):
+            prompt = [(7 * index + 11 * step) % VOCAB for step in range(2 + index % 3)]
+            ids = reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=NEW,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            answer = int(ids[0, -1]) + index % 2
+            file.write(json.dumps({"prompt": " ".join(map(str, prompt)), "answer": answer}) + "\n")
+    return path
+
+
+def command(bench: Path, model: Path, out: Path, *options: str) -> list[str]:
+    settings = ["--dtype", "float32", "--max-new-tokens", str(NEW), "--k", str(K)]
+    # A random model's distribution is flat: at a low temperature it is right now and then.
+    settings += ["--temperature", "0.1", "--top-p", "0.9", "--reward", "last_number"]
+    return [
+        *QURL,
+        "eval",
+        str(bench),
+        "--model",
+        str(model),
+        "--out",
+        str(out),
+        *settings,
+        *options,
+    ]
+
+
+def responses(out: Path) -> list[dict]:
+    path = out / "numbers.samples.jsonl"
+    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+    found = [json.loads(line) for line in whole.splitlines()[1:]]
+    return [{key: value for key, value in one.items() if key != "seconds"} for one in found]
+
+
+def interrupted(arguments: list[str], out: Path, number: int, *, after: int) -> int:
+    """The exit code of an evaluation that got a signal when it had so many responses."""
+    with (out.parent / "log").open("a") as log:
+        process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
+    end = time.monotonic() + 240
+    while len(responses(out)) < after:
+        assert process.poll() is None and time.monotonic() < end, (out.parent / "log").read_text()
+        time.sleep(0.01)
+    engines = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    code = process.wait(60)
+    _, alive = psutil.wait_procs(engines, timeout=30)
+    assert not alive and not living(process.pid)
+    return code
+
+
+def test_killed_twice_an_evaluation_ends_in_the_same_bits(model, bench, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    done = subprocess.run(command(bench, model, whole), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((whole / "results.json").read_text())
+    numbers = results["benchmarks"]["numbers"]
+    assert numbers["greedy"]["accuracy"] == 0.5
+    assert 0 < numbers["sampled"]["accuracy"] < 1
+    assert numbers["sampled"]["pass_at"][str(K)] > numbers["sampled"]["accuracy"]
+    assert results["engines"][0]["scheme"] == "none"
+    assert (whole / "results.md").read_text() in done.stdout
+
+    arguments = command(bench, model, out)
+    assert interrupted(arguments, out, signal.SIGINT, after=PROBLEMS + 4 * K) == 130
+    first = responses(out)
+    assert interrupted(arguments, out, signal.SIGKILL, after=len(first) + 4 * K) == -signal.SIGKILL
+    assert len(first) < len(responses(out)) < len(responses(whole))
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert responses(out) == responses(whole)
+    again = json.loads((out / "results.json").read_text())["benchmarks"]["numbers"]
+    assert again | {"tokens_per_s": 0} == numbers | {"tokens_per_s": 0}
+
+    other = subprocess.run(
+        command(bench, model, out, "--scheme", "int8"), capture_output=True, text=True, timeout=300
+    )
+    assert other.returncode == 2
+    assert "other settings (scheme: none there, int8 here)" in other.stderr
+
+
+def test_a_prompt_beyond_the_context_is_named(model, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "7 " * 240, "answer": "7"}) + "\n")
+    done = subprocess.run(
+        command(path, model, tmp_path / "out"), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert "long.jsonl line 1: the longest prompt, 240 tokens" in done.stderr
+    assert "exceed the 256 tokens that the engine takes; give at most 16" in done.stderr
+
+
+def test_a_run_is_evaluated_by_its_own_recipe_and_sglang_wants_it_converted(tmp_path):
+    run = Run(make_recipe(tmp_path), "run", "train.steps=1", "rollout.engines=1")
+    with run.process():
+        assert run.ended() == 0, run.stderr()
+    path = tmp_path / "sums.jsonl"
+    text = "State the final answer to the following arithmetic problem: 12 + 3 ="
+    path.write_text(json.dumps({"prompt": text, "answer": "15"}) + "\n")
+    arguments = [*QURL, "eval", str(path), "--run", str(run.dir), "--k", "2"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((run.dir / "eval/step_000001/results.json").read_text())
+    settings = results["settings"]
+    assert (settings["scheme"], settings["dtype"], settings["reward"]) == (
+        "int8",
+        "float32",
+        "exact",
+    )
+    assert (settings["temperature"], settings["top_p"], settings["max_new_tokens"]) == (1.0, 1.0, 4)
+    assert results["engines"][0]["scheme"] == "int8"
+    assert results["model"] == str(run.dir / "checkpoints/step_000001")
+
+    done = subprocess.run(
+        [*arguments, "--backend", "sglang"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert "SGLang cannot load the Megatron checkpoint" in done.stderr
+    assert "quantize.py --scheme int8 --model" in done.stderr

@@ -1,0 +1,117 @@
+"""Runs that collapse, or that draw until their groups teach something; the real command line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.training.state import TrainState, latest
+from tests.integration.test_train import metrics, qurl
+
+RECIPE = """
+[model]
+path = "{root}/model"
+dtype = "float32"
+[warmstart]
+steps = 30
+hidden = 64
+layers = 2
+heads = 4
+kv_heads = 2
+intermediate = 128
+batch = 64
+[data]
+task = "gcd"
+task_args = {{ min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 60 }}
+task_size = 2000
+prompts_per_step = 8
+[rollout]
+engines = 1
+samples_per_prompt = 4
+max_new_tokens = 4
+[reward]
+kind = "last_number"
+[algo]
+name = "dapo"
+max_refills = 6
+[optimizer]
+lr = 1e-4
+[guard]
+rho_above = 0.5  # always crossed
+patience = 2
+[train]
+steps = 3
+micro_batch = 16
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("guard")
+    path = root / "recipe.toml"
+    path.write_text(RECIPE.format(root=root))
+    return path
+
+
+def test_refills_and_a_fall_back_interrupted_and_resumed_equal_an_uninterrupted_run(recipe):
+    whole, parts = recipe.parent / "whole", recipe.parent / "parts"
+    falls_back = ("guard.action=bf16", "train.save_rollouts=true")
+    done = qurl("train", recipe, *falls_back, f"train.run_dir={whole}")
+    assert done.returncode == 0, done.stderr
+    for last in (1, 2, 3):  # before the guard trips, right after it, and to the end
+        done = qurl("train", recipe, *falls_back, f"train.run_dir={parts}", f"train.steps={last}")
+        assert done.returncode == 0, done.stderr
+    assert "rollouts are unquantized since step 2, by the guard: rollout/rho_max" in done.stdout
+    seen = metrics(whole)
+    assert list(seen) == [1, 2, 3]
+    assert metrics(parts) == seen
+
+    assert [seen[step]["rollout/quantized"] for step in (1, 2, 3)] == [1, 1, 0]
+    assert [seen[step]["guard/tripped"] for step in (1, 2, 3)] == [0, 1, 0]
+    assert seen[1]["rollout/kl_k3"] > 1e-9 > seen[3]["rollout/kl_k3"]  # float32 on both sides
+    assert "quant/code_flip_rate" in seen[1]
+    assert not {"quant/code_flip_rate", "quant/weight_error"} & (seen[2].keys() | seen[3].keys())
+    assert seen[2]["fleet/restarts"] == 0
+    report = (whole / "report.html").read_text()
+    assert "FP32 rollouts since step 2.</strong> rollout/rho_max = " in report
+
+    assert max(seen[step]["sampling/refills"] for step in (1, 2, 3)) >= 1
+    used: list[int] = []
+    for step in (1, 2, 3):
+        lines = (whole / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        rewards: dict[int, set[float]] = {}
+        for sample in samples:
+            rewards.setdefault(sample["prompt"]["index"], set()).add(sample["reward"])
+        assert len(rewards) == 8 and len(samples) == 32
+        assert list(rewards) == sorted(rewards)
+        mixed = sum(len(values) == 2 for values in rewards.values())
+        assert mixed == 8 - seen[step]["sampling/unfilled"]
+        used += rewards
+    assert len(used) == len(set(used))
+
+
+def test_a_halted_run_saves_itself_and_goes_on_when_it_is_started_again(recipe):
+    run_dir = recipe.parent / "halted"
+    done = qurl("train", recipe, "guard.action=halt", f"train.run_dir={run_dir}")
+    assert done.returncode == 3
+    assert re.fullmatch(
+        r"qurl: the guard halted the run: rollout/rho_max = 1\.\d* is above guard\.rho_above = "
+        r"0\.5, 2 steps in a row up to step 2; step 2 is saved, start again to go on from it\n",
+        done.stderr,
+    )
+    assert "*** guard, step 2: halted: rollout/rho_max" in done.stdout
+    assert list(metrics(run_dir)) == [1, 2]
+    state = TrainState.read(latest(run_dir))
+    assert state.step == 2 and state.unquantized_since is None
+    assert "Halted at step 2.</strong>" in (run_dir / "report.html").read_text()
+
+    again = qurl("train", recipe, "guard.action=warn", f"train.run_dir={run_dir}")
+    assert again.returncode == 0, again.stderr
+    assert "the guard halted the run: rollout/rho_max" in again.stdout
+    assert list(metrics(run_dir)) == [1, 2, 3]
+    assert "Halted at step 2, and started again" in (run_dir / "report.html").read_text()
+    events = [span for span in read_timeline(run_dir / "timeline.jsonl") if span.lane == "guard"]
+    assert [(event.step, event.name.partition(":")[0]) for event in events] == [(2, "halted")]

@@ -1,0 +1,93 @@
+"""``qurl train`` as a study sees it from outside, without a model: metrics, log, exit code.
+
+The run directory is ROOT/out/runs/CELL. It adds its calls to ROOT/calls.jsonl and their ends to
+ROOT/ends; a second signal ends it unsaved. ROOT/behaviour.json has its orders, by cell:
+
+    "fail_at": step     fail before this step
+    "hold_at": step     after this step wait for a signal
+    "meet": number      wait until there have been so many calls, and a moment longer
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ACCURACY = {"bf16": 0.75, "acr": 0.5}
+MAKING_S = 0.3
+MOMENT_S = 0.5
+PATIENCE_S = 60.0
+
+
+def main() -> int:
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _frame: stop.append(number))
+    _, *overrides = sys.argv[1:]
+    given = dict(override.split("=", 1) for override in overrides)
+    run_dir = Path(given["train.run_dir"])
+    root = run_dir.parents[2]
+    makes_model = not (root / "model").exists()
+    if makes_model:
+        time.sleep(MAKING_S)
+        (root / "model").mkdir()  # an error where another made it meanwhile
+    orders = root / "behaviour.json"
+    orders = json.loads(orders.read_text()).get(run_dir.name, {}) if orders.exists() else {}
+    metrics = run_dir / "metrics.jsonl"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    first = 1 + len(metrics.read_text().splitlines()) if metrics.exists() else 1
+    calls, ends = root / "calls.jsonl", root / "ends"
+    call = {"cell": run_dir.name, "given": given, "first": first, "makes_model": makes_model}
+    call |= {"beside": count(calls) - count(ends), "omp": os.environ.get("OMP_NUM_THREADS")}
+    with calls.open("a") as file:
+        file.write(json.dumps(call) + "\n")
+    if "meet" in orders:
+        wait_for(lambda: count(calls) >= orders["meet"])
+        time.sleep(MOMENT_S)
+    steps = int(given["train.steps"])
+    for step in range(first, steps + 1):
+        if step == orders.get("fail_at"):
+            print(f"step {step - 1} done\nqurl: the disk is full", file=sys.stderr)
+            return 2
+        measured = {
+            "reward/mean": 0.1 * step,
+            "rollout/kl_k3": 0.01 * step,
+            "rollout/rho_max": 2.0 * step,
+            "policy/clip_fraction": 0.25,
+            "quant/code_flip_rate": 0.125,
+            "quant/weight_update": 2e-6,
+            "quant/weight_error": 1e-3,
+            "time/step": 1.0,
+        }
+        if step == steps:
+            method, seed = run_dir.name.split(",")[0], int(given["train.seed"])
+            measured["eval/accuracy"] = ACCURACY[method] + 0.01 * seed
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": step, "time": 1.0, "metrics": measured}) + "\n")
+        if step == orders.get("hold_at"):
+            wait_for(lambda: bool(stop))
+        if stop:
+            time.sleep(MOMENT_S)
+            print("saved" if len(stop) == 1 else "killed")
+            return 128 + stop[0]
+    with ends.open("a") as file:
+        file.write(f"{run_dir.name}\n")
+    return 0
+
+
+def count(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

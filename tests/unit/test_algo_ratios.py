@@ -1,0 +1,277 @@
+"""Ratios of whole responses: rho as a product or a geometric mean, and GSPO's clipped ratio."""
+
+import math
+
+import pytest
+import torch
+
+from qurl_megatron.algo import (
+    OBJECTIVES,
+    importance_ratio,
+    importance_weights,
+    mean_per_response,
+    objective,
+    objective_terms,
+    owners_of,
+    padded,
+    sum_per_response,
+    unpadded,
+)
+
+KINDS = sorted(OBJECTIVES)
+# (level of rho, what is clipped); the last has rho as a geometric mean by itself.
+FORMS = [("token", "token"), ("sequence", "token"), ("geometric", "token"), ("token", "sequence")]
+LENGTHS = (4, 1, 0, 7, 2, 5, 3, 6, 1, 2) * 6
+
+
+def logs(*ratios):
+    return torch.tensor(ratios, dtype=torch.float64).log()
+
+
+def random_responses(spread=0.5, drift=0.3, lengths=LENGTHS):
+    """Log-probs of three policies, an advantage per response, and owners."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(3, sum(lengths), generator=generator, dtype=torch.float64)
+    owners = owners_of(lengths)
+    shift = torch.randn(2, len(lengths), generator=generator, dtype=torch.float64)
+    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    proximal = -2 - noise[0].abs()
+    current = (proximal + drift * (noise[1] + shift[0][owners])).requires_grad_()
+    behaviour = proximal - spread * (noise[2] + shift[1][owners])
+    return (current, proximal, behaviour, advantages[owners]), owners
+
+
+def run(inputs, owners, **options):
+    leaf = inputs[0].detach().requires_grad_()
+    responses = len(LENGTHS)
+    terms = objective_terms(leaf, *inputs[1:], owners=owners, responses=responses, **options)
+    terms.value.sum().backward()
+    return terms, leaf.grad
+
+
+def test_sums_and_means_per_response_by_hand():
+    owners = torch.tensor([0, 0, 2])
+    values = torch.tensor([1.0, 2.0, 5.0])
+    assert sum_per_response(values, owners, 3).tolist() == [3.0, 0.0, 5.0]
+    assert mean_per_response(values, owners, 3).tolist() == [1.5, 0.0, 5.0]
+    assert owners_of([2, 0, 1]).tolist() == [0, 0, 2]
+    assert owners_of([]).tolist() == [] and sum_per_response(values[:0], owners[:0], 0).numel() == 0
+
+
+def test_sums_do_not_lose_small_terms_beside_large_ones():
+    values = torch.tensor([1e8, 1.0, -1e8])  # float32: 1e8 + 1 is 1e8
+    assert sum_per_response(values, torch.zeros(3, dtype=torch.int64), 1).tolist() == [1.0]
+
+
+def test_padding_is_undone():
+    rows = padded(torch.tensor([1.0, 2.0, 3.0]), [2, 0, 1])
+    assert rows.tolist() == [[1.0, 2.0], [0.0, 0.0], [3.0, 0.0]]
+    assert unpadded(rows, [2, 0, 1]).tolist() == [1.0, 2.0, 3.0]
+    assert padded(torch.zeros(0), [0, 0]).shape == (2, 0)
+    assert unpadded(padded(torch.zeros(0), []), []).shape == (0,)
+
+
+def test_rho_of_each_level_by_hand():
+    # Two responses: rho 4 and 1 in the first, 9 in the second.
+    log_rho, owners = logs(4, 1, 9), torch.tensor([0, 0, 1])
+    args = (log_rho, torch.zeros(3, dtype=torch.float64))
+    at = dict(owners=owners, responses=2)
+    torch.testing.assert_close(importance_ratio(*args), torch.tensor([4.0, 1, 9]).double())
+    torch.testing.assert_close(
+        importance_ratio(*args, level="sequence", **at), torch.tensor([4.0, 4, 9]).double()
+    )
+    torch.testing.assert_close(
+        importance_ratio(*args, level="geometric", **at), torch.tensor([2.0, 2, 9]).double()
+    )
+
+
+def test_log_ratios_are_bounded_after_the_sum_not_before():
+    # 30 - 29 = 1: bounding the terms first would leave 20 - 20 = 0.
+    log_rho, owners = torch.tensor([30.0, -29.0]), torch.zeros(2, dtype=torch.int64)
+    rho = importance_ratio(log_rho, torch.zeros(2), level="sequence", owners=owners, responses=1)
+    torch.testing.assert_close(rho, torch.full((2,), math.e))
+    far = importance_ratio(
+        log_rho + 100, torch.zeros(2), level="geometric", owners=owners, responses=1
+    )
+    torch.testing.assert_close(far, torch.full((2,), math.exp(20)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level, ratio", FORMS)
+def test_importance_weights_are_those_of_the_objective(kind, level, ratio):
+    inputs, owners = random_responses(spread=1.0)
+    terms, _ = run(inputs, owners, kind=kind, level=level, ratio=ratio)
+    weights = importance_weights(
+        *inputs[1:3], kind=kind, level=level, ratio=ratio, owners=owners, responses=len(LENGTHS)
+    )
+    assert torch.equal(weights, terms.weight) and not weights.requires_grad
+
+
+@pytest.mark.parametrize("level, ratio", FORMS[1:])
+def test_a_responses_tokens_share_rho_weight_and_bound(level, ratio):
+    inputs, owners = random_responses()
+    terms, _ = run(inputs, owners, kind="acr", level=level, ratio=ratio)
+    first = torch.tensor([owners.tolist().index(owner) for owner in owners.tolist()])
+    assert torch.equal(terms.rho, terms.rho[first])
+    assert torch.equal(terms.weight, terms.weight[first])
+    assert torch.equal(terms.truncated, terms.truncated[first])
+
+
+@pytest.mark.parametrize("level, ratio", FORMS)
+def test_acr_is_tis_where_rho_is_not_above_the_cap(level, ratio):
+    inputs, owners = random_responses(spread=1.0)
+    (acr, grad), (tis, tis_grad) = (
+        run(inputs, owners, kind=kind, level=level, ratio=ratio) for kind in ("acr", "tis")
+    )
+    below = acr.rho <= 2
+    assert 0.1 < below.double().mean() < 0.95
+    assert torch.equal(acr.value[below], tis.value[below])
+    assert torch.equal(grad[below], tis_grad[below])
+    assert not torch.equal(grad, tis_grad)
+
+
+@pytest.mark.parametrize("level, ratio", FORMS)
+def test_acr_is_tis_for_negative_advantages(level, ratio):
+    inputs, owners = random_responses(spread=1.0)
+    (acr, grad), (tis, tis_grad) = (
+        run(inputs, owners, kind=kind, level=level, ratio=ratio) for kind in ("acr", "tis")
+    )
+    down = inputs[3] < 0
+    assert torch.equal(acr.value[down], tis.value[down])
+    assert torch.equal(grad[down], tis_grad[down])
+
+
+@pytest.mark.parametrize("level, ratio", FORMS)
+def test_acr_is_tis_at_the_first_update_of_a_batch(level, ratio):
+    (_, proximal, *rest), owners = random_responses(spread=1.0)
+    inputs = (proximal.clone(), proximal, *rest)
+    (acr, grad), (tis, tis_grad) = (
+        run(inputs, owners, kind=kind, level=level, ratio=ratio) for kind in ("acr", "tis")
+    )
+    assert acr.acr_active.any()
+    assert torch.equal(acr.value, tis.value) and torch.equal(grad, tis_grad)
+
+
+@pytest.mark.parametrize("level, ratio", FORMS)
+def test_acr_gradient_passes_up_to_the_raised_bound_and_stops_beyond(level, ratio):
+    # rho = 5 for every token: its own, or 25 * 0.2 of its response. The bound is 1.2 * 5 / 2 = 3.
+    owners = torch.tensor([0, 0, 1, 1])
+    token_rho = {"sequence": (25.0, 0.2, 25.0, 0.2)}.get(level, (5.0, 5.0, 5.0, 5.0))
+    current = logs(2.999, 2.999, 3.001, 3.001).requires_grad_()
+    zero = torch.zeros(4, dtype=torch.float64)
+    value = objective(
+        *(current, zero, -logs(*token_rho), torch.ones(4, dtype=torch.float64)),
+        kind="acr",
+        level=level,
+        ratio=ratio,
+        owners=owners,
+        responses=2,
+    )
+    value.sum().backward()
+    torch.testing.assert_close(value, 2 * torch.tensor([2.999, 2.999, 3, 3]).double())
+    torch.testing.assert_close(current.grad, 2 * torch.tensor([2.999, 2.999, 0, 0]).double())
+
+
+def written_rho(proximal, behaviour, level):
+    """rho of one response, and the same for all its tokens."""
+    log_rho = proximal - behaviour
+    if level == "token":
+        return log_rho.exp()
+    total = log_rho.sum() if level == "sequence" else log_rho.mean()
+    return total.exp().expand_as(log_rho)
+
+
+def written_objective(R, rho, A, kind):
+    r = torch.minimum(torch.ones_like(rho), 2.0 / rho)
+    w = {
+        "naive": torch.ones_like(rho),
+        "proximal": torch.ones_like(rho),
+        "decoupled": rho,
+        "icepop": rho * ((rho >= 0.5) & (rho <= 5)),
+    }.get(kind, rho.clamp(max=2.0))
+    upper = 1.28 / r if kind == "acr" else torch.full_like(rho, 1.28)
+    return w * torch.minimum(R * A, torch.maximum(torch.minimum(R, upper), 0.8 + 0 * R) * A)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rho_of_a_response_in_the_written_formula_response_by_response(kind, level):
+    inputs, owners = random_responses()
+    terms, gradient = run(inputs, owners, kind=kind, level=level, clip_high=0.28)
+    for response in owners.unique():
+        here = owners == response
+        current, proximal, behaviour, A = (x[here].detach() for x in inputs)
+        current.requires_grad_()
+        R = (current - (behaviour if kind == "naive" else proximal)).exp()
+        J = written_objective(R, written_rho(proximal, behaviour, level), A, kind)
+        (expected,) = torch.autograd.grad(J.sum(), current)
+        torch.testing.assert_close(terms.value[here], J)
+        torch.testing.assert_close(gradient[here], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_token_form_has_value_and_gradient_of_gspo_response_by_response(kind):
+    inputs, owners = random_responses()
+    terms, gradient = run(inputs, owners, kind=kind, ratio="sequence", clip_high=0.28)
+    assert 0.05 < terms.clipped.double().mean() < 0.95
+    for response in owners.unique():
+        here = owners == response
+        current, proximal, behaviour, A = (x[here].detach() for x in inputs)
+        current.requires_grad_()
+        other = behaviour if kind == "naive" else proximal
+        s = (current - other).mean().exp()  # differentiated through the mean
+        rho = written_rho(proximal, behaviour, "geometric")[0]
+        J = written_objective(s, rho, A[0], kind)
+        (expected,) = torch.autograd.grad(J, current)
+        torch.testing.assert_close(terms.value[here].mean(), J)
+        torch.testing.assert_close(gradient[here] / here.sum(), expected)
+
+
+def test_sequence_ratio_of_the_naive_objective_is_against_behaviour():
+    inputs, owners = random_responses()
+    terms, _ = run(inputs, owners, kind="naive", ratio="sequence")
+    mean = mean_per_response((inputs[0] - inputs[2]).detach(), owners, len(LENGTHS))
+    torch.testing.assert_close(terms.ratio, mean.exp()[owners])
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level, ratio", FORMS)
+def test_extreme_log_ratios_stay_finite_in_value_and_gradient(kind, level, ratio, surrogate):
+    gaps = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])
+    grid = torch.cartesian_prod(gaps, gaps, torch.tensor([-3.0, 3.0]))
+    current = grid[:, 0].clone().requires_grad_()
+    owners = torch.arange(len(grid)) // 3  # some responses cancel, some do not
+    terms = objective_terms(
+        *(current, torch.zeros(len(grid)), -grid[:, 1], grid[:, 2]),
+        kind=kind,
+        level=level,
+        ratio=ratio,
+        surrogate=surrogate,
+        owners=owners,
+        responses=int(owners.max()) + 1,
+    )
+    terms.value.sum().backward()
+    assert terms.value.isfinite().all() and current.grad.isfinite().all()
+    assert terms.rho.isfinite().all() and terms.ratio.isfinite().all()
+
+
+@pytest.mark.parametrize("level, ratio", FORMS)
+def test_a_rejected_response_leaves_the_others_as_they_were(level, ratio):
+    inputs, owners = random_responses()
+    keep = owners % 3 != 0
+    spoiled = [torch.where(keep, x.detach(), torch.nan) for x in inputs]
+    terms, gradient = run(spoiled, owners, kind="acr", level=level, ratio=ratio, keep=keep)
+    whole, whole_gradient = run(inputs, owners, kind="acr", level=level, ratio=ratio)
+    torch.testing.assert_close(terms.value, torch.where(keep, whole.value, 0.0))
+    torch.testing.assert_close(gradient, torch.where(keep, whole_gradient, 0.0))
+
+
+def test_a_response_of_one_token_is_the_same_at_every_level():
+    inputs, owners = random_responses()
+    (inputs, owners) = ([x.detach()[:9] for x in inputs], torch.arange(9))
+    base, base_gradient = run(inputs, owners, kind="acr")
+    for level, ratio in FORMS:
+        terms, gradient = run(inputs, owners, kind="acr", level=level, ratio=ratio)
+        torch.testing.assert_close(terms.value, base.value)
+        torch.testing.assert_close(gradient, base_gradient)

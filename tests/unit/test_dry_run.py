@@ -1,0 +1,211 @@
+"""The arithmetic of a dry run, and what it refuses."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from qurl_megatron.cli import main
+from qurl_megatron.config import load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.model import memory
+from qurl_megatron.model.memory import Pass
+from qurl_megatron.training.dry_run import GIB, dry_run, render
+from qurl_megatron.weights import read_arch
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ROOT / "launch" / "models"
+
+ARCH = read_arch(
+    {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 256,
+    }
+)
+
+
+def recipe(tmp_path, *overrides, text=""):
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model]\npath = "models/Qwen2.5-14B"\n[data]\npath = "x.jsonl"\n' + text)
+    return load(path, overrides)
+
+
+def test_a_layer_keeps_the_terms_of_korthikanti():
+    """Per token and layer: 2 bytes x (4 x 64 for the inputs of two norms and two linear layers,
+    2 x 64 queries and outputs, 2 x 32 keys and values, 3 x 96 in the MLP) + 4 bytes x 4 heads."""
+    alone = Pass(tokens=10, tensor=1, sequence=False, itemsize=2, transposed=False)
+    assert memory.layer_activations(ARCH, alone) == 10 * (2 * (256 + 128 + 64 + 288) + 16)
+    # Two tensor ranks: all but the 256 are split; with sequence parallelism these as well.
+    halves = Pass(tokens=10, tensor=2, sequence=False, itemsize=2, transposed=False)
+    assert memory.layer_activations(ARCH, halves) == 10 * (2 * (256 + 64 + 32 + 144) + 8)
+    sequence = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=False)
+    assert memory.layer_activations(ARCH, sequence) == 10 * (2 * (128 + 64 + 32 + 144) + 8)
+
+
+def test_outside_the_mlp_it_is_korthikantis_number():
+    """34 sbh, less 2 of dropout masks and 16 of an MLP without a gate; ours has 6 bytes x f. What
+    remains of attention's T x T term is 4 bytes a head."""
+    plain = replace(ARCH, kv_heads=ARCH.heads)
+    passed = Pass(tokens=1, tensor=1, sequence=False, itemsize=2, transposed=False)
+    assert memory.layer_activations(plain, passed) == (34 - 2 - 16) * 64 + 6 * 96 + 4 * 4
+
+
+def test_recomputation_keeps_the_input_of_every_layer():
+    passed = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=False)
+    assert memory.stage_activations(ARCH, 4, passed, recompute=True) == 4 * 10 * 2 * 64 // 2
+    whole = Pass(tokens=10, tensor=2, sequence=False, itemsize=2, transposed=False)
+    assert memory.stage_activations(ARCH, 4, whole, recompute=True) == 4 * 10 * 2 * 64
+
+
+def test_logits_of_several_rows_are_there_twice():
+    one = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=False)
+    scratch = 2 * 4 * 10 * 50
+    assert memory.logits(ARCH, one) == 10 * 50 * 2 + scratch
+    rows = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=True)
+    assert memory.logits(ARCH, rows) == 2 * 10 * 50 * 2 + scratch
+
+
+def test_an_engine_rank_holds_codes_scales_and_what_is_not_quantized():
+    # Rows and columns of the linear layers: q, k, v, o, gate, up, down.
+    shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+    codes = 4 * sum(rows * columns + 4 * rows for rows, columns in shapes)
+    rest = 2 * (2 * 100 * 64 + 4 * (2 * 64 + 128) + 64)  # vocabulary twice, norms, biases of q/k/v
+    assert memory.engine_weights(ARCH, "int8", 1, 2) == codes + rest
+    assert memory.engine_weights(ARCH, "none", 1, 2) == 2 * memory.parameters(ARCH)
+    # Four ranks share two key/value heads: each has half of k and v, a quarter of all else but the
+    # norms; the scales of o and down, which are split along their input, are whole.
+    quarter = 4 * (
+        (64 * 64 + 4 * 64 + 2 * (96 * 64 + 4 * 96)) / 4
+        + 2 * (32 * 64 + 4 * 32) / 2
+        + (64 * 64 + 64 * 96) / 4
+        + 2 * 4 * 64
+    )
+    rest = 2 * (2 * 100 * 64 / 4 + 4 * (2 * 64 + 64 / 4 + 2 * 32 / 2) + 64)
+    assert memory.engine_weights(ARCH, "int8", 4, 2) == quarter + rest
+
+
+def test_keys_and_values_are_split_over_an_engines_ranks_until_one_head_is_left():
+    assert memory.cached_token(ARCH, 1, 2) == 2 * 4 * 2 * 16 * 2
+    assert memory.cached_token(ARCH, 2, 2) == memory.cached_token(ARCH, 4, 2) == 2 * 4 * 16 * 2
+
+
+def test_the_distributed_optimizer_divides_masters_and_moments_by_the_data_ranks(tmp_path):
+    one = dry_run(recipe(tmp_path, "parallel.tensor=8")).stages[0].policy
+    four = dry_run(recipe(tmp_path, "parallel.tensor=8", "parallel.data=4")).stages[0].policy
+    assert (one.weights, one.gradients) == (2 * one.parameters, 4 * one.parameters)
+    assert (one.masters, one.moments) == (4 * one.parameters, 8 * one.parameters)
+    assert four.masters == pytest.approx(one.masters / 4, rel=1e-3)
+    assert four.moments == 2 * four.masters
+    assert (four.weights, four.gradients) == (one.weights, one.gradients)
+
+
+def test_the_stages_of_a_pipeline_hold_the_model_once(tmp_path):
+    run = dry_run(recipe(tmp_path, "parallel.pipeline=4"))
+    assert sum(stage.policy.parameters for stage in run.stages) == memory.parameters(run.arch)
+    assert [stage.layers for stage in run.stages] == [12] * 4
+    # 1F1B: the first stage keeps the activations of four passes, the last those of one.
+    assert [stage.passes for stage in run.stages] == [4, 3, 2, 1]
+    assert [stage.logits > 0 for stage in run.stages] == [False, False, False, True]
+
+
+def test_few_microbatches_are_all_that_can_be_under_way(tmp_path):
+    overrides = ["data.prompts_per_step=2", "train.micro_batch=4", "algo.minibatches=2"]
+    run = dry_run(recipe(tmp_path, "parallel.pipeline=4", *overrides))  # 2 x 8 / 2 / 4
+    assert [stage.passes for stage in run.stages] == [2, 2, 2, 1]
+
+
+def test_context_ranks_share_the_tokens_of_a_pass(tmp_path):
+    whole = dry_run(recipe(tmp_path, "train.max_tokens=8192"))
+    parts = dry_run(recipe(tmp_path, "train.max_tokens=8192", "parallel.context=2"))
+    assert (whole.tokens, parts.tokens) == (8192, 4096)
+
+
+def test_a_reference_is_one_more_copy_of_the_weights_unless_it_waits_on_the_host(tmp_path):
+    on_device = dry_run(recipe(tmp_path, "parallel.tensor=8", "algo.kl_coef=0.1")).stages[0]
+    assert on_device.reference == 2 * on_device.policy.parameters
+    waits = ["algo.kl_coef=0.1", "algo.reference_memory=host"]
+    assert dry_run(recipe(tmp_path, "parallel.tensor=8", *waits)).stages[0].reference == 0
+
+
+def test_engines_on_the_trainers_gpus_get_what_it_leaves(tmp_path):
+    text = '[rollout]\nbackend = "sglang"\nengine_args = ["--mem-fraction-static=0.5"]\n'
+    alone = dry_run(recipe(tmp_path, "parallel.tensor=8", text=text))
+    assert alone.engine.room == 40 * GIB
+    shared = dry_run(recipe(tmp_path, "parallel.tensor=8", "rollout.colocate=true", text=text))
+    assert shared.engine.room == (80 * GIB - shared.stages[0].at_rest) // 2
+    per_token = 2 * 48 * 8 * 128 * 2
+    assert (
+        alone.engine.tokens("none") == (40 * GIB - 2 * memory.parameters(alone.arch)) // per_token
+    )
+
+
+def test_what_does_not_fit_is_said(tmp_path):
+    run = dry_run(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=48)
+    assert "do not fit" in render(run)
+    assert "do not fit" not in render(dry_run(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=100))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.tensor=16"], "parallel.tensor=16 does not divide the model's num_attention"),
+        (["parallel.pipeline=5"], "parallel.pipeline=5 does not divide the model's num_hidden"),
+        (
+            ["rollout.backend=sglang", "rollout.engine_tensor=3"],
+            "rollout.engine_tensor=3 does not divide the model's num_attention_heads=40",
+        ),
+        (["model.path=models/Unknown"], "model.path=models/Unknown does not exist"),
+    ],
+)
+def test_a_recipe_that_cannot_be_cut_is_refused(overrides, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        dry_run(recipe(tmp_path, *overrides))
+    dry_run(recipe(tmp_path))  # what was left half built is no obstacle to the next
+
+
+def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    recipe(tmp_path)
+    shape = tmp_path / "config.json"
+    shape.write_text((SHAPES / "Qwen2.5-0.5B-Instruct" / "config.json").read_text())
+    command = ["show", str(tmp_path / "recipe.toml"), "parallel.pipeline=2", "--dry-run"]
+    assert main([*command, "--config", str(shape)]) == 0
+    out = capsys.readouterr().out
+    assert "qwen2, 0.49 B parameters, 24 layers" in out
+    # Tied, in two stages: 136.1 M in the vocabulary, on both; 14.9 M in each of 12 layers.
+    assert "parameters, millions      315      315" in out
+    assert main([*command, "--config", str(tmp_path / "nowhere")]) == 2
+    assert "--config" in capsys.readouterr().err
+
+
+def test_no_memory_is_taken_for_what_is_only_rehearsed(tmp_path):
+    """A 32B model of 64 GB on one rank, in a process that may have 4 GiB."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30)); "
+        "from qurl_megatron.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    recipe(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "show", tmp_path / "recipe.toml", "--dry-run"]
+        + ["--config", SHAPES / "Qwen2.5-32B"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "32.76 B parameters" in done.stdout
+
+
+def test_megatrons_buffers_go_to_the_cpu_again_afterwards(tmp_path):
+    dry_run(recipe(tmp_path))
+    assert torch.cuda.current_device() == torch.device("cpu")

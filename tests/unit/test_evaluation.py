@@ -1,0 +1,485 @@
+"""``qurl eval`` on paper, on files, and against scripted engines."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from qurl_megatron.cli import main
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.evaluation import results
+from qurl_megatron.evaluation.answers import Answer, AnswerFile
+from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
+from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
+from qurl_megatron.rollout.collect import sample_seed
+from qurl_megatron.testing.engines import FakeEngine, token_at
+
+# Estimates.
+
+
+def test_pass_at_k_counts_the_sets_of_responses_with_a_right_one():
+    # Of 4 responses one is right: 3 of the 6 pairs have it. Of the other problem none is.
+    assert pass_at([1, 0], 4, 2) == pytest.approx((3 / 6 + 0) / 2)
+    assert pass_at([1, 3], 4, 1) == pytest.approx((1 / 4 + 3 / 4) / 2)
+    assert pass_at([1, 0, 4], 4, 4) == pytest.approx(2 / 3)
+    assert pass_at([2], 4, 3) == 1.0  # any three have a right one
+
+
+def test_the_sampling_error_is_that_of_the_responses_alone():
+    # Variances 1/2 and 0 of two responses each: sqrt(1/2 / 2) / 2 problems.
+    assert sampling_error(np.array([[1.0, 0.0], [1.0, 1.0]])) == pytest.approx(0.25)
+    assert math.isnan(sampling_error(np.array([[1.0], [0.0]])))
+
+
+def test_resampling_two_problems_gives_their_three_means_as_often_as_it_should():
+    means = resampled_means(np.array([0.0, 1.0]), [1], draws=40_000)
+    values, counts = np.unique(means, return_counts=True)
+    assert values.tolist() == [0.0, 0.5, 1.0]
+    np.testing.assert_allclose(counts / 40_000, [0.25, 0.5, 0.25], atol=0.01)
+    assert np.array_equal(means, resampled_means(np.array([0.0, 1.0]), [1], draws=40_000))
+    assert not np.array_equal(means, resampled_means(np.array([0.0, 1.0]), [2], draws=40_000))
+
+
+def test_where_all_problems_are_alike_there_is_no_interval():
+    assert interval(resampled_means(np.zeros(30), [0])) is None
+    low, high = interval(np.arange(1001) / 1000)
+    assert (low, high) == pytest.approx((0.025, 0.975))
+
+
+@pytest.mark.parametrize("responses", [1, 4])
+def test_intervals_cover_the_true_accuracy_about_as_often_as_they_say(responses):
+    """Problems of any difficulty, binomial responses: both draws have to be in the interval."""
+    generator = np.random.default_rng(5)
+    problems, covered = 60, 0
+    for trial in range(300):
+        difficulty_P = generator.beta(1.0, 2.0, problems)  # mean 1/3
+        mean_P = generator.binomial(responses, difficulty_P) / responses
+        low, high = interval(resampled_means(mean_P, [trial], draws=500))
+        covered += low <= 1 / 3 <= high
+    assert 0.91 <= covered / 300 <= 0.98
+
+
+def answers_of(rewards: dict[str, list[list[float]]], **changes) -> dict:
+    found = {}
+    for mode, rows in rewards.items():
+        for problem, row in enumerate(rows):
+            found[mode, problem] = [
+                Answer(
+                    **{
+                        "mode": mode,
+                        "problem": problem,
+                        "id": str(problem),
+                        "sample": sample,
+                        "reward": reward,
+                        "finish": "stop" if reward else "length",
+                        "tokens": 10 if reward else 20,
+                        "seconds": 0.5,
+                        "version": -1,
+                        "text": "",
+                        **changes,
+                    }
+                )
+                for sample, reward in enumerate(row)
+            ]
+    return found
+
+
+def benchmark_of(name: str, problems: int) -> Benchmark:
+    made = tuple(Problem(str(i), f"{name} line {i}", "?", "1") for i in range(problems))
+    return Benchmark(name, Path(f"{name}.jsonl"), made)
+
+
+def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
+    modes = {"greedy": 1, "sampled": 2}
+    first = answers_of({"greedy": [[1.0], [0.0]], "sampled": [[1.0, 0.0], [0.0, 0.0]]})
+    second = answers_of({"greedy": [[1.0]], "sampled": [[1.0, 1.0]]})
+    scores = [
+        results.score(benchmark_of("a", 2), first, modes, 0),
+        results.score(benchmark_of("b", 1), second, modes, 0),
+    ]
+    a, b = (score["sampled"] for score in scores)
+    assert (a.accuracy, b.accuracy) == (0.25, 1.0)
+    assert a.pass_at == {1: 0.25, 2: 0.5} and b.pass_at == {1: 1.0, 2: 1.0}
+    assert (a.truncated, a.tokens) == (0.75, 17.5)
+    assert a.sampling_error == pytest.approx(0.25)
+    assert scores[0]["greedy"].accuracy == 0.5 and scores[0]["greedy"].pass_at is None
+    average = results.mean(scores)
+    assert average["sampled"].accuracy == 0.625  # not weighted by the number of problems
+    assert average["sampled"].pass_at == {1: 0.625, 2: 0.75}
+    assert average["sampled"].sampling_error == pytest.approx(0.125)
+    assert average["greedy"].accuracy == 0.75
+    assert results.tokens_per_second(second) == pytest.approx(30 / 1.5)
+    assert results.rows(benchmark_of("a", 2), first) == [
+        {"id": "0", "greedy": 1.0, "sampled": 0.5},
+        {"id": "1", "greedy": 0.0, "sampled": 0.0},
+    ]
+    table = results.table([("a", 2, scores[0], 20.0), ("mean", None, average, None)])
+    assert len({len(line) for line in table.splitlines()}) == 1
+    header, _, first_line, mean_line = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    )
+    assert header[:5] == ["benchmark", "problems", "Avg@1", "Avg@2", "pass@2"]
+    assert header[5:] == ["truncated", "tokens", "tokens/s"]
+    assert first_line == (
+        ["a", "2", "50.0 [0.0, 100.0]", "25.0 [0.0, 50.0]", "50.0", "75.0 %", "18", "20"]
+    )
+    assert mean_line == (
+        ["mean", "", "75.0 [50.0, 100.0]", "62.5 [50.0, 75.0]", "75.0", "37.5 %", "14", ""]
+    )
+
+
+def test_benchmarks_of_one_size_are_resampled_independently():
+    rewards = answers_of({"greedy": [[float(i % 2)] for i in range(50)]})
+    scores = [results.score(benchmark_of(name, 50), rewards, {"greedy": 1}, 0) for name in "ab"]
+    one, both = scores[0]["greedy"], results.mean(scores)["greedy"]
+    # The variance of a mean of two independent ones is half of that of one.
+    assert both.resampled_D.std() == pytest.approx(one.resampled_D.std() / math.sqrt(2), rel=0.05)
+
+
+# Files.
+
+
+def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text(
+        '{"id": "x", "prompt": "1 + 1", "answer": "2", "source": "me"}\n\n'
+        '{"problem": "1 + 2", "answer": 3}\n'
+        '{"question": "half", "answer": 0.5, "id": 7}\n'
+    )
+    [found] = read_benchmarks([path])
+    assert found.name == "mixed"
+    assert [(p.id, p.text, p.answer) for p in found.problems] == [
+        ("x", "1 + 1", "2"),
+        ("2", "1 + 2", "3"),
+        ("7", "half", "0.5"),
+    ]
+    path.write_text('{"prompt": "not this", "ask": "1 + 1", "want": "2", "n": "one"}\n')
+    [found] = read_benchmarks([path], prompt_key="ask", answer_key="want", id_key="n")
+    assert found.problems[0].text == "1 + 1" and found.problems[0].id == "one"
+
+
+def test_parquet_is_read_like_jsonl(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"problem": ["1 + 1", "2 + 2"], "answer": ["2", "4"]}), path)
+    [found] = read_benchmarks([path])
+    assert [(p.id, p.text, p.answer) for p in found.problems] == [
+        ("1", "1 + 1", "2"),
+        ("2", "2 + 2", "4"),
+    ]
+    path.write_text("no table")
+    with pytest.raises(ConfigError, match=r"table\.parquet is not a readable parquet file"):
+        read_benchmarks([path])
+
+
+GOOD = '{"prompt": "1 + 1", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "bench.jsonl holds no problems"),
+        (GOOD + "{nope\n", "bench.jsonl line 2 is not valid JSON"),
+        (GOOD + "[1]\n", "bench.jsonl line 2 must be an object"),
+        (GOOD + '{"prompt": "1 + 2"}\n', "bench.jsonl line 2 has no 'answer'; it has prompt"),
+        ('{"text": "a", "answer": "2"}\n', "line 1 has no 'prompt' or 'problem' or 'question'"),
+        (GOOD + '{"prompt": "a", "answer": ["2"]}\n', "line 2: the answer must be a string"),
+        ('{"prompt": 3, "answer": "2"}\n', "line 1: the prompt must be a string, got 3 .int."),
+        ('{"prompt": "a", "answer": true}\n', "line 1: the answer must be a string"),
+        ('{"prompt": " ", "answer": "2"}\n', "line 1: the prompt is empty"),
+        (
+            '{"prompt": "a", "answer": "1", "id": 4}\n{"prompt": "b", "answer": "1", "id": "4"}\n',
+            "line 2 has the id '4' of line 1",
+        ),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file(tmp_path, text, message):
+    path = tmp_path / "bench.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_benchmarks([path])
+
+
+def test_a_file_that_is_none_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"missing\.jsonl does not exist"):
+        read_benchmarks([tmp_path / "missing.jsonl"])
+    with pytest.raises(ConfigError, match=r"table\.csv must end in \.jsonl or \.parquet"):
+        read_benchmarks([tmp_path / "table.csv"])
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "aime.jsonl").write_text(GOOD)
+    with pytest.raises(ConfigError, match="both named aime"):
+        read_benchmarks([tmp_path / "a/aime.jsonl", tmp_path / "b/aime.jsonl"])
+
+
+def test_the_benchmarks_that_ship_are_whole():
+    shipped = sorted(Path("launch/benchmarks").glob("*.jsonl"))
+    assert {b.name for b in read_benchmarks(shipped)} == {"sums", "toy_math"}
+    for problem in read_benchmarks([Path("launch/benchmarks/sums.jsonl")])[0].problems:
+        terms = problem.text.rpartition(": ")[2].removesuffix(" =")
+        assert re.fullmatch(r"\d [+-] \d [+-] \d", terms)
+        assert sum(int(t) for t in re.findall(r"[+-]?\d", terms.replace(" ", ""))) == int(
+            problem.answer
+        )
+
+
+def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):
+    path = tmp_path / "aime.samples.jsonl"
+    given = answers_of({"greedy": [[1.0], [0.0]], "sampled": [[1.0, 0.0], [0.0, 0.0]]})
+    modes = {"greedy": 1, "sampled": 2}
+    file = AnswerFile(path, {"k": 2}, modes)
+    for found in given.values():
+        file.add(found)
+    assert AnswerFile(path, {"k": 2}, modes).answers == given
+
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])  # in the middle of the last response
+    again = AnswerFile(path, {"k": 2}, modes)
+    assert again.answers == {k: v for k, v in given.items() if k != ("sampled", 1)}
+    again.add(given["sampled", 1])
+    assert path.read_bytes() == whole
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))  # between two responses
+    assert ("sampled", 1) not in AnswerFile(path, {"k": 2}, modes).answers
+
+    with pytest.raises(ConfigError, match=r"other settings \(k: 2 there, 3 here; new: None there"):
+        AnswerFile(path, {"k": 3, "new": 1}, modes)
+    path.write_bytes(whole.replace(b'"mode"', b'"mode', 1))
+    with pytest.raises(ConfigError, match=r"aime\.samples\.jsonl line 2 is damaged"):
+        AnswerFile(path, {"k": 2}, modes)
+
+
+# The command, against scripted engines. A response begins where the prompt ends: the fake's token
+# at position p is ``token_at(p)``, and every token of its model reads as its own number.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(100)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    return folder
+
+
+@pytest.fixture
+def bench(tmp_path) -> Path:
+    """Six prompts of 2 to 7 tokens; every other answer is the last of four tokens."""
+    path = tmp_path / "ladder.jsonl"
+    rows = []
+    for length in range(2, 8):
+        last = token_at(length + 3)
+        answer = str(last if length % 2 else last + 1)
+        rows.append({"id": f"n{length}", "prompt": " ".join(["7"] * length), "answer": answer})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(bench: Path, model: Path, out: Path, *options: str, more: Sequence[str] = ()) -> int:
+    short = ["--max-new-tokens", "4", "--reward", "last_number", "--out", str(out)]
+    return main(["eval", str(bench), *more, "--model", str(model), *short, *options])
+
+
+def urls(*engines: FakeEngine) -> list[str]:
+    return [part for engine in engines for part in ("--url", engine.url)]
+
+
+def responses(out: Path) -> list[dict]:
+    lines = (out / "ladder.samples.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines[1:]]
+    for answer in found:
+        answer.pop("seconds")
+    return sorted(found, key=lambda a: (a["mode"], a["problem"], a["sample"]))
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
+    embedded, bench, model, tmp_path, capsys
+):
+    with FakeEngine(embedded=embedded) as one, FakeEngine(embedded=embedded) as two:
+        sampled = ["--k", "3", "--temperature", "0.6", "--top-p", "0.95", "--seed", "5"]
+        assert run(bench, model, tmp_path / "out", *urls(one, two), *sampled) == 0
+        asked = [
+            (len(ids), params)
+            for engine in (one, two)
+            for body in engine.bodies("/generate")
+            for ids, params in zip(body["input_ids"], body["sampling_params"], strict=True)
+        ]
+    assert sorted(length for length, _ in asked) == sorted([*range(2, 8)] * 4)
+    greedy = [params for _, params in asked if params["temperature"] == 0]
+    drawn = [params for _, params in asked if params["temperature"] == 0.6]
+    assert greedy == [{"temperature": 0.0, "max_new_tokens": 4}] * 6
+    assert all(p["top_p"] == 0.95 and p["max_new_tokens"] == 4 for p in drawn)
+    assert {p["sampling_seed"] for p in drawn} == {
+        sample_seed(5, 0, problem, sample) for problem in range(6) for sample in range(3)
+    }
+
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    ladder = found["benchmarks"]["ladder"]
+    assert ladder["problems"] == 6 and ladder["weight_versions"] == [-1]
+    assert ladder["greedy"]["accuracy"] == ladder["sampled"]["accuracy"] == 0.5
+    assert ladder["sampled"]["k"] == 3 and set(ladder["sampled"]["pass_at"]) == {"1", "2", "3"}
+    assert ladder["sampled"]["truncated"] == 1.0 and ladder["sampled"]["tokens"] == 4.0
+    assert ladder["rows"][1] == {"id": "n3", "greedy": 1.0, "sampled": 1.0}
+    low, high = ladder["greedy"]["ci95"]
+    assert low < 0.5 < high
+    assert found["settings"]["served"] == ["fake @ default"]
+    assert [engine["kind"] for engine in found["engines"]] == [
+        "embedded" if embedded else "sglang"
+    ] * 2
+    assert found["versions"].keys() >= {"qurl", "python", "torch", "math-verify"}
+    first = responses(tmp_path / "out")[0]
+    assert first["text"] == " ".join(str(token_at(2 + i)) for i in range(4))
+    table = (tmp_path / "out/results.md").read_text()
+    assert table in capsys.readouterr().out
+    assert re.search(r"^\| ladder +\| +6 \| 50\.0 \[.+\] \| 50\.0 \[.+\] \| +50\.0 \|", table, re.M)
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_an_evaluation_that_lost_its_engine_goes_on_and_ends_as_if_it_had_not(
+    embedded, bench, model, tmp_path, capsys
+):
+    # As many responses as make a batch of an embedded engine of two problems; an SGLang engine
+    # takes one at a time.
+    k = ["--k", "128"] if embedded else ["--k", "300"]
+    with FakeEngine(embedded=embedded) as engine:
+        assert run(bench, model, tmp_path / "whole", *urls(engine), *k) == 0
+        requests = len(engine.calls)
+        engine.faults = [""] * (requests - 2) + ["500"] * 50
+        engine.calls.clear()
+        assert run(bench, model, tmp_path / "out", *urls(engine), *k) == 2
+        [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("qurl:")]
+        assert "answered 500" in line or "no engine is serving" in line
+        assert line.endswith("; the answers so far are kept, and the same command goes on")
+        done = responses(tmp_path / "out")
+        assert 0 < len(done) < len(responses(tmp_path / "whole"))
+
+        engine.faults = []
+        engine.calls.clear()
+        assert run(bench, model, tmp_path / "out", *urls(engine), *k) == 0
+        assert len(engine.bodies("/generate")) == 2
+        assert responses(tmp_path / "out") == responses(tmp_path / "whole")
+        scores = [
+            json.loads((tmp_path / name / "results.json").read_text())["benchmarks"]["ladder"]
+            for name in ("whole", "out")
+        ]
+        for score in scores:
+            del score["tokens_per_s"]
+        assert scores[0] == scores[1]
+
+        engine.calls.clear()
+        assert run(bench, model, tmp_path / "out", *urls(engine), *k) == 0
+        assert engine.bodies("/generate") == []  # all is there
+        assert run(bench, model, tmp_path / "out", *urls(engine), *k, "--seed", "9") == 2
+        assert "other settings (seed: 0 there, 9 here)" in capsys.readouterr().err
+
+
+def test_an_engine_that_failed_once_is_asked_again(bench, model, tmp_path):
+    with FakeEngine() as engine:
+        engine.faults = ["500"]
+        assert run(bench, model, tmp_path / "out", *urls(engine), "--k", "1") == 0
+    found = json.loads((tmp_path / "out/results.json").read_text())["benchmarks"]["ladder"]
+    assert found["greedy"]["accuracy"] == 0.5 and "sampled" not in found
+
+
+def test_engines_that_nobody_can_publish_to_are_good_enough(bench, model, tmp_path, monkeypatch):
+    with FakeEngine(api_key="secret") as engine:
+        plain = engine.server_info() | {"custom_weight_loader": [], "max_total_num_tokens": 11}
+        engine.server_info = lambda: plain
+        monkeypatch.setenv("QURL_API_KEY", "secret")
+        assert run(bench, model, tmp_path / "out", *urls(engine), "--k", "1") == 0
+        assert not [e for e, _ in engine.calls if "update" in e or "pause" in e]
+
+
+def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "7 7", "answer": str(token_at(5))}) + "\n")
+    with FakeEngine() as engine:
+        options = [*urls(engine), "--k", "2", "--suffix", "8 8 8"]
+        assert run(bench, model, tmp_path / "out", *options, more=[str(other)]) == 0
+        assert min(len(b["input_ids"][0]) for b in engine.bodies("/generate")) == 5
+        assert {b["input_ids"][0][-1] for b in engine.bodies("/generate")} == {8}
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    # Three more tokens of prompt: every last token is another, so no answer is right any more.
+    assert found["mean"]["greedy"]["accuracy"] == 0.0
+    assert found["benchmarks"]["other"]["greedy"]["ci95"] is None
+    assert "| mean " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--k", "0"], "--k must be 1 or more, got 0"),
+        (["--temperature", "0"], "--temperature 0 would make all --k 32 responses the same"),
+        (["--top-p", "1.5"], r"--top-p must lie in \(0, 1\], got 1.5"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more"),
+        (["--seed", "-1"], "--seed must be 0 or more"),
+        (["--tensor", "2"], "--tensor and --engine-arg are for --backend sglang"),
+        (["--url", "http://127.0.0.1:9", "--scheme", "int8"], "--scheme is for engines that are"),
+        (["--url", "http://127.0.0.1:9", "--engines", "2"], "--engines is for engines that are"),
+        (["--url", "127.0.0.1:9"], "must be like http://host:30000, got '127.0.0.1:9'"),
+        (
+            ["--url", "http://127.0.0.1:9", "--start-timeout", "0.5"],
+            "http://127.0.0.1:9.* did not start within 0 s.*/server_info did not answer",
+        ),
+        (["--backend", "sglang", "--scheme", "int4"], "int4 is simulated by embedded engines"),
+        (["--backend", "sglang", "--scheme", "int8"], "scheme none, not int8; convert it with"),
+        (["--model", "nowhere"], "--model nowhere is not a folder"),
+        (["--run", "nowhere"], "--run nowhere holds no checkpoint of a run"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, message, bench, model, tmp_path, capsys):
+    assert run(bench, model, tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1, error
+
+
+def test_without_a_model_there_is_nothing_to_evaluate(bench, capsys):
+    assert main(["eval", str(bench)]) == 2
+    assert "needs --model, or --run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "stated, limit, mend",
+    [
+        ({"max_total_num_tokens": 9}, 9, "give at most 2"),
+        ({"max_total_num_tokens": 99, "context_length": 5}, 5, "leave it out"),
+        ({}, 64, "give at most 57"),  # what the model's config says
+    ],
+)
+def test_a_prompt_that_no_engine_takes_is_named_before_any_is_asked(
+    stated, limit, mend, bench, model, tmp_path, capsys
+):
+    with FakeEngine() as engine:
+        info = engine.server_info() | stated
+        engine.server_info = lambda: info
+        new = ["--max-new-tokens", "58" if limit == 64 else "4"]
+        assert run(bench, model, tmp_path / "out", *urls(engine), *new) == 2
+        assert engine.bodies("/generate") == []
+    error = capsys.readouterr().err
+    assert "ladder.jsonl line 6: the longest prompt, 7 tokens, and --max-new-tokens" in error
+    assert f"exceed the {limit} tokens that the engine takes" in error
+    assert mend in error and error.count("\n") == 1
+
+
+def test_two_evaluations_do_not_write_into_one_folder(bench, model, tmp_path, capsys):
+    import fcntl
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with (out / ".lock").open("w") as lock, ExitStack() as stack:
+        engine = stack.enter_context(FakeEngine())
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(bench, model, out, *urls(engine)) == 2
+    assert "is in use by an evaluation that has not ended" in capsys.readouterr().err

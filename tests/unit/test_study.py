@@ -1,0 +1,395 @@
+"""A study: from its file to cells, from cells to runs, from runs to tables and pictures."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qurl_megatron.config import load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.plots import History
+from qurl_megatron.observe.sinks import Record
+from qurl_megatron.study.command import main, matching
+from qurl_megatron.study.numbers import WINDOW, aggregate, band, collapse_step, finals, spread
+from qurl_megatron.study.plan import read_study
+from qurl_megatron.study.results import groups, read_results, to_json
+from qurl_megatron.study.runner import at_work, claim, failures, run, share
+from qurl_megatron.study.tables import TABLE_1, TABLE_4, page, table
+
+FAKE = (sys.executable, str(Path(__file__).with_name("study_fake_train.py")))
+SHIPPED = sorted((Path(__file__).parents[2] / "launch/studies").glob("*.toml"))
+
+RECIPE = """
+[model]
+path = "{root}/model"
+[warmstart]
+steps = 1
+[data]
+task = "chain_sum"
+[train]
+eval_prompts = 4
+"""
+STUDY = """
+recipe = "recipe.toml"
+overrides = ["train.steps=3", "quant.uaq_scale=1.0"]
+schemes = ["int8", "int4"]
+seeds = [0, 1]
+[methods.bf16]
+label = "BF16 RL"
+overrides = ["algo.objective=proximal"]
+schemes = false
+[methods.acr]
+overrides = ["quant.uaq_scale=1.5"]
+tables = ["methods", "scale"]
+"""
+CELLS = [
+    "bf16,none,seed=0", "acr,int8,seed=0", "acr,int4,seed=0",
+    "bf16,none,seed=1", "acr,int8,seed=1", "acr,int4,seed=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(root=tmp_path))
+    (tmp_path / "study.toml").write_text(STUDY)
+    return tmp_path
+
+
+def qurl_study(root: Path, **arguments) -> int:
+    return main(root / "study.toml", root / "out", train=FAKE, **arguments)
+
+
+def run_cells(root: Path, only: str = "*", jobs: int = 1) -> int:
+    """What ``qurl study`` runs, without its tables and pictures."""
+    study = read_study(root / "study.toml")
+    cells = matching(study, only)
+    return run(study, cells, root / "out", jobs=jobs, redraw=lambda: None, train=FAKE)
+
+
+def calls(root: Path) -> list[dict]:
+    """How the fake was called, in the order of its starts."""
+    return [json.loads(line) for line in (root / "calls.jsonl").read_text().splitlines()]
+
+
+def behave(root: Path, **orders: dict) -> None:
+    (root / "behaviour.json").write_text(json.dumps(orders))
+
+
+def test_every_method_runs_under_every_scheme_and_seed_and_an_unquantized_one_once(root):
+    study = read_study(root / "study.toml")
+    assert [cell.name for cell in study.cells] == CELLS
+    cell = study.cells[1]
+    # The study's own, then the scheme, then the method's: the later one wins.
+    assert cell.overrides == (
+        "train.steps=3", "quant.uaq_scale=1.0", "quant.scheme=int8", "quant.uaq_scale=1.5",
+        "train.seed=0",
+    )  # fmt: skip
+    assert (cell.steps, cell.uaq_scale, cell.evaluated) == (3, 1.5, True)
+    assert load(study.recipe, study.cells[0].overrides).quant.scheme == "none"
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("recipe =", "recpie =", "unknown key recpie; did you mean recipe?"),
+        ("label =", "lable =", "unknown key methods.bf16.lable; did you mean methods.bf16.label?"),
+        ('"algo.obj', '"algo.bj', "methods.bf16: unknown key algo.bjective; did you mean"),
+        ("seeds = [0, 1]", "seeds = [0, 0]", "seeds must be different values"),
+        ("seeds = [0, 1]", 'seeds = ["0"]', "seeds must be of type int, got '0'"),
+        ('"int4"]', '"int3"]', "methods.acr: quant.scheme must be one of"),
+        ("schemes = false", "schemes = []", "methods.bf16.schemes is empty"),
+        ('["methods", "scale"]', '["sclae"]', "methods.acr.tables must be among methods, scale"),
+        ("[methods.acr]", '[methods."a,b"]', "methods.a,b: a method's name is of letters"),
+        ("proximal", 'proximal", "quant.scheme=int8', "set quant.scheme=int8 where the study sets"),
+        ('"recipe.toml"', '"other.toml"', "recipe other.toml is neither beside"),
+        ("[methods.bf16]", "[methods.bf16", "is not valid TOML"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_run(root, old, new, message):
+    assert old in STUDY
+    (root / "study.toml").write_text(STUDY.replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        qurl_study(root)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (root / "calls.jsonl").exists()
+
+
+def test_a_pattern_that_matches_nothing_says_how_cells_are_named(root):
+    with pytest.raises(ConfigError, match="named like bf16,none,seed=0"):
+        qurl_study(root, only="grpo*")
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_a_shipped_study_is_valid_and_has_updates_that_tell_acr_from_tis(file):
+    study = read_study(file)
+    assert study.cells
+    assert study.resolved()["algo"]["minibatches"] > 1
+
+
+def _collapse(*rewards: float) -> int | None:
+    steps = np.arange(10, 10 + len(rewards))
+    return collapse_step(steps, np.array(rewards))
+
+
+def test_a_collapse_begins_where_the_mean_reward_falls_below_half_of_its_best_for_good():
+    # Means over five, from step 15 on: .8 .64 .48 .32 ...; the first below .4 is at step 18.
+    assert WINDOW == 5
+    assert _collapse(*[0.8] * 6, *[0.0] * 6) == 18
+    # It stays at .16 of .8; one good reward of ten does not end that.
+    assert _collapse(*[0.8] * 6, *[0.0] * 6, 0.8, 0.0) == 18
+
+
+def test_a_reward_that_recovers_or_never_was_has_not_collapsed():
+    assert _collapse(*[0.8] * 6, *[0.0] * 6, *[0.5] * 5) is None
+    # It recovers, and falls again: the second time counts. Means from step 27: .48 .36 .24.
+    assert _collapse(*[0.8] * 6, *[0.0] * 6, *[0.6] * 5, *[0.0] * 4) == 28
+    assert _collapse(*[0.0] * 9) is None
+    assert _collapse(*[-0.5] * 5, *[-1.0] * 5) is None
+    assert _collapse() is None
+    assert _collapse(*[0.1] * 5, *[0.8] * 20) is None
+
+
+def test_one_bad_batch_at_the_end_is_no_collapse():
+    assert _collapse(*[0.8] * 9, 0.0) is None
+
+
+def test_the_spread_of_seeds_is_the_samples_own():
+    found = spread([1.0, 2.0, None, 6.0])
+    # (4 + 1 + 9) / 2 = 7
+    assert (found.mean, found.low, found.high) == (3.0, 1.0, 6.0)
+    assert found.std == pytest.approx(math.sqrt(7))
+    assert spread([5.0]).std is None
+    assert spread([None]) is None
+
+
+def test_a_runs_finals_are_the_last_evaluation_and_the_last_tenth_of_the_noisy_ones():
+    records = [
+        Record(
+            step,
+            0.0,
+            {
+                "reward/mean": 0.5,
+                "rollout/kl_k3": 0.001 * step,
+                "rollout/rho_max": 7.0 if step == 3 else 1.5,
+                **({"eval/accuracy": {10: 0.6, 20: 0.4}[step]} if step % 10 == 0 else {}),
+            },
+        )
+        for step in range(1, 21)
+    ]
+    found = finals(History(records))
+    assert (found["accuracy"], found["accuracy_best"]) == (0.4, 0.6)
+    assert found["kl"] == pytest.approx(0.0195) and found["kl_largest"] == pytest.approx(0.02)
+    assert found["rho_max"] == 7.0 and found["collapse_step"] is None
+    assert found["code_flip_rate"] is None  # unquantized runs have no codes
+    assert aggregate([found, found])["accuracy"].values == (0.4, 0.4)
+
+
+def test_a_band_takes_at_each_step_the_seeds_that_have_it():
+    first = np.array([1, 2, 3]), np.array([1.0, 2.0, 3.0])
+    second = np.array([1, 3]), np.array([3.0, 4.0])
+    steps, mean, low, high = band([first, second])
+    assert steps.tolist() == [1, 2, 3]
+    assert mean.tolist() == [2.0, 2.0, 3.5]
+    assert low.tolist() == [1.0, 2.0, 3.0] and high.tolist() == [3.0, 2.0, 4.0]
+
+
+def test_a_study_runs_its_cells_and_leaves_tables_numbers_and_pictures(root, capsys):
+    assert qurl_study(root) == 0
+    assert [call["cell"] for call in calls(root)] == CELLS
+    assert "acr,int4,seed=1: done" in capsys.readouterr().out
+    out = root / "out"
+    text = (out / "study.md").read_text()
+    assert "6 of 6 runs are done: 3 steps" in text
+    pictures = re.findall(r"!\[[^]]*\]\((.*)\)", text)
+    assert sorted(pictures) == [
+        "scale_int4.png", "scale_int8.png", "training_int4.png", "training_int8.png",
+    ]  # fmt: skip
+    for name in pictures:
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    told = json.loads((out / "study.json").read_text())
+    assert told["recipe"]["train"]["steps"] == 3
+    acr = told["groups"]["acr,int4"]
+    assert (acr["planned"], acr["done"]) == (2, 2)
+    assert acr["accuracy"]["mean"] == pytest.approx(0.505)
+    assert acr["accuracy"]["values"] == [0.5, 0.51]
+    run = told["runs"]["acr,int4,seed=1"]
+    assert run["curves"]["rollout/kl_k3"] == {"steps": [1, 2, 3], "values": [0.01, 0.02, 0.03]}
+
+
+def test_finished_runs_are_left_alone_whoever_made_them(root, capsys):
+    """A plain ``qurl train ... train.run_dir=OUT/runs/CELL`` counts."""
+    for name in CELLS[:2]:
+        given = ["train.steps=3", "train.seed=0", f"train.run_dir={root / 'out/runs' / name}"]
+        subprocess.run([*FAKE, "recipe", *given], check=True)
+    (root / "calls.jsonl").unlink()
+    assert run_cells(root) == 0
+    assert [call["cell"] for call in calls(root)] == CELLS[2:]
+    assert "2 of 6 runs are done already" in capsys.readouterr().out
+    assert run_cells(root) == 0
+    assert len(calls(root)) == 4  # nothing was left to do
+
+
+def test_a_longer_study_goes_on_with_its_runs_and_a_shorter_one_takes_their_beginning(root):
+    assert run_cells(root, only="bf16*0") == 0
+    (root / "study.toml").write_text(STUDY.replace("steps=3", "steps=5"))
+    assert run_cells(root, only="bf16*0") == 0
+    assert [call["first"] for call in calls(root)] == [1, 4]
+    for text, rho in ((STUDY.replace("steps=3", "steps=5"), 10.0), (STUDY, 6.0)):
+        (root / "study.toml").write_text(text)
+        found = read_results(read_study(root / "study.toml"), root / "out")[0]
+        assert found.state == "done" and finals(found.history)["rho_max"] == rho
+
+
+def test_a_failed_run_is_told_with_its_reason_others_go_on_and_it_is_tried_again(root, capsys):
+    behave(root, **{CELLS[1]: {"fail_at": 2}})
+    assert run_cells(root) == 1
+    assert len(calls(root)) == 6
+    failed = f"{CELLS[1]}: failed after step 1: qurl: the disk is full"
+    assert failed in capsys.readouterr().out
+    assert failures(root / "out") == {CELLS[1]: "qurl: the disk is full"}
+    study = read_study(root / "study.toml")
+    results = read_results(study, root / "out")
+    text = page(study, results, groups(study, results), [])
+    assert "5 of 6 runs are done, 1 failed" in text
+    assert f"- `{CELLS[1]}`, after step 1: qurl: the disk is full" in text
+    assert to_json(study, results)["groups"]["acr,int8"]["done"] == 1
+    behave(root)
+    assert run_cells(root) == 0
+    assert calls(root)[-1]["cell"] == CELLS[1] and calls(root)[-1]["first"] == 2  # resumed
+    assert failures(root / "out") == {}
+
+
+def test_a_folder_of_another_run_fails_instead_of_counting(root):
+    """As ``qurl train`` itself refuses it: a finished run with other settings is not this cell."""
+    assert run_cells(root, only=CELLS[0]) == 0
+    run = root / "out/runs" / CELLS[0]
+    (run / "checkpoints/step_000003").mkdir(parents=True)
+    (run / "checkpoints/step_000003/state.json").write_text("{}")
+    recipe = RECIPE.format(root=root)
+    (run / "config.toml").write_text(f"{recipe}\n[optimizer]\nlr = 1.0\n")
+    result = read_results(read_study(root / "study.toml"), root / "out")[0]
+    assert result.state == "failed" and "optimizer.lr: 1.0 there, 1e-06 here" in result.reason
+
+
+def test_one_run_makes_the_model_while_the_others_wait(root):
+    """Else the fake fails: the second to make the folder finds it there."""
+    assert run_cells(root, jobs=3) == 0
+    assert [call["makes_model"] for call in calls(root)] == [True, *[False] * 5]
+
+
+def test_several_runs_at_once_share_the_cores(root, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    cell = read_study(root / "study.toml").cells[0]
+    assert share(cell, 1) == ([], {})
+    assert share(cell, 2) == (["rollout.engine_threads=4"], {"OMP_NUM_THREADS": "4"})
+    assert share(cell, 16) == (["rollout.engine_threads=1"], {"OMP_NUM_THREADS": "1"})
+    more = STUDY.replace('steps=3"', 'steps=3", "parallel.tensor=2", "rollout.engines=4"')
+    (root / "study.toml").write_text(more)
+    cell = read_study(root / "study.toml").cells[0]
+    assert share(cell, 2) == (["rollout.engine_threads=1"], {"OMP_NUM_THREADS": "2"})
+
+
+def test_runs_at_once_overlap_and_are_told_their_share(root, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (root / "model").mkdir()
+    behave(root, **{name: {"meet": 2} for name in CELLS[:2]})
+    assert run_cells(root, jobs=2, only="*seed=0") == 0
+    first, second, third = calls(root)
+    assert second["beside"] == 1 and third["beside"] <= 1
+    assert first["omp"] == str(max(1, os.cpu_count() // 2))
+    assert "rollout.engine_threads" in first["given"]
+
+
+def test_two_studies_do_not_share_a_folder(root):
+    with claim(root / "out"):
+        assert at_work(root / "out") == os.getpid()
+        with pytest.raises(ConfigError, match="a study is at work in .*out; wait for it"):
+            qurl_study(root)
+        assert qurl_study(root, mode="report") == 0  # looking is allowed
+    assert at_work(root / "out") is None
+    assert run_cells(root, only=CELLS[0]) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, number):
+    (root / "model").mkdir()
+    behave(root, **{name: {"hold_at": 1} for name in CELLS[:2]})
+    code = (
+        "import sys; from pathlib import Path; from qurl_megatron.study.command import main; "
+        f"root = Path({str(root)!r}); "
+        f"sys.exit(main(root / 'study.toml', root / 'out', jobs=2, train={FAKE!r}))"
+    )
+    study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    runs = root / "out/runs"
+    deadline = time.monotonic() + 60
+    while len(list(runs.glob("*/metrics.jsonl"))) < 2:
+        assert study.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    listed = read_results(read_study(root / "study.toml"), root / "out")
+    assert [result.state for result in listed[:3]] == ["running", "running", "waiting"]
+    study.send_signal(number)
+    output, _ = study.communicate(timeout=60)
+    assert study.returncode == 128 + number, output
+    assert len(calls(root)) == 2 and failures(root / "out") == {}
+    for name in CELLS[:2]:
+        assert (root / f"out/logs/{name}.log").read_text() == "saved\n"
+    behave(root)
+    assert run_cells(root) == 0
+    assert [call["first"] for call in calls(root)[2:4]] == [2, 2]  # not from the beginning
+
+
+def test_a_dry_run_prints_the_command_of_each_cell_and_starts_none(root, capsys):
+    assert qurl_study(root, mode="dry_run", only="acr,int4*") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("waiting ")
+    assert lines[0].endswith(f"train.seed=0 train.run_dir={root}/out/runs/{CELLS[2]}")
+    assert not (root / "calls.jsonl").exists()
+
+
+def test_status_tells_how_far_each_cell_is(root, capsys):
+    behave(root, **{CELLS[1]: {"fail_at": 3}})
+    run_cells(root, only="*int8,seed=0")
+    run_cells(root, only="bf16,*,seed=0")
+    capsys.readouterr()
+    assert qurl_study(root, mode="status", only="*seed=0") == 0
+    shown = capsys.readouterr().out
+    words = [line.split() for line in shown.splitlines()[1:4]]
+    assert words[0] == [CELLS[0], "done", "3/3", "0.300", "75.0", "%"]
+    assert words[1][:4] == [CELLS[1], "failed", "2/3", "0.200"]
+    assert words[2] == [CELLS[2], "waiting", "0/3"]
+    assert "none at work" in shown
+
+
+def test_tables_read_like_the_papers(root):
+    assert run_cells(root) == 0
+    study = read_study(root / "study.toml")
+    made = groups(study, read_results(study, root / "out"))
+    assert table(made[:2], TABLE_1).splitlines() == [
+        "| Method | Rollouts | Before, % | Accuracy, % | Best, % | Collapsed "
+        "| KL at the end (largest) | Max ρ | Runs |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| BF16 RL | BF16 | 75.5 ± 0.7 | 75.5 ± 0.7 | 75.5 ± 0.7 | 0 of 2 "
+        "| 0.0300 (0.0300) | 6 | 2 |",
+        "| acr | INT8 | 50.5 ± 0.7 | 50.5 ± 0.7 | 50.5 ± 0.7 | 0 of 2 | 0.0300 (0.0300) | 6 | 2 |",
+    ]
+    assert table(made[2:], TABLE_4).splitlines()[2:] == [
+        "| s = 1.5 | INT4, simulated | 1.0e-6 | 50.5 ± 0.7 | 25.0 % | 12.5 % | 2·10⁻⁶ "
+        "| 0.00100 | 0.00200 | 2 |",
+    ]
+
+
+def test_a_table_says_on_how_many_runs_it_stands(root):
+    assert run_cells(root, only="*seed=1") == 0
+    study = read_study(root / "study.toml")
+    first, *_ = groups(study, read_results(study, root / "out"))
+    assert TABLE_1["Runs"](first) == "1 of 2"
+    assert TABLE_1["Accuracy, %"](first) == "76.0"  # one run has no spread
+    assert TABLE_1["Collapsed"](first) == "0 of 1"

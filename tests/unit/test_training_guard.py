@@ -1,0 +1,145 @@
+"""Sequences of metrics worked by hand: when the guard trips, what it says, what it remembers."""
+
+import json
+import math
+
+import pytest
+
+from qurl_megatron.config import GuardConfig
+from qurl_megatron.training.guard import Guard
+from qurl_megatron.training.state import STATE, TrainState
+
+
+def follow(guard: Guard, name: str, series, *, quantized: bool = True, first: int = 1):
+    """The verdicts on a metric's values, one a step."""
+    return [
+        guard.judge(step, {name: value}, quantized=quantized)
+        for step, value in enumerate(series, first)
+    ]
+
+
+def steps(verdicts, first: int = 1) -> list[int]:
+    """At which of them the guard tripped."""
+    return [step for step, verdict in enumerate(verdicts, first) if verdict.why]
+
+
+@pytest.mark.parametrize(
+    ("key", "metric", "good", "bad"),
+    [
+        ("kl_above", "rollout/kl_k3", 0.1, 0.11),
+        ("rho_above", "rollout/rho_max", 0.1, 50.0),
+        ("reward_below", "reward/mean", 0.1, 0.09),
+        ("entropy_below", "policy/entropy", 0.1, 0.0),
+        ("entropy_above", "policy/entropy", 0.1, 3.0),
+    ],
+)
+def test_every_threshold_trips_at_the_last_of_so_many_steps_in_a_row(key, metric, good, bad):
+    guard = Guard(GuardConfig(**{key: 0.1}, patience=3), {})
+    verdicts = follow(guard, metric, [bad, bad, good, bad, bad, bad, bad, good])
+    assert steps(verdicts) == [6]
+    assert verdicts[5].why == (
+        f"{metric} = {bad:.4g} is {'above' if bad > good else 'below'} guard.{key} = 0.1, "
+        "3 steps in a row up to step 6"
+    )
+    assert [v.metrics["guard/tripped"] for v in verdicts] == [0, 0, 0, 0, 0, 1, 1, 0]
+    [row] = [name for name in verdicts[0].metrics if name != "guard/tripped"]
+    assert [v.metrics[row] for v in verdicts] == [1, 2, 0, 1, 2, 3, 4, 0]
+
+
+def test_a_warning_comes_once_per_excursion():
+    guard = Guard(GuardConfig(kl_above=1.0, patience=2), {})
+    verdicts = follow(guard, "rollout/kl_k3", [2, 2, 2, 2, 0, 2, 2, 2])
+    assert steps(verdicts) == [2, 7]
+    assert not any(v.halt or v.fall_back for v in verdicts)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("key", "metric"), [("kl_above", "rollout/kl_k3"), ("reward_below", "reward/mean")]
+)
+def test_what_is_no_finite_number_has_crossed_every_threshold(key, metric, value):
+    guard = Guard(GuardConfig(**{key: 0.5}, patience=1, action="halt"), {})
+    [verdict] = follow(guard, metric, [value], first=4)
+    assert verdict.halt
+    assert verdict.why == (
+        f"{metric} = {value} is no finite number, held against guard.{key} = 0.5, at step 4"
+    )
+
+
+def test_thresholds_of_zero_are_not_watched_and_without_any_there_is_nothing_to_log():
+    [verdict] = follow(Guard(GuardConfig(), {}), "rollout/kl_k3", [math.nan])
+    assert (verdict.counts, verdict.metrics, verdict.why) == ({}, {}, "")
+    [verdict] = follow(Guard(GuardConfig(kl_above=1.0), {}), "rollout/kl_k3", [0.5])
+    assert verdict.metrics.keys() == {"guard/kl", "guard/tripped"}
+
+
+def test_a_metric_that_a_step_lacks_leaves_its_count_alone():
+    guard = Guard(GuardConfig(rho_above=1.0, patience=2), {})
+    assert not guard.judge(1, {"rollout/rho_max": 3.0}, quantized=True).why
+    assert guard.judge(2, {"policy/entropy": 1.0}, quantized=True).counts == {"rho": 1}
+    assert guard.judge(3, {"rollout/rho_max": 3.0}, quantized=True).why
+
+
+def test_dynamic_sampling_is_judged_by_all_that_it_generated():
+    """Groups of mixed success have some reward whatever the policy is."""
+    guard = Guard(GuardConfig(reward_below=0.1, patience=1), {})
+    metrics = {"reward/mean": 0.4, "reward/mean_generated": 0.02}
+    assert guard.judge(1, metrics, quantized=True).why.startswith("reward/mean_generated = 0.02")
+
+
+def test_thresholds_that_trip_together_are_all_named():
+    guard = Guard(GuardConfig(kl_above=0.1, entropy_below=0.5, patience=1, action="halt"), {})
+    metrics = {"rollout/kl_k3": 0.2, "policy/entropy": 0.4}
+    assert guard.judge(7, metrics, quantized=True).why == (
+        "rollout/kl_k3 = 0.2 is above guard.kl_above = 0.1, at step 7; "
+        "policy/entropy = 0.4 is below guard.entropy_below = 0.5, at step 7"
+    )
+
+
+@pytest.mark.parametrize("action", ["warn", "halt", "bf16"])
+def test_interrupted_anywhere_it_judges_as_if_it_had_not_been(action):
+    config = GuardConfig(rho_above=1.0, patience=2, action=action)
+    series = [2, 2, 2, 0, 2, 2, 2, 2]
+    whole = follow(Guard(config, {}), "rollout/rho_max", series)
+    for stop in range(1, len(series)):
+        counts = json.loads(json.dumps(whole[stop - 1].counts))
+        rest = follow(Guard(config, counts), "rollout/rho_max", series[stop:], first=stop + 1)
+        assert rest == whole[stop:]
+
+
+def test_a_fall_back_comes_once_and_what_comes_after_it_is_only_told():
+    guard = Guard(GuardConfig(kl_above=1.0, patience=2, action="bf16"), {})
+    before = follow(guard, "rollout/kl_k3", [2, 2])
+    assert [v.fall_back for v in before] == [False, True] and not before[1].halt
+    assert before[1].metrics == {"guard/kl": 2.0, "guard/tripped": 1.0}
+    assert before[1].counts == {"kl": 0}  # its own patience for what comes
+    after = follow(guard, "rollout/kl_k3", [2, 2, 2], quantized=False, first=3)
+    assert steps(after, 3) == [4]
+    assert after[1].why.endswith("up to step 4; rollouts are unquantized already")
+    assert not any(v.halt or v.fall_back for v in after)
+
+
+def test_engines_that_are_not_the_runs_own_cannot_fall_back_so_it_halts():
+    guard = Guard(GuardConfig(kl_above=1.0, patience=1, action="bf16"), {}, own_engines=False)
+    [verdict] = follow(guard, "rollout/kl_k3", [2])
+    assert verdict.halt and verdict.fall_back
+    assert "cannot restart the engines that rollout.urls or rollout.rendezvous name" in verdict.why
+
+
+def test_a_halted_run_that_is_started_again_has_all_of_its_patience():
+    config = GuardConfig(kl_above=1.0, patience=3, action="halt")
+    *_, halted = follow(Guard(config, {}), "rollout/kl_k3", [2, 2, 2])
+    assert halted.halt
+    again = follow(Guard(config, halted.counts), "rollout/kl_k3", [2, 2, 2], first=4)
+    assert steps(again, 4) == [6]
+
+
+def test_the_states_of_earlier_runs_are_read_and_new_ones_come_back(tmp_path):
+    old = {"step": 3, "cursor": {"epoch": 0}, "accuracy_before": 0.1, "accuracy": 0.2}
+    (tmp_path / STATE).write_text(json.dumps(old))
+    state = TrainState.read(tmp_path)
+    assert (state.step, state.guard, state.scheme("int8")) == (3, {}, "int8")
+    fallen = TrainState(step=3, guard={"kl": 2}, unquantized_since=3, notice="why")
+    fallen.write(tmp_path)
+    assert TrainState.read(tmp_path) == fallen
+    assert fallen.scheme("int8") == "none"

@@ -1,0 +1,121 @@
+"""What is logged about the gap between the quantized and the full-precision policy."""
+
+import math
+
+import pytest
+import torch
+
+from qurl_megatron.algo import owners_of
+from qurl_megatron.observe import merge, values
+from qurl_megatron.training.mismatch import mismatch
+
+
+def measure(rho_of_responses, proximal_of_responses, cap=2.0):
+    """Metrics of responses given as the rho and the proximal probability of each token."""
+    rho, proximal = (
+        torch.tensor([x for response in responses for x in response], dtype=torch.float64)
+        for responses in (rho_of_responses, proximal_of_responses)
+    )
+    owners = owners_of([len(response) for response in rho_of_responses])
+    return mismatch(
+        proximal.log(), proximal.log() - rho.log(), owners, len(rho_of_responses), cap=cap
+    )
+
+
+def test_every_metric_by_hand():
+    # Proximal probabilities 0.5, 0.2 | 0.4 with rho 4, 1 | 0.25: behaviour 0.125, 0.2 | 1.6.
+    # (1.6 is no probability; it makes for short numbers.)
+    log2 = math.log(2)
+    expected = {
+        "kl_k1": (-2 + 0 + 2) * log2 / 3,
+        "kl_k3": (3 - 2 * log2 + 0 - 0.75 + 2 * log2) / 3,
+        "rho_mean": 1.75,
+        "rho_max": 4,
+        "rho_min": 0.25,
+        # deviations 2.25, -0.75, -1.5: (5.0625 + 0.5625 + 2.25) / 2
+        "rho_std": math.sqrt(3.9375),
+        "rho_deviation": (3 + 0 + 0.75) / 3,
+        "ess": 5.25**2 / (3 * 17.0625),
+        "chi2_token": (16 + 1 + 0.0625) / 3 - 1,
+        "truncated_weight_fraction": 1 / 3,
+        "low_weight_fraction": 1 / 3,
+        "log_prob_diff_abs": 4 * log2 / 3,
+        "mult_prob_error": (4 + 1 + 4) / 3,
+        "prob_diff_mean": (0.375 + 0 + 1.2) / 3,
+        "prob_diff_max": 1.2,
+        # deviations -0.15, -0.525, 0.675
+        "prob_diff_std": math.sqrt((0.0225 + 0.275625 + 0.455625) / 2),
+        # deviations 2/15, -1/6, 1/30 and -0.516667, -0.441667, 0.958333
+        "prob_correlation": 0.03666667 / math.sqrt(0.04666667 * 1.38041667),
+        # products 4 | 1/4, geometric means 2 | 1/4
+        "rho_sequence_mean": 2.125,
+        "rho_sequence_max": 4,
+        "rho_sequence_min": 0.25,
+        "rho_geometric_mean": 1.125,
+        "rho_geometric_max": 2,
+        "rho_geometric_min": 0.25,
+        "chi2_sequence": (16 + 0.0625) / 2 - 1,
+        # 1 / sqrt(0.5 * 0.2) | 1 / 0.4, and 1 / sqrt(0.125 * 0.2) | 1 / 1.6
+        "ppl_proximal": (math.sqrt(10) + 2.5) / 2,
+        "ppl_behaviour": (math.sqrt(40) + 0.625) / 2,
+        "ppl_ratio": (0.5 + 4) / 2,
+        "log_ppl_proximal": (math.log(10) / 2 + math.log(2.5)) / 2,
+        "log_ppl_behaviour": (math.log(40) / 2 + math.log(0.625)) / 2,
+        "log_ppl_diff_mean": (-1 + 2) * log2 / 2,
+        "log_ppl_diff_max": 2 * log2,
+        "log_ppl_diff_min": -log2,
+        "log_ppl_diff_abs": 3 * log2 / 2,
+    }
+    measured = values(measure([[4.0, 1.0], [0.25]], [[0.5, 0.2], [0.4]]))
+    assert measured == pytest.approx({f"rollout/{k}": v for k, v in expected.items()}, rel=1e-6)
+
+
+def random_batch(lengths):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, sum(lengths), generator=generator)
+    proximal = -noise[0].abs()
+    return proximal, (proximal - 0.2 * noise[1]).clamp(max=0), owners_of(lengths)
+
+
+def test_merging_microbatches_and_ranks_equals_measuring_everything_at_once():
+    lengths = [5, 0, 9, 1, 30, 2, 0, 7]
+    proximal, behaviour, owners = random_batch(lengths)
+    whole = values(mismatch(proximal, behaviour, owners, len(lengths), cap=1.1))
+    assert not any(math.isnan(value) for value in whole.values())
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    parts = []
+    for members in ([0, 1], [2], [], [3, 4, 5], [6], [7]):
+        tokens = [t for m in members for t in range(starts[m], starts[m + 1])]
+        local = owners_of([lengths[m] for m in members])
+        parts.append(mismatch(proximal[tokens], behaviour[tokens], local, len(members), cap=1.1))
+    ranks = [merge(parts[:2]), merge(parts[2:])]
+    assert values(merge(ranks)) == pytest.approx(whole, rel=1e-9)
+
+
+def test_policies_that_agree_have_no_mismatch():
+    proximal, _, owners = random_batch([4, 6])
+    measured = values(mismatch(proximal, proximal, owners, 2, cap=2.0))
+    ones = {"rho_mean", "rho_max", "rho_min", "ess", "mult_prob_error", "prob_correlation"}
+    ones |= {f"rho_{level}_{x}" for level in ("sequence", "geometric") for x in ("mean", "max")}
+    for name, value in measured.items():
+        short = name.removeprefix("rollout/")
+        if short in ones or short in ("ppl_ratio", "rho_sequence_min", "rho_geometric_min"):
+            assert value == pytest.approx(1), name
+        elif not short.endswith(("ppl_proximal", "ppl_behaviour")):
+            assert value == pytest.approx(0, abs=1e-9), name
+    assert measured["rollout/ppl_proximal"] == measured["rollout/ppl_behaviour"]
+
+
+def test_without_tokens_there_is_no_extreme_and_nothing_to_average():
+    nothing = torch.zeros(0)
+    metrics = mismatch(nothing, nothing, torch.zeros(0, dtype=torch.int64), 2, cap=2.0)
+    assert all(math.isnan(value) for value in values(metrics).values())
+    assert not any(name.endswith(("_max", "_min")) for name in metrics)
+
+
+def test_extreme_gaps_leave_every_value_finite():
+    proximal = torch.tensor([-1e4, 0.0, -1e4, -1.0])
+    behaviour = torch.tensor([0.0, -1e4, -1e4, -1.0])
+    metrics = mismatch(proximal, behaviour, torch.tensor([0, 1, 2, 2]), 3, cap=2.0)
+    assert all(math.isfinite(value) for value in values(metrics).values())
+    assert metrics["rollout/rho_max"].value == pytest.approx(math.exp(20))
