@@ -1,99 +1,111 @@
-"""Memory and time of ``token_log_probs`` against the dense way: log-softmax of a float32 copy.
+"""Time and memory of the loss: log-probs, entropy, the ACR objective, forward and backward.
 
-``python -m qurl_megatron.bench.loss --tokens 4096 --vocab 151936 --out docs/results/loss_cpu.json``
+``python -m qurl_megatron.bench.loss --out docs/results/loss_tp_cpu.json [--verl DIR]``
 
-Every candidate runs in a process of its own, because the high-water mark of a process's memory
-never falls. Memory counts what forward and backward need beyond the logits; seconds are the
-fastest of several repeats of forward and backward together.
+Every way of computing log-probs and entropy gets the same logits, split over 1, 2 and 4
+tensor-parallel ranks, and the same objective on top. Each runs in fresh processes, gloo on a CPU
+and nccl on GPUs. Peers are in ``bench.peers.losses``; verl is measured where an unpacked wheel is
+named (``pip download --no-deps verl``), Liger on GPUs that have it.
+
+Seconds are those of the slowest rank in the fastest repeat. Memory is one rank's high-water mark
+above its logits. What needs more memory than is free is not run, and the report says so.
 """
 
 import argparse
 import json
 import os
 import platform
-import resource
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.algo import token_log_probs
+from qurl_megatron.algo import objective, token_log_probs
+from qurl_megatron.bench.peers import losses as peers
+from qurl_megatron.bench.peers.losses import Way
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.runtime.megatron import megatron_runtime
 
 MIB = 1 << 20
+ENTROPY_COEF = 0.01
+WARM_UP = ((8, 1000), (16, 1504), (40, 2016))  # two shapes more: compiled code stops to be special
 
 
-def ours(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs differentiated, the entropy computed for the log."""
-    return token_log_probs(logits, targets)[0].sum()
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute what the loss needs."""
+
+    make: Callable[[argparse.Namespace, dist.ProcessGroup], Way]
+    gives: str
+    peak: float  # about how many bytes it takes per logit, the BF16 logits included
+    bonus: bool = False  # the entropy is differentiated, as part of the loss
+    split: bool = True  # the vocabulary may be split
+    cuda: bool = False  # runs on GPUs alone
 
 
-def ours_entropy_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    log_probs, entropy = token_log_probs(logits, targets)
-    return log_probs.sum() + 0.01 * entropy.sum()
+def _ours(args: argparse.Namespace, group: dist.ProcessGroup) -> Way:
+    return lambda logits, targets: token_log_probs(logits, targets, group=group)
 
 
-def dense(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs alone."""
-    return logits.float().log_softmax(-1).gather(1, targets[:, None]).sum()
+def _dense(entropy: str) -> Callable:
+    return lambda args, group: peers.dense(entropy)
 
 
-def dense_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs differentiated, the entropy computed for the log: what ``ours`` returns."""
-    log_p = logits.float().log_softmax(-1)
-    with torch.no_grad():
-        (log_p.exp() * log_p).sum(-1).neg()
-    return log_p.gather(1, targets[:, None]).sum()
+LOG_PROBS = "log-probs"
+LOGGED = "log-probs, entropy logged"
+BONUS = "log-probs, entropy differentiated"
 
-
-def dense_entropy_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    log_p = logits.float().log_softmax(-1)
-    entropy = (log_p.exp() * log_p).sum(-1).neg()
-    return log_p.gather(1, targets[:, None]).sum() + 0.01 * entropy.sum()
-
-
-CANDIDATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    f.__name__: f
-    for f in (ours, dense, dense_entropy, ours_entropy_gradient, dense_entropy_gradient)
-}
-
-# (ours, the dense candidate with the same outputs and gradients)
-PAIRS = {
-    "log_probs_only": ("ours", "dense"),
-    "entropy_logged": ("ours", "dense_entropy"),
-    "entropy_gradient": ("ours_entropy_gradient", "dense_entropy_gradient"),
+CANDIDATES = {
+    "ours": Candidate(_ours, LOGGED, 2.2),
+    "ours_entropy_gradient": Candidate(_ours, BONUS, 2.2, bonus=True),
+    "megatron": Candidate(lambda _, group: peers.megatron(group, compiled=True), LOG_PROBS, 9),
+    "megatron_eager": Candidate(
+        lambda _, group: peers.megatron(group, compiled=False), LOG_PROBS, 9
+    ),
+    "verl": Candidate(lambda args, _: peers.verl(args.verl), LOGGED, 16),
+    "verl_entropy_gradient": Candidate(
+        lambda args, _: peers.verl(args.verl), BONUS, 18, bonus=True
+    ),
+    "dense": Candidate(_dense("none"), LOG_PROBS, 15, split=False),
+    "dense_entropy": Candidate(_dense("logged"), LOGGED, 15, split=False),
+    "dense_entropy_gradient": Candidate(
+        _dense("differentiated"), BONUS, 23, bonus=True, split=False
+    ),
+    "liger": Candidate(lambda *_: peers.liger(), LOG_PROBS, 6, split=False, cuda=True),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments().parse_args(argv)
     if args.candidate:
-        print(json.dumps(measure(args)))
-        return 0
-    results = {}
-    for name in CANDIDATES:
-        results[name] = _in_fresh_process(name, args)
-        print(f"{name:24s} {results[name]}", file=sys.stderr, flush=True)
+        return _run_rank(args)
+    began = os.getloadavg()[0]
+    results: dict[str, dict] = {}
+    for tensor in args.tensor:
+        here = results.setdefault(f"tensor {tensor}", {})
+        for name in args.only or CANDIDATES:
+            reason = _obstacle(name, tensor, args)
+            here[name] = {"not run": reason} if reason else _in_fresh_processes(name, tensor, args)
+            print(f"tensor {tensor}: {name:24} {here[name]}", file=sys.stderr, flush=True)
     report = {
         "tokens": args.tokens,
         "vocab": args.vocab,
         "dtype": args.dtype,
-        "logits_mib": args.tokens * args.vocab * getattr(torch, args.dtype).itemsize / MIB,
-        "machine": machine(args.device, args.threads),
+        "logits_mib": round(_logits_bytes(args) / MIB, 1),
+        "threads_per_rank": {str(tensor): _threads(tensor, args) for tensor in args.tensor},
+        "gives": {name: candidate.gives for name, candidate in CANDIDATES.items()},
+        "machine": {**machine(args.device), "load_average": [round(began, 1), _load()]},
         "results": results,
-        "ours_over_dense": {
-            pair: {
-                "seconds": round(results[a]["seconds"] / results[b]["seconds"], 3),
-                "extra_mib": round(results[a]["extra_mib"] / results[b]["extra_mib"], 4),
-            }
-            for pair, (a, b) in PAIRS.items()
-        },
-        "largest_gradient_difference": {
-            dtype: gradient_differences(args.device, dtype) for dtype in ("float32", "bfloat16")
-        },
+        "aims": aims(results),
     }
     text = json.dumps(report, indent=2) + "\n"
     if args.out:
@@ -105,87 +117,271 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qurl_megatron.bench.loss", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--tensor", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="per rank; 0 shares the cores among the ranks"
+    )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--verl", type=Path, help="folder in which the package verl lies")
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="leave the others out")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--candidate", choices=CANDIDATES, help="measure one, in this process")
+    parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)  # of one rank
     return parser
 
 
-def _in_fresh_process(name: str, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-m", "qurl_megatron.bench.loss", "--candidate", name]
-    for key in ("tokens", "vocab", "dtype", "device", "threads", "repeats"):
-        command += [f"--{key}", str(getattr(args, key))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
+def aims(results: dict[str, dict]) -> dict[str, dict]:
+    """What the benchmark is for: memory of no more than the logits and 5 %, and not slower than
+    Megatron's fused cross entropy, the faster of its two forms, which gives no entropy."""
+    found: dict[str, dict] = {}
+    for layout, here in results.items():
+        mine = here.get("ours", {})
+        theirs = [
+            here[name]["seconds"]
+            for name in ("megatron", "megatron_eager")
+            if "seconds" in here.get(name, {})
+        ]
+        if "seconds" in mine:
+            found[layout] = {"peak_over_logits": mine["peak_over_logits"]}
+            if theirs:
+                found[layout]["seconds_over_megatron"] = round(mine["seconds"] / min(theirs), 3)
+    return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Extra memory of the first forward and backward, seconds of the fastest."""
-    torch.set_num_threads(args.threads)
-    run = CANDIDATES[args.candidate]
-    _forward_backward(
-        run, *make_batch(8, 1000, args.dtype, args.device), args.device
-    )  # lazy imports
-    logits, targets = make_batch(args.tokens, args.vocab, args.dtype, args.device)
-    before = _memory_now(args.device)
-    seconds = [_forward_backward(run, logits, targets, args.device)]
-    extra = _memory_peak(args.device) - before
-    for _ in range(args.repeats - 1):
-        del logits, targets
-        logits, targets = make_batch(args.tokens, args.vocab, args.dtype, args.device)
-        seconds.append(_forward_backward(run, logits, targets, args.device))
-    return {"seconds": round(min(seconds), 4), "extra_mib": round(extra / MIB, 1)}
+# -- the parent --------------------------------------------------------------------------------
 
 
-def make_batch(tokens: int, vocab: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
-    """Logits with a gradient function, as the output layer hands them over, made in one buffer."""
-    generator = torch.Generator().manual_seed(0)
-    some = (torch.randn(min(tokens, 4), vocab, generator=generator) * 3).to(getattr(torch, dtype))
-    logits = torch.empty(tokens, vocab, dtype=some.dtype, device=device)
-    for start in range(0, tokens, len(some)):
-        rows = logits[start : start + len(some)]
-        rows.copy_(some[: len(rows)])
-    anchor = torch.zeros((), dtype=some.dtype, device=device, requires_grad=True)
-    targets = torch.randint(vocab, (tokens,), generator=generator).to(device)
-    return logits.add_(anchor), targets
+def _obstacle(name: str, tensor: int, args: argparse.Namespace) -> str | None:
+    """Why a candidate cannot be measured here, or None."""
+    candidate = CANDIDATES[name]
+    if candidate.cuda and args.device != "cuda":
+        return "needs CUDA"
+    if args.device == "cuda" and torch.cuda.device_count() < tensor:
+        return f"needs {tensor} GPUs"
+    if not candidate.split and tensor > 1:
+        return "needs the whole vocabulary"
+    if name.startswith("verl") and args.verl is None:
+        return "needs --verl"
+    if name == "liger" and find_spec("liger_kernel") is None:
+        return "needs liger-kernel"
+    if args.device == "cpu":
+        needed = _logits_bytes(args) * candidate.peak / 2 / (1 << 30) + 0.5 * tensor
+        free = _free_memory() / (1 << 30)
+        if needed > free:
+            return f"needs about {needed:.0f} GiB, {free:.0f} are free"
+    return None
 
 
-def _forward_backward(
-    run: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor, device: str
-) -> float:
-    """Seconds until the gradient of the logits exists."""
-    start = _finish(device)
-    torch.autograd.grad(run(logits, targets), logits)
-    return _finish(device) - start
+def _in_fresh_processes(name: str, tensor: int, args: argparse.Namespace) -> dict:
+    command = [sys.executable, "-W", "ignore", "-m", "qurl_megatron.bench.loss"]
+    command += ["--candidate", name, "--tensor", str(tensor)]
+    for key in ("tokens", "vocab", "dtype", "device", "repeats", "verl"):
+        if getattr(args, key) is not None:
+            command += [f"--{key}", str(getattr(args, key))]
+    command += ["--threads", str(_threads(tensor, args))]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=None if rank == 0 else subprocess.DEVNULL,
+            text=True,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(tensor),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": str(_threads(tensor, args)),
+                # Ranks that wait for each other had better not spin on the cores they share.
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            },
+        )
+        for rank in range(tensor)
+    ]
+    told = [process.communicate()[0] for process in world]
+    failed = [process.returncode for process in world if process.returncode]
+    return json.loads(told[0].splitlines()[-1]) if not failed else {"not run": f"exit {failed[0]}"}
 
 
-def _finish(device: str) -> float:
+def _threads(tensor: int, args: argparse.Namespace) -> int:
+    return args.threads or max(1, (os.cpu_count() or 1) // tensor)
+
+
+def _logits_bytes(args: argparse.Namespace) -> int:
+    return args.tokens * args.vocab * getattr(torch, args.dtype).itemsize
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def _load() -> float:
+    return round(os.getloadavg()[0], 1)
+
+
+# -- a rank ------------------------------------------------------------------------------------
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    (tensor,) = args.tensor
+    if args.device == "cpu":
+        torch.set_num_threads(args.threads)
+    with megatron_runtime(ParallelConfig(tensor=tensor)) as ranks:
+        group = ranks.tensor.group
+        candidate = CANDIDATES[args.candidate]
+        way = candidate.make(args, group)
+        for tokens, vocab in WARM_UP:
+            one_step(way, candidate, Batch.make(tokens, vocab // tensor * tensor, args, group))
+        errors = accuracy(way, candidate, args, group)
+        measured = measure(way, candidate, args, group)
+        slices: list = [None] * tensor
+        dist.all_gather_object(slices, {**measured, **errors})
+        if ranks.leads:
+            worst = {key: max(one[key] for one in slices) for key in slices[0]}
+            logits_mib = _logits_bytes(args) / tensor / MIB
+            worst["peak_over_logits"] = round(1 + worst["extra_mib"] / logits_mib, 4)
+            print(json.dumps(worst))
+    return 0
+
+
+@dataclass
+class Batch:
+    """One rank's slice of the logits, and what the objective needs; the same on all ranks."""
+
+    logits: Tensor  # [T, v], with a gradient function, as the output layer hands them over
+    targets: Tensor  # [T]
+    advantages: Tensor  # [T]
+    shifts: Tensor  # [2, T]: proximal and behaviour log-probs, from the current ones
+
+    @staticmethod
+    def make(tokens: int, vocab: int, args: argparse.Namespace, group: dist.ProcessGroup):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        generator = torch.Generator().manual_seed(0)
+        # Few different rows: drawing all of them would take longer than all that is measured.
+        rows = torch.randn(min(tokens, 4), vocab, generator=generator) * 3
+        rows = rows.chunk(size, dim=1)[rank].to(getattr(torch, args.dtype))
+        logits = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=args.device)
+        for start in range(0, tokens, len(rows)):
+            part = logits[start : start + len(rows)]
+            part.copy_(rows[: len(part)])
+        anchor = torch.zeros((), dtype=rows.dtype, device=args.device, requires_grad=True)
+        targets = torch.randint(vocab, (tokens,), generator=generator)
+        normal = torch.randn(3, tokens, generator=generator)
+        return Batch(
+            # In place: one buffer alone is made.
+            logits.add_(anchor),
+            targets.to(args.device),
+            normal[0].to(args.device),
+            (normal[1:] * 0.3).to(args.device),
+        )
+
+
+def loss_of(log_probs: Tensor, entropy: Tensor | None, batch: Batch, *, bonus: bool) -> Tensor:
+    """The ACR objective, and the entropy where it is differentiated."""
+    proximal, behaviour = log_probs.detach() + batch.shifts
+    value = objective(log_probs, proximal, behaviour, batch.advantages, kind="acr", cap=1.2)
+    if bonus:
+        value = value + ENTROPY_COEF * entropy
+    return -value.mean()
+
+
+def one_step(way: Way, candidate: Candidate, batch: Batch) -> Tensor:
+    """The gradient of the logits."""
+    loss = loss_of(*way(batch.logits, batch.targets), batch, bonus=candidate.bonus)
+    return torch.autograd.grad(loss, batch.logits)[0]
+
+
+def measure(
+    way: Way, candidate: Candidate, args: argparse.Namespace, group: dist.ProcessGroup
+) -> dict[str, float]:
+    seconds, extra = [], 0
+    for _ in range(args.repeats):
+        batch = Batch.make(args.tokens, args.vocab, args, group)
+        dist.barrier()
+        with high_water(args.device) as mark:
+            start = _now(args.device)
+            gradient = one_step(way, candidate, batch)
+            dist.barrier()
+            seconds.append(_now(args.device) - start)
+        extra = max(extra, mark[0])
+        del batch, gradient
+    return {"seconds": round(min(seconds), 3), "extra_mib": round(extra / MIB, 1)}
+
+
+def accuracy(
+    way: Way, candidate: Candidate, args: argparse.Namespace, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Largest errors against float64 on a small batch, relative to the largest true value."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    batch = Batch.make(48, 2000, args, group)
+    parts = [torch.empty_like(batch.logits) for _ in range(size)]
+    dist.all_gather(parts, batch.logits.detach().contiguous(), group=group)
+    whole = torch.cat(parts, dim=1).double().requires_grad_()
+    exact = peers.dense("differentiated")
+    log_p = whole.log_softmax(-1)
+    true_log_probs = log_p.gather(1, batch.targets[:, None]).squeeze(1)
+    true_entropy = (log_p.exp() * log_p).sum(-1).neg()
+    del exact
+    log_probs, entropy = way(batch.logits, batch.targets)
+    found = {"log_prob_error": _relative(log_probs, true_log_probs)}
+    if entropy is not None:
+        found["entropy_error"] = _relative(entropy, true_entropy)
+    own = loss_of(log_probs, entropy, batch, bonus=candidate.bonus)
+    true = loss_of(true_log_probs, true_entropy, batch, bonus=candidate.bonus)
+    gradient = torch.autograd.grad(own, batch.logits)[0]
+    expected = torch.autograd.grad(true, whole)[0].chunk(size, dim=1)[rank]
+    return {**found, "gradient_error": _relative(gradient, expected)}
+
+
+def _relative(found: Tensor, true: Tensor) -> float:
+    difference = (found.detach().double() - true.detach()).abs().max() / true.detach().abs().max()
+    return float(f"{difference.item():.2g}")
+
+
+@contextmanager
+def high_water(device: str) -> Iterator[list[int]]:
+    """Inside, memory is watched; afterwards the list has the bytes by which it rose at most."""
+    mark = [0]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield mark
+        mark[0] = torch.cuda.max_memory_allocated() - before
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is used now
+    before = _status("VmHWM")
+    yield mark
+    mark[0] = _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def _now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _memory_now(device: str) -> int:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    # Peak instead of present: making the batch must not have gone higher, or the difference
-    # would be too small; it does not, since the logits are made in one buffer.
-    return _memory_peak(device)
-
-
-def _memory_peak(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def machine(device: str, threads: int) -> dict[str, object]:
+def machine(device: str) -> dict[str, object]:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -194,25 +390,9 @@ def machine(device: str, threads: int) -> dict[str, object]:
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else name,
         "cores": os.cpu_count(),
-        "threads": threads,
-        # Several threads wait for each other after every operation: on a machine that others use,
-        # times mean something with --threads 1 only.
-        "load_average": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def gradient_differences(device: str, dtype: str) -> dict[str, float]:
-    """Largest difference of a small case's gradients."""
-    differences = {}
-    for pair, names in PAIRS.items():
-        grads = []
-        for name in names:
-            logits, targets = make_batch(64, 1000, dtype, device)
-            grads.append(torch.autograd.grad(CANDIDATES[name](logits, targets), logits)[0].float())
-        differences[pair] = (grads[0] - grads[1]).abs().max().item()
-    return differences
 
 
 if __name__ == "__main__":

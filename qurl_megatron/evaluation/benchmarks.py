@@ -1,6 +1,6 @@
 """Benchmark files: problems with reference answers, one JSON object per line, or parquet.
 
-    {"id": "2024-I-1", "prompt": "Find ...", "answer": "204", ...}
+    {"id": "2024-I-1", "prompt": "How many ...", "answer": "204", ...}
 
 ``problem`` and ``question`` are other names of ``prompt``; ``id`` may be missing, further keys are
 left alone. The name of a benchmark is that of its file.

@@ -232,6 +232,43 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "truncated. Rescued: those that TIS (Eq. 5) would have clipped and ACR lets through.",
             "Eq. 9",
         ),
+        Picture(
+            "groups",
+            "Groups of answers",
+            (
+                Line("sampling/kept_fraction", "mixed", "blue"),
+                Line("sampling/all_right_fraction", "all right", "green"),
+                Line("sampling/all_wrong_fraction", "all wrong", "orange"),
+            ),
+            "Of all groups that were generated. Dynamic sampling trains on the mixed ones alone: "
+            "where all answers are right, or all wrong, none is better than another.",
+        ),
+    ),
+    "Critic": (
+        Picture(
+            "values",
+            "Values and returns",
+            (
+                Line("critic/value_mean", "mean value", "blue"),
+                Line("critic/return_mean", "mean return", "orange"),
+            ),
+            "What the critic expected of the tokens, and what came. It begins at 0.",
+            from_zero=False,
+        ),
+        Picture(
+            "explained_variance",
+            "Explained variance",
+            (Line("critic/explained_variance", "share", "blue"),),
+            "Of the returns, by the critic's values before the update: 1 is perfect, 0 no better "
+            "than their mean, below 0 worse.",
+            from_zero=False,
+        ),
+        Picture(
+            "critic_loss",
+            "Critic loss",
+            (Line("critic/loss", "mean over updates", "blue"),),
+            "Half the squared error of the values, the worse of clipped and unclipped.",
+        ),
     ),
     "Quantization gap": (
         Picture(
@@ -269,6 +306,16 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Share of tokens with ρ above C. Their weight is cut to C, which bounds the variance "
             "and costs some bias.",
             "Eq. 5",
+        ),
+        Picture(
+            "dropped",
+            "Tokens left out",
+            (
+                Line("correction/rejected_fraction", "in rejected responses", "blue"),
+                Line("correction/banded_fraction", "outside IcePop's band", "orange"),
+            ),
+            "Tokens that train nothing because behaviour and proximal policy disagree too much, by "
+            "the settings of the correction section.",
         ),
         Picture(
             "flips",
@@ -322,7 +369,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         Picture(
             "reference_kl",
             "KL to the reference policy",
-            (Line("reference/kl", "k3", "blue"),),
+            (Line("reference/kl", "by algo.kl_estimator", "blue"),),
             "Distance travelled from the policy that training began with, per token.",
         ),
     ),
@@ -344,6 +391,13 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             ),
             "Tokens generated per second of rollout, and tokens trained on per second of training.",
             "Fig. 8",
+        ),
+        Picture(
+            "padding",
+            "Padding",
+            (Line("train/padding_fraction", "share of positions", "blue"),),
+            "Positions of forward and backward passes that hold no token. train.max_tokens brings "
+            "responses of like length together, train.packed lays them end to end.",
         ),
     ),
     "Fleet": (

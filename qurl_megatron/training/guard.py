@@ -76,6 +76,8 @@ class Guard:
         """
         if not self.watched:
             return Verdict({}, {})
+        action, patience = self.config.action, self.config.patience
+        acts = action == "halt" or (action == "bf16" and quantized)
         reasons = []
         for threshold in self.watched:
             name = next((name for name in threshold.metrics if name in metrics), None)
@@ -83,27 +85,28 @@ class Guard:
                 continue
             value, limit = metrics[name], getattr(self.config, threshold.key)
             crossed = threshold.crossed(value, limit)
-            self.counts[threshold.what] = self.counts[threshold.what] + 1 if crossed else 0
-            if self.counts[threshold.what] == self.config.patience:
+            count = self.counts[threshold.what] + 1 if crossed else 0
+            self.counts[threshold.what] = count
+            # Beyond it where the run was only warned, and then started again with another action.
+            if count == patience or (acts and count > patience):
                 reasons.append(self._reason(threshold, name, value, limit, step))
-        tripped = any(count >= self.config.patience for count in self.counts.values())
+        tripped = any(count >= patience for count in self.counts.values())
         seen = {f"guard/{what}": float(count) for what, count in self.counts.items()}
         seen["guard/tripped"] = float(tripped)
         why = "; ".join(reasons)
-        action = self.config.action if why else "warn"
-        fall_back = action == "bf16" and quantized
-        halt = action == "halt" or (fall_back and not self.own_engines)
-        if action == "bf16" and not quantized:
-            why += "; rollouts are unquantized already"
-        if fall_back and not self.own_engines:
+        if not reasons or not acts:
+            if reasons and action == "bf16":
+                why += "; rollouts are unquantized already"
+            return Verdict(dict(self.counts), seen, why)
+        if action == "bf16" and not self.own_engines:
             why += (
                 "; guard.action=bf16 cannot restart the engines that rollout.urls or "
                 "rollout.rendezvous name: start them for unquantized weights"
             )
-        if halt or fall_back:
-            # What comes after is another matter: it has its own patience.
-            self.counts = dict.fromkeys(self.counts, 0)
-        return Verdict(dict(self.counts), seen, why, halt, fall_back)
+        # What comes after is another matter: it has its own patience.
+        self.counts = dict.fromkeys(self.counts, 0)
+        halt = action == "halt" or not self.own_engines
+        return Verdict(dict(self.counts), seen, why, halt=halt, fall_back=action == "bf16")
 
     def _reason(
         self, threshold: Threshold, name: str, value: float, limit: float, step: int
@@ -112,6 +115,6 @@ class Guard:
             how = f"is {'above' if threshold.above else 'below'}"
         else:
             how = "is no finite number, held against"
-        rows = self.config.patience
+        rows = self.counts[threshold.what]
         when = f"at step {step}" if rows == 1 else f"{rows} steps in a row up to step {step}"
         return f"{name} = {value:.4g} {how} guard.{threshold.key} = {limit:g}, {when}"

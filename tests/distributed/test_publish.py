@@ -67,9 +67,10 @@ def publish(device, config, scheme, out, updates):
 @pytest.mark.crossed
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shards_join_into_the_quantized_whole_bit_for_bit(scheme, family, tmp_path):
+@pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(tensor=2, context=2)])
+def test_shards_join_into_the_quantized_whole_bit_for_bit(scheme, family, layout, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131)
-    config = recipe(folder, dict(tensor=2, pipeline=2), dtype="bfloat16")
+    config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish, 4, "gloo", tmp_path, config, scheme, tmp_path / "out", 0)
 
     published = tmp_path / "out/0"
@@ -88,7 +89,7 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(scheme, family, tmp_pa
         assert torch.equal(actual[name].float(), value.float()), name
 
 
-@pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(data=2)])
+@pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(data=2), dict(context=2)])
 def test_drift_metrics_do_not_depend_on_the_layout(layout, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     seen = {}

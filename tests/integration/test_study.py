@@ -27,7 +27,7 @@ def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path
     (tmp_path / "study.toml").write_text(STUDY)
     out = tmp_path / "out"
     study = [*QURL, "study", str(tmp_path / "study.toml"), "--out", str(out)]
-    done = subprocess.run([*study, "--jobs", "2"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*study, "--jobs", "2"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
     told = json.loads((out / "study.json").read_text())
@@ -40,9 +40,9 @@ def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path
     text = (out / "study.md").read_text()
     assert "| RL, unquantized | FP32 |" in text and "| QuRL | INT4, simulated |" in text
 
-    again = subprocess.run([*study, "--background"], capture_output=True, text=True, timeout=60)
+    again = subprocess.run([*study, "--background"], capture_output=True, text=True, timeout=120)
     assert again.returncode == 0 and "runs the study" in again.stdout, again.stderr
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while at_work(out) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "2 of 2 runs are done already" in (out / "study.log").read_text()

@@ -133,6 +133,20 @@ def test_what_an_engine_that_fails_leaves_undone_another_does(fault, embedded):
         assert len(asked) - len(samples) == metrics["fleet/retries"]
 
 
+@pytest.mark.parametrize("embedded", [True, False])
+def test_each_prompt_is_told_of_once_when_it_is_whole_whatever_fails(embedded):
+    engines = FakeEngine(embedded=embedded), FakeEngine(embedded=embedded)
+    with fleet_of(*engines) as fleet:
+        engines[0].faults = ["nan"]  # spoils one response of a request, the others stand
+        told = []
+        samples = gather(fleet, finished=told.append, top_p=0.9)
+        asked = [p for e in engines for b in e.bodies("/generate") for p in b["sampling_params"]]
+    assert all(params["top_p"] == 0.9 for params in asked)
+    told.sort(key=lambda group: group[0].prompt.index)
+    assert [sample for group in told for sample in group] == samples
+    assert [len(group) for group in told] == [2] * len(PROMPTS)
+
+
 def test_an_engine_that_goes_silent_loses_its_requests_to_another():
     deaf, good = FakeEngine(token_s=0.1), FakeEngine()
     with fleet_of(deaf, good, health_timeout_s=0.6) as fleet:

@@ -134,6 +134,14 @@ def test_a_halted_run_that_is_started_again_has_all_of_its_patience():
     assert steps(again, 4) == [6]
 
 
+def test_a_run_that_was_only_warned_halts_when_it_is_started_again_to_halt():
+    warned = follow(Guard(GuardConfig(kl_above=1.0, patience=2), {}), "rollout/kl_k3", [2, 2, 2])
+    assert steps(warned) == [2]
+    config = GuardConfig(kl_above=1.0, patience=2, action="halt")
+    [verdict] = follow(Guard(config, warned[-1].counts), "rollout/kl_k3", [2], first=4)
+    assert verdict.halt and verdict.why.endswith("4 steps in a row up to step 4")
+
+
 def test_the_states_of_earlier_runs_are_read_and_new_ones_come_back(tmp_path):
     old = {"step": 3, "cursor": {"epoch": 0}, "accuracy_before": 0.1, "accuracy": 0.2}
     (tmp_path / STATE).write_text(json.dumps(old))
