@@ -117,7 +117,7 @@ class Trained:
                 part.cut(batch.input_ids),
                 part.cut(batch.positions),
                 None,
-                packed_seq_params=_packed(batch),
+                packed_seq_params=_packed(batch, split=self.ranks.context.size > 1),
             )
             return logits, partial(finish, batch)
 
@@ -161,10 +161,11 @@ class Trained:
         return slice(0, 0)
 
 
-def _packed(batch: TokenBatch) -> PackedSeqParams | None:
+def _packed(batch: TokenBatch, *, split: bool) -> PackedSeqParams | None:
     """Where sequences that lie end to end begin; padding counts as part of the one before it.
 
-    Megatron divides the places by the number of context-parallel ranks itself.
+    Megatron divides the places by the number of context-parallel ranks itself. Transformer Engine's
+    attention over these ranks wants to be told where there is padding between sequences: nowhere.
     """
     if batch.starts is None:
         return None
@@ -177,6 +178,8 @@ def _packed(batch: TokenBatch) -> PackedSeqParams | None:
         cu_seqlens_kv=starts,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        cu_seqlens_q_padded=starts if split else None,
+        cu_seqlens_kv_padded=starts if split else None,
     )
 
 

@@ -259,7 +259,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "explained_variance",
             "Explained variance",
             (Line("critic/explained_variance", "share", "blue"),),
-            "Of the returns, by the critic's values before the update: 1 is perfect, 0 no better "
+            "Of the returns, by the values before the update: 1 is perfect, 0 no better "
             "than their mean, below 0 worse.",
             from_zero=False,
         ),
