@@ -37,6 +37,7 @@ from qurl_megatron.runtime.megatron import megatron_runtime
 
 MIB = 1 << 20
 ENTROPY_COEF = 0.01
+SPARE_GIB = 3  # that others may take meanwhile; a machine without memory ends any of them
 WARM_UP = ((8, 1000), (16, 1504), (40, 2016))  # two shapes more: compiled code stops to be special
 
 
@@ -172,7 +173,7 @@ def _obstacle(name: str, tensor: int, args: argparse.Namespace) -> str | None:
     if args.device == "cpu":
         needed = _logits_bytes(args) * candidate.peak / 2 / (1 << 30) + 0.5 * tensor
         free = _free_memory() / (1 << 30)
-        if needed > free:
+        if needed + SPARE_GIB > free:
             return f"needs about {needed:.0f} GiB, {free:.0f} are free"
     return None
 
@@ -217,12 +218,14 @@ def _in_fresh_processes(name: str, tensor: int, args: argparse.Namespace) -> dic
 
 def _wait(world: list[subprocess.Popen]) -> int:
     """Until all have left; the first failure ends the others, which would wait for it for ever."""
+    code = 0
     while any(process.poll() is None for process in world):
-        if any(process.returncode for process in world):
+        if not code and (codes := [p.returncode for p in world if p.returncode]):
+            code = codes[0]
             for process in world:
                 process.kill()
         time.sleep(0.1)
-    return next((process.returncode for process in world if process.returncode), 0)
+    return code or next((p.returncode for p in world if p.returncode), 0)
 
 
 def _threads(tensor: int, args: argparse.Namespace) -> int:

@@ -570,7 +570,7 @@ class TrainConfig:
     """Held-out prompts per evaluation; 0 turns evaluation off."""
 
     save_rollouts: bool = False
-    """Keep every sample in run_dir/rollouts/step_000012.jsonl: tokens, behaviour log-probs, the
+    """Keep every sample that trains in run_dir/rollouts/step_000012.jsonl: tokens, behaviour log-probs, the
     version of each token, text and reward."""
 
     eval_samples: int = 1

@@ -12,7 +12,7 @@ from itertools import cycle
 import torch
 
 from qurl_megatron.algo import token_weights
-from qurl_megatron.config import AlgoConfig, RunConfig
+from qurl_megatron.config import RunConfig
 from qurl_megatron.data.pack import (
     TokenBatch,
     pack_samples,
@@ -30,6 +30,7 @@ from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction
 from qurl_megatron.training.mismatch import mismatch
 from qurl_megatron.training.objective import PolicyLoss, Scorer
+from qurl_megatron.training.refill import useful
 from qurl_megatron.training.values import ValueLoss, attach_values
 from qurl_megatron.types import Sample
 
@@ -154,6 +155,7 @@ def lay_out(
         budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
         packed=train.packed,
     )
+    counted = counted_tokens(samples, config)
     minibatches = []
     for update in dealt:
         everywhere = [i for rank in update for microbatch in rank for i in microbatch]
@@ -161,7 +163,7 @@ def lay_out(
             zip(
                 everywhere,
                 token_weights(
-                    [_counted_tokens(samples[i], algo) for i in everywhere],
+                    [counted[i] for i in everywhere],
                     algo.aggregation,
                     constant=config.rollout.max_new_tokens,
                 ).tolist(),
@@ -223,9 +225,21 @@ def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, 
     return [*seen, update] if model.ranks.counted else [update]
 
 
-def _counted_tokens(sample: Sample, algo: AlgoConfig) -> int:
-    """Tokens of a response that the loss averages over."""
-    return 0 if algo.mask_truncated and sample.truncated else len(sample.response_ids)
+def counted_tokens(samples: Sequence[Sample], config: RunConfig) -> list[int]:
+    """Tokens of each response that the loss averages over; 0 leaves a response out.
+
+    Left out are responses that were cut off, where they are masked, and groups that dynamic
+    sampling filled the batch up with: penalties, bonuses and baselines of the whole batch would
+    teach something even where all answers are equally right.
+    """
+    algo, size = config.algo, config.rollout.samples_per_prompt
+    counted = []
+    for i, sample in enumerate(samples):
+        group = samples[i - i % size : i - i % size + size]
+        filler = algo.dynamic_sampling and not useful(group)
+        masked = algo.mask_truncated and sample.truncated
+        counted.append(0 if filler or masked else len(sample.response_ids))
+    return counted
 
 
 def _optimizer_metrics(measured: dict[str, float]) -> dict[str, Metric]:
