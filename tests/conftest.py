@@ -1,4 +1,4 @@
-"""Cross products of cases: every value in each run, every combination with ``--thorough``."""
+"""What is left to ``--thorough``: most combinations of crossed cases, and tests marked so."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="run every combination of tests marked crossed, not only every value once",
+        help="run every combination of tests marked crossed, and tests marked thorough",
     )
 
 
@@ -20,9 +20,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("crossed"):
             crossed.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = [item for cases in crossed.values() for item in set(cases) - covering(cases)]
+    left_out = {item for cases in crossed.values() for item in set(cases) - covering(cases)}
+    left_out |= {item for item in items if item.get_closest_marker("thorough")}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 

