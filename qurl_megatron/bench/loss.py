@@ -76,10 +76,10 @@ CANDIDATES = {
     "verl_entropy_gradient": Candidate(
         lambda args, _: peers.verl(args.verl), BONUS, 11, bonus=True
     ),
-    "dense": Candidate(_dense("none"), LOG_PROBS, 15, split=False),
-    "dense_entropy": Candidate(_dense("logged"), LOGGED, 15, split=False),
+    "dense": Candidate(_dense("none"), LOG_PROBS, 14.1, split=False),
+    "dense_entropy": Candidate(_dense("logged"), LOGGED, 14.1, split=False),
     "dense_entropy_gradient": Candidate(
-        _dense("differentiated"), BONUS, 23, bonus=True, split=False
+        _dense("differentiated"), BONUS, 22.1, bonus=True, split=False
     ),
     "liger": Candidate(lambda *_: peers.liger(), LOG_PROBS, 6, split=False, cuda=True),
 }
@@ -174,7 +174,7 @@ def _obstacle(name: str, tensor: int, args: argparse.Namespace) -> str | None:
         needed = _logits_bytes(args) * candidate.peak / 2 / (1 << 30) + 0.5 * tensor
         free = _free_memory() / (1 << 30)
         if needed + SPARE_GIB > free:
-            return f"needs about {needed:.0f} GiB, {free:.0f} are free"
+            return f"needs {needed:.0f} GiB and {SPARE_GIB} to spare, {free:.0f} are free"
     return None
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import RunConfig
@@ -121,6 +122,8 @@ def _run(
             lead, publisher, state, values(merge([measured, rollout.metrics])), timer
         )
         published: dict[str, Metric] = {}
+        if config.rollout.colocate:
+            torch.cuda.empty_cache()  # what the allocator keeps for itself, the engines need
         if failure is None:
             with timer.phase("publish"):
                 published, failure = _publish(lead, publisher, step)

@@ -69,7 +69,7 @@ def train_once_and_count(device, config: RunConfig, folder: Path) -> None:
                 config.model, config.parallel, config.critic, config.optimizer, ranks
             )
         improve(policy, random_samples(16), config, step=1, timer=Timer(), critic=critic)
-        if ranks.tensor.rank == ranks.data.rank == 0:
+        if ranks.tensor.rank == ranks.data.rank == ranks.context.rank == 0:
             found = {
                 "policy": what_is_held(policy),
                 "critic": what_is_held(critic) if critic else None,
@@ -81,6 +81,7 @@ CASES = {
     "FP32": dict(dtype="float32"),
     "whole optimizer on every rank": dict(optimizer=OptimizerConfig(distributed=False)),
     "DP2": dict(data=2),
+    "CP2": dict(context=2),
     "TP2 x PP2": dict(tensor=2, pipeline=2),
     "TP2 x PP2, tied": dict(tensor=2, pipeline=2, tied=True),
     "PP2, tied, critic": dict(pipeline=2, tied=True, algo=AlgoConfig(advantage="gae")),

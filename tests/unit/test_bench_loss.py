@@ -32,7 +32,7 @@ def test_what_does_not_fit_into_memory_is_not_tried(monkeypatch):
     monkeypatch.setattr(loss, "_free_memory", lambda: 8 << 30)
     given = arguments("--tokens", "8192", "--vocab", "151936")  # 2.3 GiB of logits
     assert loss._obstacle("ours", 1, given) is None
-    assert loss._obstacle("dense", 1, given) == "needs about 18 GiB, 8 are free"
+    assert loss._obstacle("dense", 1, given) == "needs 17 GiB and 3 to spare, 8 are free"
     assert loss._obstacle("verl", 1, given) == "needs --verl"
 
 
