@@ -12,6 +12,7 @@ from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
 from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
 from qurl_megatron.weights import HfReader, read_arch, read_config
+from tests.cases import all_but
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
@@ -88,7 +89,7 @@ def test_logits_equal_hugging_face(backend, family, tensor, pipeline, tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", all_but(FAMILIES, "qwen3", "llama", "mistral"))
 def test_folding_uaq_leaves_the_function_as_it_was(family, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
     ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))

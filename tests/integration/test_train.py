@@ -206,9 +206,9 @@ def descendants(pid: int) -> list[int]:
     "overrides",
     [
         ["parallel.tensor=2", "parallel.pipeline=2"],
-        ["quant.scheme=fp8", "parallel.data=2"],
+        ["quant.scheme=fp8", "parallel.context=2", "train.max_tokens=96", "train.packed=true"],
         ["quant.scheme=none", "model.dtype=bfloat16"],
-        ["algo.objective=tis", "algo.kl_coef=0.01", "algo.epochs=2"],
+        ["algo.name=ppo", "algo.kl_coef=0.01", "algo.epochs=2", "parallel.data=2"],
     ],
     ids=" ".join,
 )
