@@ -8,7 +8,8 @@ quickstart: .venv/installed  ## make a small model and train it with INT8 rollou
 
 test: .venv/installed  ## run every test
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest tests/distributed tests/integration
+	$(BIN)/python -m pytest -n 2 tests/distributed
+	$(BIN)/python -m pytest tests/integration
 	$(BIN)/python -m pytest tests/sglang
 
 lint: .venv/installed

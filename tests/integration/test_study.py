@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from qurl_megatron.study.runner import at_work
 from tests.runs import RECIPE
 
@@ -22,6 +24,7 @@ tables = ["methods", "scale"]
 """
 
 
+@pytest.mark.thorough
 def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE.format(root=tmp_path))
     (tmp_path / "study.toml").write_text(STUDY)
