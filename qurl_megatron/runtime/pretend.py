@@ -6,13 +6,8 @@ memory. What is built so is the real thing, cut for the real place: only its num
 """
 
 import contextlib
-import functools
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,32 +17,6 @@ from qurl_megatron.runtime import cpu
 from qurl_megatron.runtime.megatron import Ranks, megatron_runtime
 
 META = torch.device("meta")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-Result = TypeVar("Result")
-
-
-def without_gpus(function: Callable[..., Result], *args, **kwargs) -> Result:
-    """Call ``function`` where torch sees no GPU: here, or in a process that waits for such calls.
-
-    Args:
-        function: one at the top of an importable module; what it takes and returns is pickled.
-    """
-    if not torch.cuda.is_available():
-        return function(*args, **kwargs)
-    return _process().submit(function, *args, **kwargs).result()
-
-
-@functools.cache
-def _process() -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-    shown = os.environ.get(VISIBLE)
-    os.environ[VISIBLE] = ""
-    try:
-        pool.submit(int)  # starts the process, which sees what is visible now
-    finally:
-        del os.environ[VISIBLE]
-        os.environ |= {} if shown is None else {VISIBLE: shown}
-    return pool
 
 
 @contextlib.contextmanager
@@ -58,7 +27,7 @@ def pretended_rank(config: ParallelConfig, rank: int) -> Iterator[Ranks]:
     ``torch.device("meta")`` as well, because layers on a CPU name no device at all. Needs a process
     in which torch sees no GPU and has no process group.
     """
-    assert not torch.cuda.is_available(), "call it by without_gpus"
+    assert not torch.cuda.is_available(), "start the process with CUDA_VISIBLE_DEVICES empty"
     cpu.install()
     from megatron.core import parallel_state
 

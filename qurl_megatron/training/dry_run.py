@@ -22,7 +22,7 @@ from qurl_megatron.model.critic import ValueHead
 from qurl_megatron.model.memory import Held, Pass
 from qurl_megatron.model.trained import with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
+from qurl_megatron.runtime.pretend import META, pretended_rank
 from qurl_megatron.weights import Arch, read_arch, read_config
 from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.checkpoint import description_of
@@ -107,8 +107,6 @@ def dry_run(config: RunConfig, model_config: Path | None = None, *, gpu_gib: flo
     Raises:
         ConfigError: no config is found, or the model does not divide over the ranks or engines.
     """
-    if torch.cuda.is_available():  # where there are GPUs nothing can be only pretended
-        return without_gpus(dry_run, config, model_config, gpu_gib=gpu_gib)
     path = _find("model.path", config.model.path, model_config)
     arch = read_arch(read_json(path))
     parallel, rollout = config.parallel, config.rollout
