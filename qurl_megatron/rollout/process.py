@@ -1,8 +1,8 @@
 """An engine's process: started with its own log, told where to write its port, ended with its kin.
 
 What its environment says of ranks is left out (``runtime.children``), and it has all of the job's
-cores. It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can save
-first; and it watches its standard input, a pipe whose other end only the trainer holds, so it
+cores. It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
+save first; and it watches its standard input, a pipe whose other end only the trainer holds, so it
 leaves when the trainer is gone, however that happened.
 """
 
