@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.testing.ranks import RankError, run_on_ranks
+from qurl_megatron.runtime import megatron
+from qurl_megatron.testing.ranks import GROUPS, RankError, run_on_ranks
 
 
 def test_every_rank_runs_with_its_own_copy_of_the_arguments(backend, tmp_path):
@@ -64,3 +65,8 @@ def test_a_test_with_more_ranks_than_gpus_is_skipped_in_a_sentence(tmp_path, mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(pytest.skip.Exception, match="2 nccl ranks need 2 GPUs, and there are 1"):
         run_on_ranks(check_world, 2, "nccl", tmp_path)
+
+
+def test_ranks_meet_as_those_of_a_run_do():
+    assert megatron._backend(torch.device("cuda", 0)) == GROUPS["nccl"]
+    assert megatron._backend(torch.device("cpu")) == GROUPS["gloo"]
