@@ -288,7 +288,7 @@ class EngineClient:
 
     def _answers(self, response: httpx.Response) -> list[dict]:
         try:
-            answer = _parsed(response.content)
+            answer = parsed(response.content)
         except ValueError:
             answer = None
         if not isinstance(answer, list):
@@ -339,7 +339,7 @@ def _generation(
     return body if rid is None else {**body, "rid": list(rid)}
 
 
-def _parsed(content: bytes) -> Any:
+def parsed(content: bytes) -> Any:
     """Millions of tokens in small lists, which Python's garbage collector would search again and
     again while they are made; they hold no cycles.
     """

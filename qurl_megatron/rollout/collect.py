@@ -424,7 +424,7 @@ def _parts(flight: _Flight, answers: list[dict], newest: int | None) -> list[_Pa
     parts: list[_Part | EngineError] = []
     for item, answer in zip(flight.items, answers, strict=True):
         try:
-            parts.append(_part(answer, item.budget, flight.version, newest))
+            parts.append(read_answer(answer, item.budget, flight.version, newest))
         except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             parts.append(_unusable(flight, item, f"malformed answer ({error!r})"))
         except ValueError as error:
@@ -436,7 +436,9 @@ def _unusable(flight: _Flight, item: _Item, why: str) -> EngineError:
     return EngineError(f"{flight.engine}, prompt {item.prompt.index}: {why}")
 
 
-def _part(answer: dict, budget: int, confirmed: int | None, newest: int | None = None) -> _Part:
+def read_answer(
+    answer: dict, budget: int, confirmed: int | None, newest: int | None = None
+) -> _Part:
     """Check one answer: a wrong log-prob would not crash anything, it would bias the gradient.
 
     Args:

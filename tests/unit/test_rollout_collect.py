@@ -10,7 +10,7 @@ import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Interrupted, _part, collect, greedy, sample_seed
+from qurl_megatron.rollout.collect import Interrupted, collect, greedy, read_answer, sample_seed
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.testing.engines import FakeEngine, token_at
 from qurl_megatron.types import Prompt
@@ -308,27 +308,27 @@ def good_answer() -> dict:
 
 
 def test_a_token_carries_the_version_of_its_span():
-    part = _part(good_answer(), 5, 7)
+    part = read_answer(good_answer(), 5, 7)
     assert part.versions == ((7, 1), (8, 2))
     assert part.log_probs.tolist() == [-1.0, -2.0, 0.0]
     assert part.finish == "length"
 
 
 def test_a_token_of_a_version_that_this_run_has_not_published_is_refused():
-    assert _part(good_answer(), 5, 7, newest=8).versions == ((7, 1), (8, 2))
+    assert read_answer(good_answer(), 5, 7, newest=8).versions == ((7, 1), (8, 2))
     with pytest.raises(ValueError, match="version 8, where 7 is the newest"):
-        _part(good_answer(), 5, 7, newest=7)
+        read_answer(good_answer(), 5, 7, newest=7)
 
 
 def test_an_abort_in_a_queue_has_no_tokens_and_one_between_token_and_log_prob_loses_the_token():
     aborted = {"type": "abort", "message": "why"}
     queued = {"output_ids": [], "meta_info": {"finish_reason": aborted, "weight_version": "7"}}
-    assert _part(queued, 5, 7).ids.tolist() == []
+    assert read_answer(queued, 5, 7).ids.tolist() == []
     late = good_answer()
     late["meta_info"]["finish_reason"] = aborted
     late["meta_info"]["output_token_logprobs"].pop()
-    assert _part(late, 5, 7).ids.tolist() == [4, 5]
-    assert _part(late, 5, 7).versions == ((7, 1), (8, 1))
+    assert read_answer(late, 5, 7).ids.tolist() == [4, 5]
+    assert read_answer(late, 5, 7).versions == ((7, 1), (8, 1))
 
 
 def _without(key):
@@ -363,6 +363,6 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(change, message):
     answer = good_answer()
     change(answer["meta_info"])
     with pytest.raises((ValueError, KeyError, TypeError), match=message):
-        _part(answer, 5, 7)
+        read_answer(answer, 5, 7)
     with pytest.raises(ValueError, match="where 2 were asked for"):
-        _part(good_answer(), 2, 7)
+        read_answer(good_answer(), 2, 7)
