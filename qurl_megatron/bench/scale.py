@@ -66,7 +66,7 @@ def copied(size: int) -> float:
     return min(timed(lambda: np.copyto(target, source))[0] for _ in range(3))
 
 
-def row(old: tuple, new: tuple, limit_s: float, factor: int, **numbers: float) -> dict:
+def row(old: tuple, new: tuple, limit_s: float, factor: float, **numbers: float) -> dict:
     """One part; seconds are those of the whole step."""
     return {
         "old_s": round(factor * old[0], 3),
@@ -154,8 +154,11 @@ def hand_over(device: torch.device, folder: Path, factor: int) -> None:
             dist.barrier()
             return share
 
-        old, new = timed(pickled), timed(delivered)
-        share = new[2]
+        *old, _ = timed(pickled)
+        *new, share = timed(delivered)
+        work = torch.tensor([old[1], new[1]])
+        dist.all_reduce(work)  # CPU seconds of all ranks: they share the machine's cores
+        old[1], new[1] = work.tolist()
         if ranks.leads:
             size = sum(x.nbytes for x in (share.tokens, share.behaviour)) * ranks.data.size
             numbers = {
@@ -250,14 +253,14 @@ def messages(buckets: list[list[Blob]], factor: int) -> dict:
 
 
 def hashing(size: int, factor: int) -> dict:
-    """One training rank's pieces into a blob with their checksums; both are the same way."""
+    """One training rank's pieces into a blob with their checksums; it has only ever been so."""
     weights = [torch.randint(-127, 128, (4 * MIB,), dtype=torch.int8) for _ in range(16)]
-    weights *= size // (factor * TRAINER_RANKS) // (64 * MIB)
+    weights *= max(1, size // (factor * TRAINER_RANKS * 64 * MIB))
     pieces, total = lay_out((f"w{i}", w, None, 0) for i, w in enumerate(weights))
     blob = torch.ones(total, dtype=torch.uint8)
     seconds = timed(lambda: fill(blob, pieces, weights))
     limit = copied(total) + timed(lambda: xxhash.xxh3_128_digest(blob.numpy()))[0]
-    return row(seconds, seconds, limit, factor, bytes=factor * total)
+    return row(seconds, seconds, limit, size / TRAINER_RANKS / total, bytes=size // TRAINER_RANKS)
 
 
 def run(factor: int) -> dict:
