@@ -29,6 +29,7 @@ setup(
         # 0.16 is the newest for Python 3.11; 0.17 and later want Python 3.12.
         "megatron-core>=0.16,<0.20",
         "numpy",
+        "orjson",
         "psutil",  # dist_checkpointing hangs without it
         "pyarrow",
         "reasoning-gym",

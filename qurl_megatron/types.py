@@ -1,13 +1,20 @@
 """What travels between the parts: prompts in, samples out.
 
 Everything here is plain data without tensors, so that the rollout side needs no Megatron and the
-training side needs no engine.
+training side needs no engine. What there is per token lies in arrays: a step has millions of them.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+
+Versions = tuple[tuple[int, int], ...]
+"""(weight version, how many tokens in a row it generated), in the order of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +27,71 @@ class Prompt:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One response to a prompt, as the behaviour policy generated it."""
+    """One response to a prompt, as the behaviour policy generated it; equal to one of equal values.
+
+    The arrays may be given as any sequence; they are read-only from then on.
+    """
 
     prompt: Prompt
-    response_ids: tuple[int, ...]
-    behaviour_log_probs: tuple[float, ...]  # one per response token, at the sampling temperature
+    response_ids: np.ndarray  # int32
+    behaviour_log_probs: np.ndarray  # float32, one per response token, at the sampling temperature
     finish_reason: FinishReason
-    versions: tuple[int, ...]  # weight version that generated each response token
+    versions: Versions
     text: str = ""  # the decoded response, without special tokens
     reward: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "response_ids", _frozen(self.response_ids, np.int32))
+        log_probs = _frozen(self.behaviour_log_probs, np.float32)
+        object.__setattr__(self, "behaviour_log_probs", log_probs)
+        object.__setattr__(self, "versions", in_a_row(self.versions))
         lengths = {
             len(self.response_ids),
             len(self.behaviour_log_probs),
-            len(self.versions),
+            sum(count for _, count in self.versions),
         }
         assert len(lengths) == 1, f"response, log-probs and versions differ in length: {lengths}"
 
-    def rewarded(self, reward: float) -> "Sample":
-        return replace(self, reward=reward)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sample) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple:
+        return (
+            self.prompt,
+            self.response_ids.tobytes(),
+            self.behaviour_log_probs.tobytes(),
+            self.finish_reason,
+            self.versions,
+            self.text,
+            self.reward,
+        )
 
     @property
     def truncated(self) -> bool:
         """True where the length limit, not the model, ended the response."""
         return self.finish_reason == "length"
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The weight version that generated each response token."""
+        return [version for version, count in self.versions for _ in range(count)]
+
+
+def in_a_row(versions: Iterable[tuple[int, int]]) -> Versions:
+    """The shortest way to say it: neighbours of one version as one, and none without tokens."""
+    runs = groupby((run for run in versions if run[1]), key=lambda run: run[0])
+    return tuple((version, sum(count for _, count in run)) for version, run in runs)
+
+
+def _frozen(values: Sequence | np.ndarray, dtype: Any) -> np.ndarray:
+    """A read-only array of the values; themselves where they are one already."""
+    if isinstance(values, np.ndarray) and values.dtype == dtype and not values.flags.writeable:
+        return values
+    array = np.array(values, dtype=dtype)
+    array.flags.writeable = False
+    return array

@@ -1,4 +1,4 @@
-"""Samples into training tensors, and nothing else: pure and on the CPU.
+"""Responses into training tensors, and nothing else: pure and on the CPU.
 
 Shapes: B = rows, S = their length, N = response tokens of the batch. A row is one response, padded
 on the right; or all of them lie end to end in a single row (packed). Position t predicts token t+1:
@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qurl_megatron.types import Sample
+from qurl_megatron.data.responses import Responses
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,27 @@ class TokenBatch:
 
 
 def pad_samples(
-    samples: Sequence[Sample],
+    responses: Responses,
     token_weights: Sequence[float],
     *,
     length: int,
     pad_id: int = 0,
     indices: Sequence[int] | None = None,
 ) -> TokenBatch:
-    """A row for each sample, padded to the given length.
+    """A row for each response, padded to the given length.
 
     Args:
-        token_weights: share of each sample's tokens in the batch loss.
-        length: S; every sample's prompt and response must fit.
-        indices: which response of the step each sample is; None numbers them from 0.
+        token_weights: share of each response's tokens in the batch loss.
+        length: S; every prompt with its response must fit.
+        indices: which responses of the step; None takes all that are held.
     """
-    starts = range(0, (len(samples) + 1) * length, length)
-    return _batch(samples, token_weights, starts, len(samples), pad_id, indices)
+    chosen = responses.held if indices is None else tuple(indices)
+    starts = range(0, (len(chosen) + 1) * length, length)
+    return _batch(responses, chosen, token_weights, starts, len(chosen), pad_id)
 
 
 def pack_samples(
-    samples: Sequence[Sample],
+    responses: Responses,
     token_weights: Sequence[float],
     *,
     sequence_multiple: int = 1,
@@ -71,7 +72,7 @@ def pack_samples(
     pad_id: int = 0,
     indices: Sequence[int] | None = None,
 ) -> TokenBatch:
-    """All samples end to end in one row.
+    """Responses end to end in one row.
 
     Padding belongs to the sequence before it, where causal attention lets nothing see it.
 
@@ -79,45 +80,47 @@ def pack_samples(
         sequence_multiple: what the length of each sequence is rounded up to.
         multiple: what S is rounded up to, a multiple of the other; the last sequence gets it.
     """
-    starts = [0, *accumulate(round_up(tokens_of(s), sequence_multiple) for s in samples)]
+    chosen = responses.held if indices is None else tuple(indices)
+    totals = responses.summary.totals
+    starts = [0, *accumulate(round_up(totals[i], sequence_multiple) for i in chosen)]
     starts[-1] = round_up(starts[-1], multiple)
-    batch = _batch(samples, token_weights, starts, 1, pad_id, indices)
+    batch = _batch(responses, chosen, token_weights, starts, 1, pad_id)
     return replace(batch, starts=tuple(starts))
 
 
 def _batch(
-    samples: Sequence[Sample],
+    responses: Responses,
+    chosen: tuple[int, ...],
     token_weights: Sequence[float],
     starts: Sequence[int],
     rows: int,
     pad_id: int,
-    indices: Sequence[int] | None,
 ) -> TokenBatch:
-    """Samples at ``starts``, counted over all rows; the last of these is the end."""
+    """Responses at ``starts``, counted over all rows; the last of these is the end."""
     ids = torch.full([starts[-1]], pad_id)
     positions = torch.empty(starts[-1], dtype=torch.int64)
     targets = torch.zeros(starts[-1], dtype=torch.int64)
     mask = torch.zeros(starts[-1], dtype=torch.bool)
-    for sample, start, stop in zip(samples, starts, starts[1:], strict=False):
-        assert sample.prompt.input_ids, "a response needs a token before it"
-        tokens = torch.tensor(sample.prompt.input_ids + sample.response_ids)
+    lengths = tuple(responses.summary.lengths[i] for i in chosen)
+    for index, length, start, stop in zip(chosen, lengths, starts, starts[1:], strict=False):
+        tokens = responses.tokens_of(index)
+        assert length < len(tokens), "a response needs a token before it"
         end = start + len(tokens)
         assert end <= stop, f"sample of {len(tokens)} tokens does not fit into {stop - start}"
         ids[start:end] = tokens
         positions[start:stop] = torch.arange(stop - start)
         targets[start : end - 1] = tokens[1:]
-        mask[start + len(sample.prompt.input_ids) - 1 : end - 1] = True
-    lengths = tuple(len(sample.response_ids) for sample in samples)
+        mask[end - length - 1 : end - 1] = True
     repeats = torch.tensor(lengths, dtype=torch.int64)
     return TokenBatch(
         input_ids=ids.view(rows, -1),
         positions=positions.view(rows, -1),
         targets=targets.view(rows, -1),
         mask=mask.view(rows, -1),
-        indices=tuple(range(len(samples))) if indices is None else tuple(indices),
+        indices=chosen,
         lengths=lengths,
-        owners=torch.arange(len(samples)).repeat_interleave(repeats),
-        behaviour=torch.tensor([p for s in samples for p in s.behaviour_log_probs]).float(),
+        owners=torch.arange(len(chosen)).repeat_interleave(repeats),
+        behaviour=torch.cat([responses.behaviour[:0], *map(responses.behaviour_of, chosen)]),
         weights=torch.tensor(token_weights, dtype=torch.float32).repeat_interleave(repeats),
     )
 
@@ -179,11 +182,6 @@ def _by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
         passes.append(order[end - rows[end] : end])
         end -= rows[end]
     return passes
-
-
-def tokens_of(sample: Sample) -> int:
-    """Length of prompt and response."""
-    return len(sample.prompt.input_ids) + len(sample.response_ids)
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -178,7 +178,7 @@ class Evaluator:
         )
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
-        texts = [self.tokenizer.decode(sample.response_ids) for sample in samples]
+        texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
         pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
         rewards = self.rewards.score(pairs)
         return [
@@ -280,7 +280,7 @@ class _Round:
                 finish=sample.finish_reason,
                 tokens=len(sample.response_ids),
                 seconds=seconds,
-                version=max(sample.versions),
+                version=max(version for version, _ in sample.versions),
                 text=sample.text,
             )
             for number, sample in enumerate(graded)

@@ -20,12 +20,16 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from operator import itemgetter
+
+import numpy as np
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.rollout.client import EngineError, Session
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.types import Prompt, Sample, Versions, in_a_row
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
@@ -107,13 +111,13 @@ def _hash63(text: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Part:
     """What one answer adds to a response."""
 
-    ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
+    ids: np.ndarray  # int32
+    log_probs: np.ndarray  # float32
+    versions: Versions
     finish: str
     message: str | None  # of an abort
 
@@ -124,15 +128,17 @@ class _Item:
 
     prompt: Prompt
     params: dict
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
     finish: str = ""
     failures: list[str] = field(default_factory=list)  # since the last new token
 
     @property
+    def received(self) -> int:
+        return sum(len(part.ids) for part in self.parts)
+
+    @property
     def budget(self) -> int:
-        return self.params["max_new_tokens"] - len(self.ids)
+        return self.params["max_new_tokens"] - self.received
 
     @property
     def tokens(self) -> int:
@@ -141,21 +147,19 @@ class _Item:
 
     def request(self) -> tuple[list[int], dict]:
         params = {**self.params, "max_new_tokens": self.budget}
-        if self.ids and "sampling_seed" in params:
+        if self.received and "sampling_seed" in params:
             # Engines draw by seed and position in the response: the same seed would draw the first
             # tokens' random numbers again.
-            params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{len(self.ids)}")
-        return [*self.prompt.input_ids, *self.ids], params
+            params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{self.received}")
+        return [*self.prompt.input_ids, *(i for p in self.parts for i in p.ids.tolist())], params
 
     def take(self, part: _Part) -> None:
-        self.ids += part.ids
-        self.log_probs += part.log_probs
-        self.versions += part.versions
+        self.parts.append(part)
         if part.finish != "abort":
             self.finish = part.finish
         elif not self.budget:
             self.finish = "length"
-        if part.ids:
+        if len(part.ids):
             self.failures = []
         elif not self.finish:
             self.failed(f"it was aborted by the engine: {part.message}")
@@ -175,10 +179,10 @@ class _Item:
     def sample(self) -> Sample:
         return Sample(
             prompt=self.prompt,
-            response_ids=tuple(self.ids),
-            behaviour_log_probs=tuple(self.log_probs),
+            response_ids=np.concatenate([part.ids for part in self.parts]),
+            behaviour_log_probs=np.concatenate([part.log_probs for part in self.parts]),
             finish_reason=self.finish,
-            versions=tuple(self.versions),
+            versions=tuple(chain.from_iterable(part.versions for part in self.parts)),
         )
 
 
@@ -308,13 +312,13 @@ class _Collection:
                 flight.age += time.monotonic() - start
         for task in done:
             flight = self.flights.pop(task)
-            before = sum(len(item.ids) for item in flight.items)
+            before = sum(item.received for item in flight.items)
             try:
                 # An engine that crashed may have answered from weights that nobody confirmed.
                 if not flight.lost:
                     await self._land(flight, task)
             finally:
-                received = sum(len(item.ids) for item in flight.items) - before
+                received = sum(item.received for item in flight.items) - before
                 self.fleet.vacate(
                     flight.engine, flight.tokens, len(flight.items), received=received
                 )
@@ -420,8 +424,8 @@ def _parts(flight: _Flight, answers: list[dict], newest: int | None) -> list[_Pa
     parts: list[_Part | EngineError] = []
     for item, answer in zip(flight.items, answers, strict=True):
         try:
-            parts.append(_part(answer, item.budget, flight.version, newest))
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            parts.append(read_answer(answer, item.budget, flight.version, newest))
+        except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             parts.append(_unusable(flight, item, f"malformed answer ({error!r})"))
         except ValueError as error:
             parts.append(_unusable(flight, item, str(error)))
@@ -432,7 +436,9 @@ def _unusable(flight: _Flight, item: _Item, why: str) -> EngineError:
     return EngineError(f"{flight.engine}, prompt {item.prompt.index}: {why}")
 
 
-def _part(answer: dict, budget: int, confirmed: int | None, newest: int | None = None) -> _Part:
+def read_answer(
+    answer: dict, budget: int, confirmed: int | None, newest: int | None = None
+) -> _Part:
     """Check one answer: a wrong log-prob would not crash anything, it would bias the gradient.
 
     Args:
@@ -440,48 +446,58 @@ def _part(answer: dict, budget: int, confirmed: int | None, newest: int | None =
         confirmed: version that the engine had confirmed before it was asked; None: any will do.
         newest: that this run has published.
     """
-    ids, meta = list(answer["output_ids"]), answer["meta_info"]
+    given, meta = answer["output_ids"], answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"unknown finish_reason {reason!r}")
-    triples = meta["output_token_logprobs"] if ids else []
-    versions = _versions(meta, len(ids)) if ids else []
-    log_probs = [float(triple[0]) for triple in triples]
-    tokens = [triple[1] for triple in triples]
+    triples = meta["output_token_logprobs"] if given else []
+    versions = _versions(meta, len(given)) if given else ()
     if reason == "abort":  # it may have come between a token and its log-prob
-        whole = min(len(ids), len(tokens))
-        ids, tokens, log_probs = ids[:whole], tokens[:whole], log_probs[:whole]
-        versions = versions[:whole]
-    elif not ids:
+        whole = min(len(given), len(triples))
+        given, triples, versions = given[:whole], triples[:whole], _first(versions, whole)
+    elif not given:
         raise ValueError("the response is empty")
-    if tokens != ids:
-        raise ValueError(f"{len(tokens)} log-probs do not belong to the {len(ids)} tokens")
-    if len(ids) > budget:
-        raise ValueError(f"{len(ids)} tokens, where {budget} were asked for")
-    if not all(math.isfinite(value) and value <= 1e-4 for value in log_probs):
+    if list(map(itemgetter(1), triples)) != given:
+        raise ValueError(f"{len(triples)} log-probs do not belong to the {len(given)} tokens")
+    if len(given) > budget:
+        raise ValueError(f"{len(given)} tokens, where {budget} were asked for")
+    ids = np.fromiter(given, np.int32, len(given))
+    log_probs = np.fromiter(map(itemgetter(0), triples), np.float32, len(triples))
+    if not (np.isfinite(log_probs) & (log_probs <= 1e-4)).all():
         raise ValueError("a log-prob is not finite, or positive")
-    if confirmed is not None and any(version < confirmed for version in versions):
-        raise ValueError(f"weights of version {min(versions)}, where it had confirmed {confirmed}")
-    if newest is not None and any(version > newest for version in versions):
+    seen = [version for version, _ in versions]
+    if confirmed is not None and any(version < confirmed for version in seen):
+        raise ValueError(f"weights of version {min(seen)}, where it had confirmed {confirmed}")
+    if newest is not None and any(version > newest for version in seen):
         raise ValueError(
-            f"weights of version {max(versions)}, where {newest} is the newest: "
+            f"weights of version {max(seen)}, where {newest} is the newest: "
             "another run publishes to this engine"
         )
     return _Part(ids, log_probs, versions, reason, meta["finish_reason"].get("message"))
 
 
-def _versions(meta: dict, count: int) -> list[int]:
-    """One version per token, from the spans of a request that may have seen several."""
+def _versions(meta: dict, count: int) -> Versions:
+    """Of an answer's tokens, from the spans of a request that may have seen several."""
     if "weight_versions" not in meta:  # older SGLang tells the last one only
-        return [_number(meta["weight_version"])] * count
-    versions: list[int] = []
+        return ((_number(meta["weight_version"]), count),)
+    versions, end = [], 0
     for span in meta["weight_versions"]:
-        if span["start"] != len(versions):
-            raise ValueError(f"version spans leave a gap at token {len(versions)}")
-        versions += [_number(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != count:
-        raise ValueError(f"version spans cover {len(versions)} of {count} tokens")
-    return versions
+        if span["start"] != end:
+            raise ValueError(f"version spans leave a gap at token {end}")
+        end = max(end, span["end"])
+        versions.append((_number(span["version"]), end - span["start"]))
+    if end != count:
+        raise ValueError(f"version spans cover {end} of {count} tokens")
+    return in_a_row(versions)
+
+
+def _first(versions: Versions, count: int) -> Versions:
+    """Of the first ``count`` tokens alone."""
+    ends = accumulate(tokens for _, tokens in versions)
+    return in_a_row(
+        (version, max(0, min(tokens, tokens + count - end)))
+        for (version, tokens), end in zip(versions, ends, strict=True)
+    )
 
 
 def _number(version: str) -> int:

@@ -12,16 +12,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Engine, Fleet
 from qurl_megatron.rollout.sglang.launch import LOADER
-from qurl_megatron.rollout.wire import Action, Blob, Message, Receipt, payload
+from qurl_megatron.rollout.wire import Action, Blob, Encoded, Message, Receipt, payload
 
-BlobsFor = Callable[[Engine, int], Sequence[Blob]]
+BlobsFor = Callable[[Engine, int], Encoded | Sequence[Blob]]
 """(engine, its rank) -> what the training ranks have for it in one bucket."""
 
 
@@ -163,17 +163,20 @@ class Update:
     def _call(
         self, engine: Engine, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
-        messages = [
-            Message(
-                action=action,
-                session=self._session[engine.name],
-                version=self.version,
-                index=index,
-                transport=self._describe(engine.name),
-                blobs=tuple(blobs(engine, rank)) if blobs else (),
-            )
-            for rank in range(engine.tp)
-        ]
+        plain = Message(
+            action=action,
+            session=self._session[engine.name],
+            version=self.version,
+            index=index,
+            transport=self._describe(engine.name),
+        )
+        if blobs is None:
+            messages = [plain] * engine.tp
+        else:
+            parts = [blobs(engine, rank) for rank in range(engine.tp)]
+            # Ranks that get the same bytes share a message, so that it is pickled once.
+            distinct = {id(part): replace(plain, blobs=part) for part in parts}
+            messages = [distinct[id(part)] for part in parts]
         engine.client.update_weights_from_tensor(payload(messages), LOADER)
 
     def _approve(self, engine: Engine, receipts: Sequence[Receipt]) -> None:

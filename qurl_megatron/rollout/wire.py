@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import orjson
 import torch
 import xxhash
 from torch import Tensor
@@ -59,6 +60,14 @@ class Blob:
     pieces: tuple[Piece, ...]
 
 
+Encoded = orjson.Fragment
+"""Blobs as JSON already: those of a bucket go to many engines, and are made JSON once."""
+
+
+def encoded(blobs: Sequence[Blob]) -> Encoded:
+    return Encoded(orjson.dumps(blobs))
+
+
 @dataclass(frozen=True)
 class Message:
     """One call of the loader on one engine rank.
@@ -72,10 +81,10 @@ class Message:
     version: int
     index: int = 0  # of a bucket; of ``check``: how many there were
     transport: dict[str, Any] = field(default_factory=dict)  # {"kind": "files" | "memory" | ...}
-    blobs: tuple[Blob, ...] = ()
+    blobs: tuple[Blob, ...] | Encoded = ()
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)})
+        return orjson.dumps({"format": FORMAT, **vars(self)}).decode()
 
     @staticmethod
     def from_json(text: str) -> "Message":
@@ -84,7 +93,7 @@ class Message:
             ConfigError: not a message of this format.
         """
         try:
-            raw = json.loads(text)
+            raw = orjson.loads(text)
             if raw.pop("format", None) != FORMAT:
                 raise ConfigError(f"the weight update is not of format {FORMAT}")
             blobs = tuple(
@@ -99,7 +108,7 @@ class Message:
                 for blob in raw.pop("blobs")
             )
             return Message(**raw, blobs=blobs)
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError) as error:
             raise ConfigError(f"the weight update is malformed: {error!r}") from None
 
 
@@ -210,9 +219,12 @@ def payload(messages: Sequence[Message]) -> list[str]:
     """``serialized_named_tensors`` of SGLang's update_weights_from_tensor, one per engine rank.
 
     SGLang wants a pickled list of (name, tensor): the name is our message, the tensor is empty of
-    meaning.
+    meaning. A message that stands in the list several times is pickled once.
     """
-    return [
-        base64.b64encode(pickle.dumps([(message.to_json(), _Inline())])).decode()
-        for message in messages
-    ]
+    distinct = {id(message): message for message in messages}
+    pickled = {key: _pickled(message) for key, message in distinct.items()}
+    return [pickled[id(message)] for message in messages]
+
+
+def _pickled(message: Message) -> str:
+    return base64.b64encode(pickle.dumps([(message.to_json(), _Inline())])).decode()

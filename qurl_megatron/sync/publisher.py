@@ -22,12 +22,12 @@ from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.quant import quantize
 from qurl_megatron.rollout import plan
 from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.fleet import Engine, Fleet
+from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.transport import Part, Rank, Sender
 from qurl_megatron.rollout.transport.files import FilesSender
-from qurl_megatron.rollout.update import Update
+from qurl_megatron.rollout.update import BlobsFor, Update
 from qurl_megatron.rollout.version import manifest_of
-from qurl_megatron.rollout.wire import Blob
+from qurl_megatron.rollout.wire import Blob, encoded
 from qurl_megatron.sync.drift import Drift
 from qurl_megatron.weights import is_quantized, is_vocabulary
 
@@ -392,12 +392,14 @@ def _refuse(parts: Sequence[Any]) -> None:
             raise part
 
 
-def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> Callable[[Engine, int], list[Blob]]:
-    def blobs_for(engine: Engine, rank: int) -> list[Blob]:
-        found = [blobs.get(None) or blobs.get((engine.tp, rank)) for blobs, _ in contributions]
-        return [blob for blob in found if blob and blob.pieces]
-
-    return blobs_for
+def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> BlobsFor:
+    """What all training ranks have for each engine rank, made JSON once for all engines."""
+    places = {to for blobs, _ in contributions for to in blobs}
+    found = {
+        to: encoded([blobs[to] for blobs, _ in contributions if to in blobs and blobs[to].pieces])
+        for to in places
+    }
+    return lambda engine, rank: found[None if None in found else (engine.tp, rank)]
 
 
 def _part(shard: HfShard) -> Part:

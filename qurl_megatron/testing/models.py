@@ -102,7 +102,7 @@ def random_samples(count: int, *, vocab: int = 128, seed: int = 0) -> list[Sampl
                 response_ids=integers(0, vocab, response_length),
                 behaviour_log_probs=tuple(log_probs),
                 finish_reason="stop",
-                versions=(0,) * response_length,
+                versions=((0, response_length),),
                 reward=float(integers(0, 2, 1)[0]),
             )
         )

@@ -1,8 +1,8 @@
 """What each response token is worth, once policies, reference and critic have scored the batch.
 
-Every rank holds all samples of the step, but only the scores of its own microbatches: what needs a
-whole group of responses, or the whole batch, is summed over the data-parallel ranks. Pipeline
-stages before the last have no scores and need no advantages.
+Every rank knows rewards and lengths of all responses of the step, but only the scores of its own
+microbatches: what needs a whole group of responses, or the whole batch, is summed over the
+data-parallel ranks. Pipeline stages before the last have no scores and need no advantages.
 
 Shapes: R = responses of the step, P x G = prompts and responses to each; n = response tokens and r
 = responses of this rank's microbatches together.
@@ -26,25 +26,25 @@ from qurl_megatron.algo import (
 )
 from qurl_megatron.config import AlgoConfig, RunConfig
 from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.data.responses import Summary
 from qurl_megatron.observe.metrics import Mean, Metric
 from qurl_megatron.rewards import overlong_penalty
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.types import Sample
 
 
 def attach_advantages(
-    ranks: Ranks, batches: Sequence[TokenBatch], samples: Sequence[Sample], config: RunConfig
+    ranks: Ranks, batches: Sequence[TokenBatch], summary: Summary, config: RunConfig
 ) -> tuple[list[TokenBatch], dict[str, Metric]]:
     """The same microbatches with advantages (and, with a critic, returns), [N]; and metrics.
 
     Args:
         batches: this rank's microbatches of the step, scored.
-        samples: all samples of the step, prompt-major.
+        summary: of all responses of the step, prompt-major.
     """
     if not ranks.last_stage:
         return list(batches), {}
     algo = config.algo
-    rewards_R = shaped_rewards(samples, config).to(ranks.device)
+    rewards_R = shaped_rewards(summary, config).to(ranks.device)
     metrics: dict[str, Metric] = {}
     penalty_n = torch.zeros(sum(len(b.owners) for b in batches), device=ranks.device)
     if algo.kl_coef and algo.kl_in == "reward":
@@ -74,19 +74,14 @@ def attach_advantages(
     ], metrics
 
 
-def shaped_rewards(samples: Sequence[Sample], config: RunConfig) -> Tensor:
+def shaped_rewards(summary: Summary, config: RunConfig) -> Tensor:
     """What the verifier said, less what an overlong response costs, [R] float32."""
     reward, limit = config.reward, config.rollout.max_new_tokens
     return torch.tensor(
         [
-            sample.reward
-            + overlong_penalty(
-                len(sample.response_ids),
-                limit,
-                reward.overlong_fraction,
-                reward.overlong_penalty,
-            )
-            for sample in samples
+            given
+            + overlong_penalty(length, limit, reward.overlong_fraction, reward.overlong_penalty)
+            for given, length in zip(summary.rewards_R.tolist(), summary.lengths, strict=True)
         ],
         dtype=torch.float32,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from qurl_megatron.config import RewardConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
 from qurl_megatron.observe.progress import Progress
@@ -35,9 +36,9 @@ EVALUATION = 0  # the step number that evaluation seeds are made with; training 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's samples, prompt-major, and what is to be seen of them; goes to every rank."""
+    """One step's samples and what is to be seen of them, on every rank."""
 
-    samples: list[Sample]
+    samples: Responses | None  # None only on the way: they are delivered by themselves
     metrics: dict[str, Metric]
     tokens: int  # that the engines generated, those of dropped groups included
     seconds: float  # that the engines took
@@ -171,7 +172,7 @@ class Lead:
             )
         if self.config.train.save_rollouts:
             save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", samples)
-        return Rollout(samples, metrics, draft.generated_tokens, draft.generating_s)
+        return Rollout(Responses.of(samples), metrics, draft.generated_tokens, draft.generating_s)
 
     def recover(self) -> None:
         """No engine is left: wait until one can take the weights in again.
@@ -242,7 +243,9 @@ class Lead:
         """True where a token of a sample came from quantized weights."""
         if self.config.quant.scheme == "none" or self.unquantized_since is None:
             return self.config.quant.scheme != "none"
-        return any(min(s.versions) < self.unquantized_since for s in samples if s.versions)
+        return any(
+            version < self.unquantized_since for sample in samples for version, _ in sample.versions
+        )
 
     def _draw(self) -> tuple[dict[str, Any], Draft]:
         algo, count = self.config.algo, self.config.data.prompts_per_step
@@ -316,7 +319,7 @@ class Lead:
         return metrics
 
     def _graded(self, samples: list[Sample]) -> list[Sample]:
-        texts = [self.tokenizer.decode(sample.response_ids) for sample in samples]
+        texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
         pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
         with self._grading:  # the workers take one batch at a time
             rewards = self.rewards.score(pairs)
@@ -331,16 +334,30 @@ def save_samples(path: Path, samples: Sequence[Sample]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     with aside.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
+        file.writelines(json.dumps(_record(sample)) + "\n" for sample in samples)
     aside.rename(path)
+
+
+def _record(sample: Sample) -> dict[str, Any]:
+    """A sample as JSON says it, with one version per token."""
+    return {
+        "prompt": asdict(sample.prompt),
+        "response_ids": sample.response_ids.tolist(),
+        "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
+        "finish_reason": sample.finish_reason,
+        "versions": sample.token_versions,
+        "text": sample.text,
+        "reward": sample.reward,
+    }
 
 
 def _sample_metrics(samples: list[Sample], *, newest: int) -> dict[str, Metric]:
     """What is to be seen of the samples; ``newest`` is the version they should come from."""
     tokens = sum(len(sample.response_ids) for sample in samples)
+    oldest = min((v for sample in samples for v, _ in sample.versions), default=newest)
     return {
         "sync/version": Max(newest),
-        "sync/staleness": Max(newest - min(min(s.versions, default=newest) for s in samples)),
+        "sync/staleness": Max(newest - oldest),
         "response/length": Mean(tokens, len(samples)),
         "response/truncated": Mean(sum(sample.truncated for sample in samples), len(samples)),
     }

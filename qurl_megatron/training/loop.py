@@ -30,6 +30,7 @@ from qurl_megatron.runtime.megatron import Ranks, megatron_runtime, share
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
+from qurl_megatron.training.delivery import deliver
 from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.rank import StopRequest
@@ -118,7 +119,7 @@ def _run(
     while state.step < config.train.steps and failure is None:
         step = state.step + 1
         timer = lead.timer(step) if lead else Timer()
-        rollout, failure = _samples(lead, publisher, step, timer)
+        rollout, failure = _samples(config, lead, publisher, step, timer)
         if rollout is None:
             break
         metrics = improve(policy, rollout.samples, config, step=step, timer=timer, critic=critic)
@@ -206,16 +207,22 @@ def _fallen_back(lead: Lead, version: int) -> Exception | None:
 
 
 def _samples(
-    lead: Lead | None, publisher: Publisher, step: int, timer: Timer
+    config: RunConfig, lead: Lead | None, publisher: Publisher, step: int, timer: Timer
 ) -> tuple[Rollout | None, Exception | None]:
-    """One step's samples, on every rank; none where the run was stopped, or cannot go on.
+    """One step's samples, each rank's share on it; none where the run was stopped, or cannot go on.
 
     Where no engine is left, one that comes back gets the weights and the same prompts again.
     """
     for _ in range(HEALS):
-        rollout, failure = _share(_rollout(lead, step, timer))
+        collected, failure = _rollout(lead, step, timer)
+        # Objects are pickled on their way; of the tokens nothing may be among them.
+        rollout, failure = _share((collected and replace(collected, samples=None), failure))
+        if failure is None and rollout is None:
+            return None, None
         if failure is None:
-            return rollout, None
+            whole = collected and collected.samples
+            share = deliver(publisher.policy.ranks, whole, config, step=step)
+            return replace(rollout, samples=share), None
         _, unhealed = _publish(lead, publisher, step - 1, failure)
         if unhealed is not None:
             return None, unhealed
@@ -307,7 +314,7 @@ def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
 
 
 def _throughput(metrics: dict[str, Metric], rollout: Rollout) -> dict[str, float]:
-    trained = sum(len(s.prompt.input_ids) + len(s.response_ids) for s in rollout.samples)
+    trained = sum(rollout.samples.summary.totals)
     return {
         "throughput/rollout_tokens_per_s": rollout.tokens / rollout.seconds,
         "throughput/train_tokens_per_s": trained / metrics["time/train"].value,

@@ -19,8 +19,8 @@ from qurl_megatron.data.pack import (
     pad_samples,
     plan_passes,
     round_up,
-    tokens_of,
 )
+from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Loss, Trained
@@ -30,25 +30,24 @@ from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction
 from qurl_megatron.training.mismatch import mismatch
 from qurl_megatron.training.objective import PolicyLoss, Scorer
-from qurl_megatron.training.refill import useful
 from qurl_megatron.training.values import ValueLoss, attach_values
-from qurl_megatron.types import Sample
 
 Minibatch = list[TokenBatch]  # this data-parallel rank's microbatches of one optimizer update
 
 
 def improve(
     policy: Policy,
-    samples: Sequence[Sample],
+    samples: Responses,
     config: RunConfig,
     *,
     step: int,
     timer: Timer,
     critic: Critic | None = None,
 ) -> dict[str, Metric]:
-    """Score the samples, then update the policy on them; all ranks call it with the same samples.
+    """Score the samples, then update the policy on them; all ranks call it together.
 
     Args:
+        samples: of one step, with at least this data-parallel rank's share (``shares``) held.
         critic: updated on the same minibatches, each time before the policy.
 
     Returns:
@@ -63,10 +62,10 @@ def improve(
         if critic:
             flat = attach_values(critic, flat)
         flat, weight_scale, rejections = attach_correction(ranks, flat, algo, config.correction)
-        flat, worth = attach_advantages(ranks, flat, samples, config)
+        flat, worth = attach_advantages(ranks, flat, samples.summary, config)
     seen: list[dict[str, Metric]] = []
     if ranks.last_stage and ranks.counted:
-        seen += [rejections, worth, layout_metrics(flat, samples)]
+        seen += [rejections, worth, layout_metrics(flat, samples.summary)]
         seen += [
             mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap) for b in flat
         ]
@@ -109,43 +108,60 @@ def deal(
     Args:
         lengths: of prompt and response, for each response.
     """
+
+    def microbatches(hand: list[int]) -> list[list[int]]:
+        if not budget:
+            return _chunks(hand, micro_batch)
+        passes = plan_passes([lengths[i] for i in hand], budget, packed=packed)
+        return [[hand[k] for k in together] for together in passes]
+
+    dealt = hand_out(lengths, minibatches, data_size, seed, evenly=budget > 0)
+    return [[microbatches(hand) for hand in hands] for hands in dealt]
+
+
+def hand_out(
+    lengths: Sequence[int], minibatches: int, data_size: int, seed: int, *, evenly: bool
+) -> list[list[list[int]]]:
+    """Indices of the responses, shuffled: ``[minibatch][data rank][response]``.
+
+    Args:
+        evenly: data ranks get about equally long responses.
+    """
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
     dealt = []
     for update in _chunks(order, len(lengths) // minibatches):
-        if not budget:
-            dealt.append(
-                [_chunks(update[rank::data_size], micro_batch) for rank in range(data_size)]
-            )
+        if not evenly:
+            dealt.append([update[rank::data_size] for rank in range(data_size)])
             continue
         hands: list[list[int]] = [[] for _ in range(data_size)]
         longest_first = sorted(update, key=lambda i: -lengths[i])
         for i, hand in zip(longest_first, cycle([*hands, *reversed(hands)]), strict=False):
             hand.append(i)
-        dealt.append(
-            [
-                [
-                    [hand[k] for k in together]
-                    for together in plan_passes([lengths[i] for i in hand], budget, packed=packed)
-                ]
-                for hand in hands
-            ]
-        )
+        dealt.append(hands)
     return dealt
 
 
-def lay_out(
-    ranks: Ranks, samples: Sequence[Sample], config: RunConfig, *, step: int
-) -> list[Minibatch]:
+def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
+    """The responses whose tokens each data-parallel rank needs, the same on every rank."""
+    lengths = _rounded(ranks, summary, config)
+    hands = hand_out(
+        lengths,
+        config.algo.minibatches,
+        ranks.data.size,
+        _mix(config.train.seed, step),
+        evenly=config.train.max_tokens > 0,
+    )
+    return [[i for update in hands for i in update[rank]] for rank in range(ranks.data.size)]
+
+
+def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
     """This data-parallel rank's microbatches, on its device.
 
     All have one shape, unless ``train.max_tokens`` gives each its own.
     """
     algo, train = config.algo, config.train
-    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism what a
-    # context rank then has.
-    chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
-    multiple = chunks * ranks.tensor.size
-    lengths = [round_up(tokens_of(s), chunks if train.packed else multiple) for s in samples]
+    chunks, multiple = _multiples(ranks)
+    lengths = _rounded(ranks, samples.summary, config)
     dealt = deal(
         lengths,
         algo.minibatches,
@@ -155,7 +171,7 @@ def lay_out(
         budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
         packed=train.packed,
     )
-    counted = counted_tokens(samples, config)
+    counted = counted_tokens(samples.summary, config)
     minibatches = []
     for update in dealt:
         everywhere = [i for rank in update for microbatch in rank for i in microbatch]
@@ -172,27 +188,41 @@ def lay_out(
         )
         batches = []
         for microbatch in update[ranks.data.rank]:
-            chosen, shares = [samples[i] for i in microbatch], [weights[i] for i in microbatch]
+            parts = [weights[i] for i in microbatch]
             if train.packed:
                 batch = pack_samples(
-                    chosen,
-                    shares,
+                    samples,
+                    parts,
                     sequence_multiple=chunks,
                     multiple=multiple,
                     indices=microbatch,
                 )
             else:
                 length = max([lengths[i] for i in microbatch] if train.max_tokens else lengths)
-                batch = pad_samples(chosen, shares, length=length, indices=microbatch)
+                batch = pad_samples(samples, parts, length=length, indices=microbatch)
             batches.append(batch.to(ranks.device))
         minibatches.append(batches)
     return minibatches
 
 
-def layout_metrics(batches: Sequence[TokenBatch], samples: Sequence[Sample]) -> dict[str, Metric]:
+def _multiples(ranks: Ranks) -> tuple[int, int]:
+    """What lengths are rounded up to: of a sequence in a packed row, and of a row."""
+    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism what a
+    # context rank then has.
+    chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
+    return chunks, chunks * ranks.tensor.size
+
+
+def _rounded(ranks: Ranks, summary: Summary, config: RunConfig) -> list[int]:
+    """Length of every response with its prompt, as it will be laid out."""
+    chunks, multiple = _multiples(ranks)
+    return [round_up(n, chunks if config.train.packed else multiple) for n in summary.totals]
+
+
+def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str, Metric]:
     """How much of the step's microbatches is padding, and how many of them the busiest rank has."""
     positions = sum(batch.input_ids.numel() for batch in batches)
-    tokens = sum(tokens_of(samples[i]) for batch in batches for i in batch.indices)
+    tokens = sum(summary.totals[i] for batch in batches for i in batch.indices)
     return {
         "train/padding_fraction": Mean(positions - tokens, positions),
         "train/passes": Max(len(batches)),
@@ -225,7 +255,7 @@ def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, 
     return [*seen, update] if model.ranks.counted else [update]
 
 
-def counted_tokens(samples: Sequence[Sample], config: RunConfig) -> list[int]:
+def counted_tokens(summary: Summary, config: RunConfig) -> list[int]:
     """Tokens of each response that the loss averages over; 0 leaves a response out.
 
     Left out are responses that were cut off, where they are masked, and groups that dynamic
@@ -233,13 +263,14 @@ def counted_tokens(samples: Sequence[Sample], config: RunConfig) -> list[int]:
     teach something even where all answers are equally right.
     """
     algo, size = config.algo, config.rollout.samples_per_prompt
-    counted = []
-    for i, sample in enumerate(samples):
-        group = samples[i - i % size : i - i % size + size]
-        filler = algo.dynamic_sampling and not useful(group)
-        masked = algo.mask_truncated and sample.truncated
-        counted.append(0 if filler or masked else len(sample.response_ids))
-    return counted
+    counted_R = summary.lengths_R.clone()
+    if algo.dynamic_sampling:
+        rewards_PG = summary.rewards_R.view(-1, size)
+        useful_P = (rewards_PG != rewards_PG[:, :1]).any(1)
+        counted_R[~useful_P.repeat_interleave(size)] = 0
+    if algo.mask_truncated:
+        counted_R[summary.truncated_R] = 0
+    return counted_R.tolist()
 
 
 def _optimizer_metrics(measured: dict[str, float]) -> dict[str, Metric]:

@@ -18,6 +18,7 @@ from qurl_megatron.config import (
     TrainConfig,
 )
 from qurl_megatron.data.pack import pad_samples
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction
@@ -31,13 +32,16 @@ DEALT = [[3, 0], [2, 1]]  # responses of the data ranks: groups are torn apart
 def sample(index: int) -> Sample:
     n = LENGTHS[index]
     prompt = Prompt(index // 2, (5, 6), "", "")
-    return Sample(prompt, (7,) * n, (-1.0,) * n, "stop", (0,) * n, reward=REWARDS[index])
+    return Sample(prompt, (7,) * n, (-1.0,) * n, "stop", ((0, n),), reward=REWARDS[index])
+
+
+WHOLE = Responses.of([sample(index) for index in range(4)])
 
 
 def my_batch(device, rho: dict[int, float]):
     """This rank's responses; ``rho`` of each response's tokens is given."""
     mine = DEALT[dist.get_rank()]
-    batch = pad_samples([sample(i) for i in mine], [1.0] * 2, length=8, indices=mine)
+    batch = pad_samples(WHOLE, [1.0] * 2, length=8, indices=mine)
     log_rho = torch.tensor([math.log(rho[i]) for i in mine])[batch.owners]
     proximal = batch.behaviour + log_rho
     # The reference is less sure of each token by 0.5 nats: k1 = 0.5.
@@ -60,9 +64,11 @@ def config(**algo) -> RunConfig:
 
 
 def advantages(device, algo: dict, expected: dict[int, list[float]]) -> None:
-    whole = [sample(i) for i in range(4)]
     (batch,), _ = attach_advantages(
-        ranks(device), [my_batch(device, dict.fromkeys(range(4), 1.0))], whole, config(**algo)
+        ranks(device),
+        [my_batch(device, dict.fromkeys(range(4), 1.0))],
+        WHOLE.summary,
+        config(**algo),
     )
     parts = batch.advantages.cpu().split(batch.lengths)
     for index, part in zip(batch.indices, parts, strict=True):

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import ALGORITHMS, CorrectionConfig, CriticConfig, RunConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from tests.distributed.test_policy import build, recipe, relative, whole
+from tests.distributed.test_policy import build, recipe, relative
 
 CORRECTIONS = {
     "rejection and normalised weights": dict(
@@ -49,6 +50,7 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
 
     samples = random_samples(16)
     samples[3] = dataclasses.replace(samples[3], finish_reason="length")
+    whole = Responses.of(samples)
     done = {}
     configs = variants(folder, parallel)
     with megatron_runtime(next(iter(configs.values())).parallel) as ranks:
@@ -60,7 +62,7 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
                     config.model, config.parallel, config.critic, config.optimizer, ranks
                 )
             for step in (1, 2):
-                metrics = improve(policy, samples, config, step=step, timer=Timer(), critic=critic)
+                metrics = improve(policy, whole, config, step=step, timer=Timer(), critic=critic)
             gathered: list = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, metrics)
             done[name] = {"weights": whole(policy), "metrics": values(merge(gathered))}

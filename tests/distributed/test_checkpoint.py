@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qurl_megatron.config import ParallelConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.runtime.megatron import megatron_runtime
@@ -17,7 +18,7 @@ from tests.distributed.test_policy import build, recipe, relative, whole
 def improve_at(policy, config, step):
     from qurl_megatron.training.step import improve
 
-    improve(policy, random_samples(16), config, step=step, timer=Timer())
+    improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
 
 
 def save_then_go_on(device, config, run_dir, out):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import TrainConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.model.context import ContextPart, zigzag
 from qurl_megatron.runtime.megatron import Axis, megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
@@ -75,7 +76,8 @@ def scores(device, config, samples, expected) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
         score = Scorer(policy, config.rollout.temperature)
-        laid = [batch for update in lay_out(ranks, samples, config, step=1) for batch in update]
+        updates = lay_out(ranks, Responses.of(samples), config, step=1)
+        laid = [batch for update in updates for batch in update]
         found = policy.score(laid, lambda logits, batch: torch.stack(score(logits, batch)))
         assert len(found) == len(laid) if ranks.last_stage else not found
         for batch, both in zip(laid, found, strict=False):
@@ -91,7 +93,7 @@ def hf_scores(folder, samples, temperature: float) -> list[torch.Tensor]:
     found = []
     for sample in samples:
         start, count = len(sample.prompt.input_ids), len(sample.response_ids)
-        ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
+        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
         with torch.no_grad():
             rows = model(ids).logits[0, start - 1 : start - 1 + count]
         rows = (rows / temperature).log_softmax(-1)

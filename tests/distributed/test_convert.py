@@ -9,6 +9,7 @@ from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.convert.job import run
 from qurl_megatron.convert.to_huggingface import to_huggingface
 from qurl_megatron.convert.to_megatron import to_megatron
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoint
@@ -76,7 +77,7 @@ def train_and_save(device, config, run_dir, weights) -> None:
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
-        improve(policy, random_samples(16), config, step=1, timer=Timer())
+        improve(policy, Responses.of(random_samples(16)), config, step=1, timer=Timer())
         checkpoint.save(run_dir, policy, TrainState(step=1), keep=1)
         found = whole(policy)
         if ranks.leads:

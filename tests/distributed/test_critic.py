@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.runtime.megatron import Axis, megatron_runtime
@@ -25,6 +26,7 @@ LAYOUTS = {
     "TP2 x CP2": dict(tensor=2, context=2),
 }
 SAMPLES = random_samples(16)
+WHOLE = Responses.of(SAMPLES)
 LENGTH = 24  # divides over every layout, and is more than the longest sample has
 CLIP = 0.2
 FAST = CriticConfig(lr=1e-3)
@@ -67,11 +69,10 @@ def minibatch(ranks, number: int, *, packed: bool = False) -> list:
     for chunk in (mine[i : i + 2] for i in range(0, len(mine), 2)):
         # Every response counts alike, its tokens too.
         shares = [1 / (8 * len(SAMPLES[i].response_ids)) for i in chunk]
-        samples = [SAMPLES[i] for i in chunk]
         if packed:
-            batch = pack_samples(samples, shares, sequence_multiple=4, multiple=8, indices=chunk)
+            batch = pack_samples(WHOLE, shares, sequence_multiple=4, multiple=8, indices=chunk)
         else:
-            batch = pad_samples(samples, shares, length=LENGTH, indices=chunk)
+            batch = pad_samples(WHOLE, shares, length=LENGTH, indices=chunk)
         returns, before = (torch.cat(parts) for parts in zip(*map(targets, chunk), strict=True))
         batches.append(replace(batch, returns=returns, values=before).to(ranks.device))
     return batches
@@ -164,7 +165,7 @@ def expected_of(folder) -> tuple[dict, dict, float]:
     found, loss = {}, 0.0
     for i in range(8):
         sample = SAMPLES[i]
-        ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
+        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
         states = model.model(ids).last_hidden_state[0]
         start, count = len(sample.prompt.input_ids), len(sample.response_ids)
         found[i] = (states @ weight[0] + bias)[start - 1 : start - 1 + count]
@@ -311,10 +312,10 @@ def check_reading(device) -> None:
         sample,
         response_ids=sample.response_ids[:2],
         behaviour_log_probs=(0.0, 0.0),
-        versions=(0, 0),
+        versions=((0, 2),),
     )
     start = len(sample.prompt.input_ids)
-    batch = pad_samples([sample], [0.5], length=12)
+    batch = pad_samples(Responses.of([sample]), [0.5], length=12)
     batch = replace(batch, values=torch.tensor([0.0, 1.0]), returns=torch.tensor([1.0, 0.0]))
     output = torch.zeros(1, 12, 1)
     output[0, start - 1], output[0, start] = 0.5, 0.5

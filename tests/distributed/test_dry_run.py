@@ -15,6 +15,7 @@ from qurl_megatron.config import (
     RunConfig,
     TrainConfig,
 )
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
@@ -68,7 +69,9 @@ def train_once_and_count(device, config: RunConfig, folder: Path) -> None:
             critic = Critic.build(
                 config.model, config.parallel, config.critic, config.optimizer, ranks
             )
-        improve(policy, random_samples(16), config, step=1, timer=Timer(), critic=critic)
+        improve(
+            policy, Responses.of(random_samples(16)), config, step=1, timer=Timer(), critic=critic
+        )
         if ranks.tensor.rank == ranks.data.rank == ranks.context.rank == 0:
             found = {
                 "policy": what_is_held(policy),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qurl_megatron.config import TrainConfig
-from qurl_megatron.data.pack import tokens_of
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.testing.models import random_samples
 from tests.cases import all_but
 from tests.distributed.test_policy import ALGO, assert_same_training, recipe, run
@@ -35,7 +35,7 @@ def test_a_token_budget_trains_as_fixed_microbatches_do(backend, case, alone, tm
     assert padding[0] < padding[1]
 
 
-LENGTHS = [tokens_of(sample) for sample in random_samples(16)]
+LENGTHS = Responses.of(random_samples(16)).summary.totals
 
 
 def test_data_ranks_of_that_budget_have_different_numbers_of_passes():

@@ -16,6 +16,7 @@ from qurl_megatron.config import (
     RunConfig,
     TrainConfig,
 )
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.model.reference import Reference
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import (
@@ -93,6 +94,14 @@ def gradient(policy):
     return read
 
 
+def delivered(ranks, samples, config, *, step: int) -> Responses:
+    """This rank's share of what the leading rank has."""
+    from qurl_megatron.training.delivery import deliver
+
+    whole = Responses.of(samples) if ranks.leads else None
+    return deliver(ranks, whole, config, step=step)
+
+
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     """Gradients of the first minibatch, then the weights after two whole steps."""
     from qurl_megatron.observe.metrics import Timer, merge, values
@@ -103,14 +112,16 @@ def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
         score = Scorer(policy, config.rollout.temperature)
-        laid = lay_out(ranks, samples, config, step=1)
+        share = delivered(ranks, samples, config, step=1)
+        laid = lay_out(ranks, share, config, step=1)
         first = attach_scores(policy, laid[0], score, with_reference=True)
-        first, _ = attach_advantages(ranks, first, samples, config)
+        first, _ = attach_advantages(ranks, first, share.summary, config)
         policy.accumulate(first, PolicyLoss(score, config.algo))
         gradients = whole(policy, gradient(policy))
         seen = []
         for step in (1, 2):
-            metrics = improve(policy, samples, config, step=step, timer=Timer())
+            share = delivered(ranks, samples, config, step=step)
+            metrics = improve(policy, share, config, step=step, timer=Timer())
             gathered: list = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, metrics)
             seen.append(values(merge(gathered)))
@@ -203,13 +214,15 @@ def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tenso
     advantages = (spread / (groups.std(1, keepdim=True) + 1e-6)).flatten()
     for i in dealt:
         sample = samples[i]
-        ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
+        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
         logits = model(ids).logits[0] / config.rollout.temperature
         start, count = len(sample.prompt.input_ids), len(sample.response_ids)
         rows = logits[start - 1 : start - 1 + count].log_softmax(-1)
         current = rows.gather(1, ids[0, start:, None])[:, 0]
         proximal = current.detach()
-        rho = (proximal - torch.tensor(sample.behaviour_log_probs, dtype=torch.float64)).exp()
+        rho = (
+            proximal - torch.tensor(sample.behaviour_log_probs.tolist(), dtype=torch.float64)
+        ).exp()
         r = (algo.cap / rho).clamp(max=1.0)
         ratio, A = (current - proximal).exp(), advantages[i]
         bounded = torch.maximum(
@@ -233,9 +246,10 @@ def first_gradients(device, config, samples, out) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
         score = Scorer(policy, config.rollout.temperature)
-        laid = lay_out(ranks, samples, config, step=1)
+        share = delivered(ranks, samples, config, step=1)
+        laid = lay_out(ranks, share, config, step=1)
         first = attach_scores(policy, laid[0], score, with_reference=True)
-        first, _ = attach_advantages(ranks, first, samples, config)
+        first, _ = attach_advantages(ranks, first, share.summary, config)
         policy.accumulate(first, PolicyLoss(score, config.algo))
         gradients = whole(policy, gradient(policy))
         if ranks.leads:

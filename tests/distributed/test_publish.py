@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from qurl_megatron.config import QuantConfig, SyncConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import quantize
@@ -56,7 +57,9 @@ def publish(device, config, scheme, out, updates):
             assert not any(name.startswith("quant/") for name in first)
             assert first["sync/buffer_mb"].value > 0
             for version in range(1, updates + 1):
-                improve(policy, random_samples(16), config, step=version, timer=Timer())
+                improve(
+                    policy, Responses.of(random_samples(16)), config, step=version, timer=Timer()
+                )
                 gathered: list = [None] * ranks.world_size
                 dist.all_gather_object(gathered, publisher.publish(version))
                 if ranks.leads:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from qurl_megatron.algo import k3
 from qurl_megatron.config import ParallelConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.metrics import Timer
@@ -24,7 +25,8 @@ def batches(ranks) -> list:
     from qurl_megatron.data.pack import pad_samples
 
     mine = range(len(SAMPLES))[ranks.data.rank :: ranks.data.size]
-    return [pad_samples([SAMPLES[i]], [1.0], length=24, indices=[i]).to(ranks.device) for i in mine]
+    whole = Responses.of(SAMPLES)
+    return [pad_samples(whole, [1.0], length=24, indices=[i]).to(ranks.device) for i in mine]
 
 
 def scores(policy, temperature=1.0) -> tuple[dict, dict]:
@@ -72,7 +74,7 @@ def hf_log_probs(folder, temperature=1.0) -> dict[int, torch.Tensor]:
     )
     found = {}
     for i, sample in enumerate(SAMPLES):
-        ids = torch.tensor([sample.prompt.input_ids + sample.response_ids])
+        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
         start = len(sample.prompt.input_ids)
         with torch.no_grad():
             rows = (model(ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
@@ -184,7 +186,7 @@ def check_after_resume(device, config, run_dir) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
         began, frozen = scores(policy)
-        improve(policy, random_samples(16), config, step=1, timer=Timer())
+        improve(policy, Responses.of(random_samples(16)), config, step=1, timer=Timer())
         checkpoint.save(run_dir, policy, TrainState(step=1), keep=1)
         trained, still = scores(policy)
         resumed = build(config, ranks, reference=Reference())

@@ -358,8 +358,8 @@ def test_32_answers_that_an_update_interrupts_are_old_then_new_and_never_in_betw
     assert [sample.prompt.index for sample in samples] == list(range(32))
     kinds = set()
     for sample in samples:
-        cut = sample.versions.count(old)
-        assert sample.versions == (old,) * cut + (new,) * (len(sample.response_ids) - cut)
+        cut = sample.token_versions.count(old)
+        assert sample.token_versions == [old] * cut + [new] * (len(sample.response_ids) - cut)
         assert len(sample.response_ids) == 200
         kinds.add((cut > 0, cut < 200))
     assert (True, True) in kinds

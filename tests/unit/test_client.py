@@ -1,9 +1,11 @@
+import gc
+import json
 import socket
 import time
 
 import pytest
 
-from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
+from qurl_megatron.rollout.client import EngineClient, EngineError, deadline, parsed
 from qurl_megatron.testing.engines import FakeEngine
 
 
@@ -81,3 +83,30 @@ def test_every_failure_names_url_endpoint_and_cause(engine):
         client.flush()
     with pytest.raises(EngineError, match="is no address of an engine"):
         EngineClient("http://[::zz]:1")
+
+
+@pytest.mark.parametrize("content", [b'[{"x": [-0.1, 5, null]}]', b"[NaN, 1]", b"<html>"], ids=str)
+@pytest.mark.parametrize("collecting", [True, False])
+def test_reading_an_answer_leaves_the_garbage_collector_as_it_was(content, collecting):
+    if not collecting:
+        gc.disable()
+    try:
+        if content == b"<html>":
+            with pytest.raises(ValueError):
+                parsed(content)
+        else:
+            assert str(parsed(content)) == str(json.loads(content))
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
+
+
+def test_the_garbage_collector_does_not_run_while_an_answer_is_read():
+    content = json.dumps([[-0.5, 7, None]] * 50_000).encode()
+    runs = []
+    gc.callbacks.append(lambda phase, info: runs.append(phase))
+    try:
+        parsed(content)
+    finally:
+        gc.callbacks.pop()
+    assert len(runs) <= 2  # one more may be due once it may again

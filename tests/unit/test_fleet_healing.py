@@ -74,7 +74,7 @@ def test_an_engine_that_was_killed_comes_back_and_joins_with_the_next_publicatio
         assert killed.url != old_url and killed.restarts == 1
         assert log.read_text().count("listening") == 2
         samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
-        assert {v for s in samples for v in s.versions} == {1}
+        assert {v for s in samples for v in s.token_versions} == {1}
         fleet.publish("unused", 2)
         assert fleet.serving() == [killed, other]
         assert killed.version == 2 and killed.client.weight_version() == "2"

@@ -16,7 +16,7 @@ MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
 
 def group(index: int, rewards=MIXED) -> list[Sample]:
     prompt = Prompt(index, (1,), "", "")
-    return [Sample(prompt, (2, 3), (-1.0, -1.0), "stop", (0, 0), reward=r) for r in rewards]
+    return [Sample(prompt, (2, 3), (-1.0, -1.0), "stop", ((0, 2),), reward=r) for r in rewards]
 
 
 class Prompts:

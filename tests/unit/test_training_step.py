@@ -3,16 +3,19 @@
 from dataclasses import replace
 
 from qurl_megatron.config import AlgoConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.training.step import counted_tokens
 from qurl_megatron.types import Prompt, Sample
 
 
 def sample(length: int, reward: float, finish: str = "stop") -> Sample:
-    ones = (1,) * length
-    return Sample(Prompt(0, (1,), "", ""), ones, (-1.0,) * length, finish, ones, reward=reward)
+    ids, log_probs = (1,) * length, (-1.0,) * length
+    return Sample(Prompt(0, (1,), "", ""), ids, log_probs, finish, ((1, length),), reward=reward)
 
 
-SAMPLES = [sample(3, 1.0), sample(5, 0.0, "length"), sample(2, 1.0), sample(4, 1.0)]
+SUMMARY = Responses.of(
+    [sample(3, 1.0), sample(5, 0.0, "length"), sample(2, 1.0), sample(4, 1.0)]
+).summary
 PLAIN = RunConfig(
     model=ModelConfig(path="x"),
     data=DataConfig(task="sort_digits", prompts_per_step=16),
@@ -21,14 +24,14 @@ PLAIN = RunConfig(
 
 
 def test_all_tokens_count_unless_something_leaves_them_out():
-    assert counted_tokens(SAMPLES, PLAIN) == [3, 5, 2, 4]
+    assert counted_tokens(SUMMARY, PLAIN) == [3, 5, 2, 4]
 
 
 def test_masked_responses_that_were_cut_off_do_not_count():
     config = replace(PLAIN, algo=AlgoConfig(mask_truncated=True))
-    assert counted_tokens(SAMPLES, config) == [3, 0, 2, 4]
+    assert counted_tokens(SUMMARY, config) == [3, 0, 2, 4]
 
 
 def test_groups_that_only_fill_up_a_batch_of_dynamic_sampling_do_not_count():
     config = replace(PLAIN, algo=AlgoConfig(dynamic_sampling=True))
-    assert counted_tokens(SAMPLES, config) == [3, 5, 0, 0]
+    assert counted_tokens(SUMMARY, config) == [3, 5, 0, 0]

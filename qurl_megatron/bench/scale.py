@@ -1,0 +1,306 @@
+"""What the leading rank's Python does for one step of a 32B model: parse, hand over, describe.
+
+``python -m qurl_megatron.bench.scale --out docs/results/scale_cpu.json``
+
+A step has 2048 responses of 8192 tokens, and a version goes to 16 engines of 8 ranks. Each part is
+timed once as it is and once in the straightforward way (``peers.tuples``), beside its limit: a copy
+in memory of the same bytes, or XXH3 over them in one run. The samples and the bytes of the weights
+are ``--factor`` times fewer, and the times grow with their number; the messages are all there.
+"""
+
+import argparse
+import gc
+import json
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+import torch.distributed as dist
+import xxhash
+
+from qurl_megatron.bench.peers import tuples
+from qurl_megatron.bench.publish import MIB, machine
+from qurl_megatron.bench.publish_model import make_arch, tensors
+from qurl_megatron.config import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from qurl_megatron.data.pack import pack_samples
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.rollout import plan
+from qurl_megatron.rollout.client import parsed
+from qurl_megatron.rollout.collect import read_answer
+from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.types import Prompt, Sample
+
+RESPONSES, TOKENS, PROMPT_TOKENS, GROUP = 2048, 8192, 256, 16
+ENGINES, ENGINE_RANKS, TRAINER_RANKS, BUCKET_MB = 16, 8, 8, 256
+VOCABULARY = 152064
+PARALLEL = ParallelConfig(tensor=2, data=2)  # of the ranks that samples are handed to
+
+
+def timed(act: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Seconds, CPU seconds of this process, and what came of it."""
+    gc.collect()
+    start, work = time.perf_counter(), time.process_time()
+    result = act()
+    return time.perf_counter() - start, time.process_time() - work, result
+
+
+def copied(size: int) -> float:
+    """Seconds of a plain copy of so many bytes, page faults left out."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    return min(timed(lambda: np.copyto(target, source))[0] for _ in range(3))
+
+
+def row(old: tuple, new: tuple, limit_s: float, factor: float, **numbers: float) -> dict:
+    """One part; seconds are those of the whole step."""
+    return {
+        "old_s": round(factor * old[0], 3),
+        "old_cpu_s": round(factor * old[1], 3),
+        "new_s": round(factor * new[0], 3),
+        "new_cpu_s": round(factor * new[1], 3),
+        "limit_s": round(factor * limit_s, 4),
+        **numbers,
+    }
+
+
+def answers(count: int, seed: int) -> bytes:
+    """What SGLang answers to one group."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        ids = draw.integers(0, VOCABULARY, TOKENS).tolist()
+        log_probs = (-draw.exponential(1, TOKENS)).astype(np.float32).tolist()
+        meta = {
+            "finish_reason": {"type": "length", "length": TOKENS},
+            "weight_versions": [{"version": "7", "start": 0, "end": TOKENS}],
+            "output_token_logprobs": [[p, i, None] for p, i in zip(log_probs, ids, strict=True)],
+        }
+        found.append({"text": "", "output_ids": ids, "meta_info": meta})
+    return orjson.dumps(found)
+
+
+def parse(prompts: list[Prompt], content: bytes) -> list[Sample]:
+    """As ``rollout.collect`` does it."""
+    found = []
+    for prompt, answer in zip(prompts, parsed(content), strict=True):
+        part = read_answer(answer, TOKENS, 7)
+        found.append(Sample(prompt, part.ids, part.log_probs, part.finish, part.versions))
+    return found
+
+
+def parsing(factor: int) -> tuple[dict, list, list]:
+    """Engines' answers into samples; also the samples in both forms."""
+    draw = np.random.default_rng(0)
+    old_samples, new_samples, size = [], [], 0
+    old, new = np.zeros(2), np.zeros(2)
+    for index in range(RESPONSES // factor // GROUP):
+        prompt = Prompt(index, tuple(draw.integers(0, VOCABULARY, PROMPT_TOKENS).tolist()), "", "")
+        content, prompts = answers(GROUP, index), [prompt] * GROUP
+        size += len(content)
+        *seconds, samples = timed(lambda p=prompts, c=content: tuples.parse(p, c))
+        old, old_samples = old + seconds, old_samples + samples
+        *seconds, samples = timed(lambda p=prompts, c=content: parse(p, c))
+        new, new_samples = new + seconds, new_samples + samples
+    return (
+        row(old, new, copied(size), factor, json_bytes=factor * size),
+        old_samples,
+        new_samples,
+    )
+
+
+def recipe() -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path="-"),
+        data=DataConfig(task="chain_sum", prompts_per_step=128),
+        rollout=RolloutConfig(samples_per_prompt=GROUP, max_new_tokens=TOKENS),
+        parallel=PARALLEL,
+        train=TrainConfig(max_tokens=16384, packed=True),
+    )
+
+
+def hand_over(device: torch.device, folder: Path, factor: int) -> None:
+    """On every rank: the leading one has the samples, then all have what they train on."""
+    from qurl_megatron.runtime.megatron import megatron_runtime
+    from qurl_megatron.training.delivery import deliver
+
+    with megatron_runtime(PARALLEL) as ranks:
+        read = folder / "samples.pickle"
+        old_samples, new_samples = pickle.loads(read.read_bytes()) if ranks.leads else (None, None)
+        dist.barrier()
+
+        def pickled() -> None:
+            box = [old_samples]
+            dist.broadcast_object_list(box, src=0)
+            dist.barrier()
+
+        def delivered() -> Responses:
+            whole = Responses.of(new_samples) if ranks.leads else None
+            share = deliver(ranks, whole, recipe(), step=1)
+            dist.barrier()
+            return share
+
+        *old, _ = timed(pickled)
+        *new, share = timed(delivered)
+        work = torch.tensor([old[1], new[1]])
+        dist.all_reduce(work)  # CPU seconds of all ranks: they share the machine's cores
+        old[1], new[1] = work.tolist()
+        if ranks.leads:
+            size = sum(x.nbytes for x in (share.tokens, share.behaviour)) * ranks.data.size
+            numbers = {
+                "old_bytes": factor * len(pickle.dumps(old_samples)),
+                "new_bytes": factor * size,
+            }
+            found = row(old, new, copied(size), factor, **numbers)
+            (folder / "handed.json").write_text(json.dumps(found))
+
+
+def handing(folder: Path, old_samples: list, new_samples: list, factor: int) -> dict:
+    """The samples to four ranks over gloo, TP2 x DP2, two of which train on the same half."""
+    (folder / "samples.pickle").write_bytes(pickle.dumps((old_samples, new_samples)))
+    run_on_ranks(hand_over, PARALLEL.world_size, "gloo", folder, folder, factor, timeout_s=500)
+    return json.loads((folder / "handed.json").read_text())
+
+
+def packing(old_samples: list, new_samples: list, factor: int) -> dict:
+    """One microbatch after another into tensors, of all data ranks together."""
+    whole = Responses.of(new_samples)
+    pairs = [(i, i + 1) for i in range(0, len(whole), 2)]
+    old = timed(lambda: [tuples.tensors([old_samples[i] for i in pair]) for pair in pairs])
+    weights = [0.5, 0.5]
+    new = timed(lambda: [pack_samples(whole, weights, indices=pair) for pair in pairs])
+    for (ids, log_probs), batch in zip(old[2], new[2], strict=True):
+        assert torch.equal(ids, batch.input_ids[0]) and torch.equal(log_probs, batch.behaviour)
+    size = sum(x.nbytes for pair in old[2] for x in pair)
+    return row(old, new, copied(size), factor, bytes=factor * size)
+
+
+def bucket_blobs() -> list[list[Blob]]:
+    """What eight training ranks say of every bucket of an INT8 version of 32B, as files."""
+    arch = make_arch("qwen2.5-32b")
+    version = tensors(arch, "int8")
+    blobs: list[list[Blob]] = [[] for _ in range(TRAINER_RANKS)]
+    for rank in range(TRAINER_RANKS):
+        parts, sizes = [], []
+        for name, (shape, element) in version.items():
+            span = plan.trainer_part(arch, name, shape, plan.Layout(tensor=TRAINER_RANKS), 0, rank)
+            if span is None:
+                continue
+            part = list(shape)
+            if span.dim is not None:
+                part[span.dim] = span.stop - span.start
+            dtype = {1: "int8", 2: "bfloat16", 4: "float32"}[element]
+            digest = xxhash.xxh3_128_hexdigest(f"{rank}/{name}".encode())
+            parts.append(Piece(name, dtype, tuple(part), span.dim, span.start, 0, digest))
+            sizes.append(parts[-1].bytes)
+        for index, run in enumerate(plan.buckets(sizes, BUCKET_MB * MIB)):
+            where = {"path": f"/dev/shm/qurl/v7/tp{rank}-{index:05d}.safetensors", "offset": 4096}
+            blob = Blob(where, sum(sizes[i] for i in run), tuple(parts[i] for i in run))
+            blobs[rank].append(blob)
+    rounds = max(map(len, blobs))
+    return [[each[index] for each in blobs if index < len(each)] for index in range(rounds)]
+
+
+def messages(buckets: list[list[Blob]], factor: int) -> dict:
+    """The bodies of all calls that bring one version to all engines."""
+
+    def message(engine: int, index: int, blobs: Any) -> Message:
+        transport = {"kind": "files", "receipts": "/dev/shm/qurl/receipts"}
+        return Message("bucket", f"v7-engine-{engine}-0123abcd", 7, index, transport, blobs)
+
+    def straightforward() -> int:
+        return sum(
+            len(tuples.message_body(message(engine, index, tuple(blobs)), ENGINE_RANKS))
+            for index, blobs in enumerate(buckets)
+            for engine in range(ENGINES // factor)
+        )
+
+    def ours() -> int:
+        size = 0
+        for index, blobs in enumerate(buckets):
+            shared = encoded(blobs)
+            for engine in range(ENGINES):
+                rows = payload([message(engine, index, shared)] * ENGINE_RANKS)
+                size += len(orjson.dumps({"serialized_named_tensors": rows}))
+        return size
+
+    seconds, work, size = timed(straightforward)
+    new = timed(ours)
+    old = (factor * seconds, factor * work)
+    return row(
+        old,
+        new,
+        copied(new[2] // 8) * 8,
+        1,
+        old_bytes=factor * size,
+        new_bytes=new[2],
+        pieces=sum(len(blob.pieces) for blobs in buckets for blob in blobs),
+    )
+
+
+def hashing(size: int, factor: int) -> dict:
+    """One training rank's pieces into a blob with their checksums; it has only ever been so."""
+    weights = [torch.randint(-127, 128, (4 * MIB,), dtype=torch.int8) for _ in range(16)]
+    weights *= max(1, size // (factor * TRAINER_RANKS * 64 * MIB))
+    pieces, total = lay_out((f"w{i}", w, None, 0) for i, w in enumerate(weights))
+    blob = torch.ones(total, dtype=torch.uint8)
+    seconds = timed(lambda: fill(blob, pieces, weights))
+    limit = copied(total) + timed(lambda: xxhash.xxh3_128_digest(blob.numpy()))[0]
+    return row(seconds, seconds, limit, size / TRAINER_RANKS / total, bytes=size // TRAINER_RANKS)
+
+
+def run(factor: int) -> dict:
+    rows = {}
+
+    def keep(name: str, found: dict) -> None:
+        rows[name] = found
+        print(name, json.dumps(found), file=sys.stderr, flush=True)
+
+    buckets = bucket_blobs()
+    keep("messages", messages(buckets, min(factor, ENGINES)))
+    keep("hash", hashing(sum(b.bytes for blobs in buckets for b in blobs), factor))
+    found, old_samples, new_samples = parsing(factor)
+    keep("parse", found)
+    keep("pack", packing(old_samples, new_samples, factor))
+    with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
+        keep("hand over", handing(Path(folder), old_samples, new_samples, factor))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--factor", type=int, default=8, help="by which the step is smaller")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args(argv)
+    load = os.getloadavg()[0]
+    rows = run(arguments.factor)
+    step = {
+        "tokens": RESPONSES * TOKENS,
+        "responses": RESPONSES,
+        "engines": ENGINES,
+        "engine_ranks": ENGINE_RANKS,
+        "factor": arguments.factor,
+    }
+    report = {"machine": {**machine(), "load": load}, "step": step, "rows": rows}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

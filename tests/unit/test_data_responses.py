@@ -1,0 +1,105 @@
+"""Samples are values; a step's arrays hold them exactly, whole and in parts."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.testing.models import random_samples
+from qurl_megatron.types import Prompt, Sample, in_a_row
+
+SAMPLES = [*random_samples(12), Sample(Prompt(12, (1, 2), "", ""), (), (), "length", ())]
+WHOLE = Responses.of(SAMPLES)
+
+
+def test_samples_of_equal_values_are_equal_and_those_that_differ_anywhere_are_not():
+    sample = SAMPLES[0]
+    assert sample == replace(sample) == pickle.loads(pickle.dumps(sample))
+    assert hash(sample) == hash(replace(sample))
+    log_probs = sample.behaviour_log_probs
+    ids = sample.response_ids
+    changes = [
+        dict(prompt=Prompt(99, sample.prompt.input_ids, "", "")),
+        dict(response_ids=ids + 1),
+        dict(behaviour_log_probs=np.nextafter(log_probs, np.float32(-9))),
+        dict(versions=((1, len(ids)),)),
+        dict(finish_reason="length"),
+        dict(text="x"),
+        dict(reward=0.5),
+    ]
+    assert all(replace(sample, **change) != sample for change in changes)
+    assert len({sample, replace(sample), *(replace(sample, **c) for c in changes)}) == 8
+
+
+def test_nobody_changes_the_tokens_of_a_sample():
+    mine = np.array([5, 6], np.int32)
+    sample = Sample(Prompt(0, (1,), "", ""), mine, (-1.0, -2.0), "stop", ((3, 2),))
+    mine[0] = 9  # what the sample was made from
+    assert sample.response_ids.tolist() == [5, 6]
+    for array in (sample.response_ids, sample.behaviour_log_probs):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    assert replace(sample, text="x").response_ids is sample.response_ids
+
+
+def test_versions_are_kept_as_short_as_they_can_be():
+    assert in_a_row([(7, 1), (7, 2), (8, 0), (7, 1), (8, 3)]) == ((7, 4), (8, 3))
+    sample = Sample(Prompt(0, (1,), "", ""), (1, 2, 3), (-1.0,) * 3, "stop", ((7, 1), (8, 2)))
+    assert sample.token_versions == [7, 8, 8]
+    with pytest.raises(AssertionError, match="differ in length"):
+        replace(sample, versions=((7, 2),))
+
+
+def test_a_log_prob_is_the_float32_that_is_nearest_to_what_the_engine_said():
+    said = [-0.1, -1e-9, -123.456789]
+    sample = Sample(Prompt(0, (1,), "", ""), (1, 2, 3), said, "stop", ((0, 3),))
+    assert torch.equal(Responses.of([sample]).behaviour, torch.tensor(said).float())
+
+
+def check(responses: Responses, held: list[int]) -> None:
+    for i in held:
+        sample = SAMPLES[i]
+        expected = [*sample.prompt.input_ids, *sample.response_ids]
+        assert responses.tokens_of(i).tolist() == expected
+        assert responses.behaviour_of(i).tolist() == sample.behaviour_log_probs.tolist()
+
+
+def test_what_goes_into_the_arrays_comes_out_again():
+    check(WHOLE, list(range(13)))
+    summary = WHOLE.summary
+    assert summary.lengths == [len(s.response_ids) for s in SAMPLES] and summary.lengths[-1] == 0
+    prompts = [len(s.prompt.input_ids) for s in SAMPLES]
+    assert summary.totals == [p + n for p, n in zip(prompts, summary.lengths, strict=True)]
+    assert summary.rewards_R.tolist() == [s.reward for s in SAMPLES]
+    assert summary.truncated_R.tolist() == [s.truncated for s in SAMPLES]
+    assert (WHOLE.tokens.dtype, WHOLE.behaviour.dtype) == (torch.int32, torch.float32)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 13])
+def test_parts_join_to_the_whole(shares):
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(shares)).tolist()
+    dealt = [order[k::shares] for k in range(shares)]
+    parts = [WHOLE.part(indices) for indices in dealt]
+    for part, indices in zip(parts, dealt, strict=True):
+        check(part, indices)
+        room = Responses.empty(WHOLE.summary, indices)
+        assert room.tokens.shape == part.tokens.shape
+        assert room.behaviour.shape == part.behaviour.shape
+    back = {i: part for part, indices in zip(parts, dealt, strict=True) for i in indices}
+    assert torch.equal(torch.cat([back[i].tokens_of(i) for i in range(13)]), WHOLE.tokens)
+    assert torch.equal(torch.cat([back[i].behaviour_of(i) for i in range(13)]), WHOLE.behaviour)
+
+
+def test_a_part_knows_of_all_but_holds_its_own_alone():
+    part = WHOLE.part([3, 1])
+    assert len(part) == 13 and part.held == (3, 1)
+    with pytest.raises(KeyError):
+        part.tokens_of(0)
+
+
+def test_a_step_without_responses_has_empty_arrays():
+    nothing = Responses.of([])
+    assert len(nothing) == len(nothing.tokens) == len(nothing.part([]).behaviour) == 0

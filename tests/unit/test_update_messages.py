@@ -1,0 +1,57 @@
+"""What goes to many engines is made JSON once, and says the same as if it were made for each."""
+
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+
+from qurl_megatron.rollout.wire import FORMAT, Blob, Message, Piece, encoded, payload
+from qurl_megatron.sync.publisher import _blobs_for
+
+PIECE = Piece("model.layers.0.mlp.up_proj.weight", "int8", (4, 8), 0, 12, 64, "0a1b")
+BLOBS = (
+    Blob({"path": "/dev/shm/ä", "offset": 128}, 96, (PIECE, PIECE)),
+    Blob({"slot": 3, "cuda": None}, 32, (PIECE,)),
+)
+NOTHING = Blob({}, 0, ())
+
+
+def message(blobs) -> Message:
+    return Message("bucket", "v7-engine-0-01", 7, 2, {"kind": "files"}, blobs)
+
+
+def test_a_message_says_the_same_whether_its_blobs_were_json_already():
+    text = message(encoded(BLOBS)).to_json()
+    assert Message.from_json(text) == message(BLOBS)
+    assert text == message(BLOBS).to_json()
+    assert json.loads(text) == json.loads(json.dumps({"format": FORMAT, **asdict(message(BLOBS))}))
+
+
+def engine(tp: int):
+    return SimpleNamespace(tp=tp)
+
+
+def test_files_are_described_once_for_all_ranks_of_all_engines():
+    blobs_for = _blobs_for([({None: BLOBS[0]}, {}), ({None: NOTHING}, {}), ({None: BLOBS[1]}, {})])
+    found = [blobs_for(engine(tp), rank) for tp in (1, 2, 8) for rank in range(tp)]
+    assert len({id(one) for one in found}) == 1
+    assert Message.from_json(message(found[0]).to_json()) == message(BLOBS)
+
+
+def test_what_is_cut_for_ranks_is_described_once_for_all_engines_of_a_size():
+    cut = {
+        (tp, rank): Blob({"slot": 10 * tp + rank}, 64, (PIECE,))
+        for tp in (1, 2)
+        for rank in range(tp)
+    }
+    blobs_for = _blobs_for([(cut, {}), ({(2, 1): BLOBS[0], (2, 0): NOTHING}, {})])
+    twice = [[blobs_for(engine(tp), rank) for tp in (1, 2) for rank in range(tp)] for _ in "ab"]
+    assert [id(one) for one in twice[0]] == [id(one) for one in twice[1]]
+    read = [Message.from_json(message(one).to_json()).blobs for one in twice[0]]
+    assert read == [(cut[1, 0],), (cut[2, 0],), (cut[2, 1], BLOBS[0])]
+
+
+def test_a_message_for_several_ranks_is_pickled_once():
+    one, other = message(BLOBS), message(())
+    first, second, third = payload([one, one, other])
+    assert first is second and first != third
+    assert [third] == payload([message(())])
