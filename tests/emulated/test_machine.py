@@ -1,0 +1,30 @@
+"""Unit tests that meet GPUs where there are some, on a machine that has them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+UNIT = Path(__file__).parents[1] / "unit"
+
+CASES = {
+    "test_transport": "gpu",  # CUDA's handles
+    "test_transport_group": "cuda",  # NCCL, and peers that die or stop
+    "test_engine_server": "test",  # the embedded engine takes a GPU where it finds one
+    "test_bench_loss": "report",  # on the CPU all the same
+    "test_dry_run": "cut or gpus",  # finds the same, and takes none
+}
+"""File -> which of its tests."""
+
+
+def test_what_holds_on_the_cpu_holds_where_there_are_gpus(gpus):
+    chosen = " or ".join(f"({file}.py and ({which}))" for file, which in CASES.items())
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", *(UNIT / f"{file}.py" for file in CASES)]
+        + ["-k", chosen],
+        env={**os.environ, **gpus},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert "skipped" not in done.stdout, done.stdout[-5000:]
