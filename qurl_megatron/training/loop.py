@@ -69,12 +69,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if config.algo.advantage == "gae"
             else None
         )
-<<<<<<< HEAD
         state = _resume(newest, policy, critic)
-=======
-        state = _resume(run_dir, policy, critic)
         _make_room()
->>>>>>> memory
         with (
             lock,
             Lead(config, run_dir, stop, state) if ranks.leads else nullcontext() as lead,
