@@ -9,6 +9,7 @@ writes the same metrics as one that was left alone, bit for bit on the same layo
 collectives and matrix products add in an order of their own on another.
 """
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             else None
         )
         state = _resume(newest, policy, critic)
+        _make_room()
         with (
             lock,
             Lead(config, run_dir, stop, state) if ranks.leads else nullcontext() as lead,
@@ -93,6 +95,17 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if lead:
                 lead.finish(state)
     return state.step >= config.train.steps
+
+
+def _make_room() -> None:
+    """Let go of the device memory that no tensor uses; no rank goes on before all have.
+
+    Engines are sized by the memory they find free, and the leading rank starts those on all GPUs.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    dist.barrier()
 
 
 def _run(
@@ -123,14 +136,14 @@ def _run(
         if rollout is None:
             break
         metrics = improve(policy, rollout.samples, config, step=step, timer=timer, critic=critic)
+        if config.rollout.colocate:
+            _make_room()  # for engines that take their memory back, or are started anew
         measured = _over_ranks(metrics)
         state = replace(state, step=step)
         state, noted, failure = _guarded(
             lead, publisher, state, values(merge([measured, rollout.metrics])), timer
         )
         published: dict[str, Metric] = {}
-        if config.rollout.colocate:
-            torch.cuda.empty_cache()  # what the allocator keeps for itself, the engines need
         if failure is None:
             with timer.phase("publish"):
                 published, failure = _publish(lead, publisher, step)
