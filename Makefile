@@ -1,16 +1,22 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: quickstart test lint
+.PHONY: quickstart test lint test-emulated test-sglang test-sglang-slice contracts test-gpu bench-gpu
 
 quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
 
-test: .venv/installed  ## run every test
-	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest -n 2 tests/distributed
-	$(BIN)/python -m pytest tests/integration
+test: .venv/installed  ## run every test that needs no more than this environment
+	$(BIN)/python -m pytest -n 2 $(BY_FILE) tests/integration tests/distributed tests/unit
+
+# A file's tests share what it makes, so they stay together; the longest come first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+
+test-sglang: .venv/installed .venv-sglang/installed  ## run the tests on real SGLang servers, 15 minutes
 	$(BIN)/python -m pytest tests/sglang
+
+test-sglang-slice: .venv/installed .venv-sglang/installed  ## those of them that CI has time for
+	$(BIN)/python -m pytest -m slice tests/sglang
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -57,7 +57,6 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     from qurl_megatron.config import load
 
     config = load(arguments.recipe, arguments.overrides)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of it may land on a GPU
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
         from qurl_megatron.training.dry_run import dry_run, render

@@ -1,5 +1,9 @@
-"""What is left to ``--thorough``: most combinations of crossed cases, and tests marked so."""
+"""What is left to ``--thorough``: most combinations of crossed cases, and tests marked so.
 
+Besides, Ctrl-C is heard wherever the tests run.
+"""
+
+import signal
 from collections import Counter
 
 import pytest
@@ -11,6 +15,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every combination of tests marked crossed, and tests marked thorough",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts its background jobs with SIGINT ignored, and so would be every process that
+    # tests start, although some interrupt theirs. What has a handler begins anew with the default.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -188,6 +188,8 @@ def _in_fresh_processes(name: str, tensor: int, args: argparse.Namespace) -> dic
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    # On the CPU nothing may land on a GPU that happens to be there.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
     world = [
         subprocess.Popen(
             command,
@@ -196,6 +198,7 @@ def _in_fresh_processes(name: str, tensor: int, args: argparse.Namespace) -> dic
             text=True,
             env={
                 **os.environ,
+                **hidden,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(tensor),

@@ -397,8 +397,10 @@ class RolloutConfig:
     """Seconds after which an engine that has not answered a request has failed, pauses included:
     more than the longest response takes. Engines that hang are found by their health checks."""
 
-    start_timeout_s: float = 300.0
-    """Seconds an engine may take to start."""
+    start_timeout_s: float = 0.0
+    """Seconds without a new line in its log after which an engine that is starting has failed, and
+    a quarter of what it may take in all; for adopted engines, seconds to wait for them. 0: 300, or
+    900 with backend=sglang, which may compile kernels and capture graphs first."""
 
     update_timeout_s: float = 300.0
     """Seconds an engine may take for a weight update before it has failed."""
@@ -406,8 +408,10 @@ class RolloutConfig:
     health_every_s: float = 5.0
     """Seconds between two health checks of an engine."""
 
-    health_timeout_s: float = 60.0
-    """An engine without a good answer to a health check for so long is dead, or hung."""
+    health_timeout_s: float = 0.0
+    """An engine that answers no health check for so long, and writes nothing to its log either, is
+    dead or hung; likewise, whatever it writes, one without an answer for four times as long. 0: 60,
+    or 300 for SGLang, which answers none while it compiles a kernel."""
 
     max_restarts: int = 3
     """How often an engine that died or hung is started again; each time after twice the wait."""
@@ -429,18 +433,15 @@ class RolloutConfig:
             f"rollout.temperature must be positive, got {self.temperature}; "
             "greedy decoding is for evaluation only",
         )
-        for key in (
-            "timeout_s",
-            "start_timeout_s",
-            "update_timeout_s",
-            "health_every_s",
-            "health_timeout_s",
-        ):
+        for key in ("timeout_s", "update_timeout_s", "health_every_s"):
             require(
                 getattr(self, key) > 0,
                 f"rollout.{key} must be positive, got {getattr(self, key)}",
             )
-        for key in ("straggler_s", "max_restarts", "max_staleness"):
+        for key in (
+            *("start_timeout_s", "health_timeout_s"),
+            *("straggler_s", "max_restarts", "max_staleness"),
+        ):
             require(
                 getattr(self, key) >= 0,
                 f"rollout.{key} must be 0 or more, got {getattr(self, key)}",
@@ -465,6 +466,14 @@ class RolloutConfig:
             "rollout.colocate takes the engines' memory away while the policy trains; it needs "
             "rollout.max_staleness=0",
         )
+
+    @property
+    def start_limit_s(self) -> float:
+        return self.start_timeout_s or (900.0 if self.backend == "sglang" else 300.0)
+
+    def health_limit_s(self, kind: Literal["embedded", "sglang"]) -> float:
+        """For engines of a kind: adopted ones say theirs when they answer."""
+        return self.health_timeout_s or (300.0 if kind == "sglang" else 60.0)
 
 
 @dataclass(frozen=True, kw_only=True)

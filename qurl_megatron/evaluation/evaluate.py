@@ -188,7 +188,7 @@ class Evaluator:
 
     def await_engines(self) -> bool:
         """Wait for one to serve again; False where none will."""
-        end = time.monotonic() + self.fleet.config.start_timeout_s
+        end = time.monotonic() + self.fleet.config.start_limit_s
         while not self.fleet.serving():
             if not self.fleet.engines() or time.monotonic() > end:
                 return False

@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         "--start-timeout",
         type=float,
         metavar="S",
-        help=f"seconds to wait for engines (default {plain.rollout.start_timeout_s:.0f}; "
+        help=f"seconds to wait for engines (default {plain.rollout.start_limit_s:.0f}; "
         f"{ADOPTED_S:.0f} with --url)",
     )
 

@@ -197,9 +197,24 @@ def with_optimizer(
         gpt,
     )
     chained, scheduler = _optimizer(optimizer, config.params_dtype, ddp)
+    _make_state(chained)
     config.grad_scale_func = chained.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     return ddp, chained, scheduler
+
+
+def _make_state(optimizer: Any) -> None:
+    """Make Adam's moments now, where every kind of Adam would make them in its first step.
+
+    Engines that share the GPU are sized by the memory they find free, and Megatron saves and loads
+    moments as if they were there.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
+        # torch's own counts steps per parameter; the fused ones per group, from their first step.
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
 
 
 def _optimizer(

@@ -16,6 +16,7 @@ from typing import IO
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.rewards.kinds import KINDS
+from qurl_megatron.runtime.children import children_cores, on_cores
 
 WORKER = "qurl_megatron.rewards.worker"
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
@@ -103,13 +104,14 @@ class _Worker:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, config.kind, str(config.timeout_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # what was read is what select reports
-            process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
-        )
+        with on_cores(children_cores()):
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", WORKER, config.kind, str(config.timeout_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,  # what was read is what select reports
+                process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
+            )
         self.results: IO[bytes] = self.process.stdout
         self.ready = False
         self.pair: tuple[str, str] | None = None

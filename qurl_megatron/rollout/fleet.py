@@ -52,6 +52,7 @@ class Fleet:
         serve_command: Sequence[str] = SERVE_COMMAND,
         api_key: str | None = None,
         fixed: bool = False,
+        trainer_ranks: int = 0,
     ) -> None:
         """
         Args:
@@ -61,6 +62,7 @@ class Fleet:
             api_key: of adopted servers; engines started here get one that is made for this run.
             fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
                 load those in ``model_dir``, whose config.json says how they are quantized.
+            trainer_ranks: training ranks on this machine, each on the GPU of its number.
         """
         self.config = config
         self.fixed = fixed
@@ -73,6 +75,7 @@ class Fleet:
         self.publishing = False
         self._model_dir, self._scheme, self._dtype = model_dir, scheme, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
+        self._trainer_ranks = trainer_ranks
         self._api_key = api_key or os.environ.get(API_KEY)
         self._lock = threading.RLock()  # of all state here and in the engines; held for moments
         self._turn = threading.RLock()  # held through a publication, and for one look around
@@ -87,7 +90,7 @@ class Fleet:
                 self._start()
             for url in self.config.urls:
                 self.adopt(Member(url, None), self._api_key)
-            self._supervisor.gather(self.config.start_timeout_s)
+            self._supervisor.gather(self.config.start_limit_s)
             self._supervisor.start()
         except BaseException:
             self.close()  # __exit__ does not run when __enter__ fails
@@ -477,6 +480,7 @@ class Fleet:
             dtype=self._dtype,
             api_key=self._run_key,
             empty=not self.fixed,
+            trainer_ranks=self._trainer_ranks,
             serve_command=self._serve_command,
         )
 

@@ -1,7 +1,8 @@
 """An engine's process: started with its own log, told where to write its port, ended with its kin.
 
-It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can save
-first; and it watches its standard input, a pipe whose other end only the trainer holds, so it
+What its environment says of ranks is left out (``runtime.children``), and it has all of the job's
+cores. It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
+save first; and it watches its standard input, a pipe whose other end only the trainer holds, so it
 leaves when the trainer is gone, however that happened.
 """
 
@@ -20,6 +21,7 @@ import torch
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import API_KEY, Launch, engine_launch
+from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
 
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 LOG_TAIL = 20  # lines quoted when an engine dies
@@ -44,6 +46,7 @@ class EngineProcess:
         self._port_file = port_file(folder, name)
         self.launch = launch  # of the next start
         self._mode = "wb"
+        self._heard = (0, 0.0)  # size of the log, and when it came to that
         self.popen: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -53,18 +56,35 @@ class EngineProcess:
         """
         self._port_file.unlink(missing_ok=True)
         try:
-            with self.log.open(self._mode) as out:
+            with self.log.open(self._mode) as out, on_cores(children_cores()):
                 self.popen = subprocess.Popen(
                     self.launch.command,
                     stdin=subprocess.PIPE,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **self.launch.env},
+                    env={**without_launcher(os.environ), **self.launch.env},
                     start_new_session=True,
                 )
         except OSError as error:
             raise ConfigError(f"{self.launch.command[0]} cannot be started: {error}") from None
         self._mode = "ab"
+        self._heard = (0, time.monotonic())
+
+    def heard(self) -> float:
+        """When its log last grew, of the monotonic clock, as far as the calls of this can tell."""
+        with contextlib.suppress(FileNotFoundError):
+            size = self.log.stat().st_size
+            if size != self._heard[0]:
+                self._heard = size, time.monotonic()
+        return self._heard[1]
+
+    def last_line(self) -> str:
+        """Of its log; a progress bar counts as it stands now."""
+        with contextlib.suppress(FileNotFoundError), self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - 4096))
+            lines = log.read().decode("utf-8", "replace").replace("\r", "\n").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return ""
 
     def port(self) -> int | None:
         """Where it listens; None until it says so."""
@@ -119,20 +139,22 @@ def launches(
     dtype: str,
     api_key: str,
     empty: bool = True,
+    trainer_ranks: int = 0,
     serve_command: Sequence[str] = SERVE_COMMAND,
 ) -> dict[str, Launch]:
     """How to start each engine of this machine, by its name.
 
     Args:
         empty: SGLang engines start without weights, for the first version brings them.
+        trainer_ranks: training ranks on this machine, each on the GPU of its number.
 
     Raises:
-        ConfigError: ``rollout.sglang_python`` does not exist.
+        ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs, or the
+            trainer's are among them.
     """
     names = [f"engine-{index}" for index in range(config.engines)]
-    cores = len(os.sched_getaffinity(0))
-    ranks = config.engines * config.engine_tensor
-    threads = config.engine_threads or max(1, cores // ranks)
+    cores = len(children_cores())
+    threads = config.engine_threads or max(1, cores // _engine_ranks(config))
     if config.backend == "embedded":
         made = [
             _embedded(config, model_dir, port_file(folder, name), scheme, dtype, threads)
@@ -144,6 +166,8 @@ def launches(
             for name, one in zip(names, made, strict=True)
         }
     python = sglang_python(config.sglang_python)
+    if (gpus := torch.cuda.device_count()) and (wrong := misplaced(config, gpus, trainer_ranks)):
+        raise ConfigError(wrong)
     return {
         name: engine_launch(
             python,
@@ -194,6 +218,37 @@ def _devices(config: RolloutConfig, index: int) -> list[str]:
         *("--base-gpu-id", str(first)),
         *(["--enable-memory-saver"] if config.colocate else []),
     ]
+
+
+def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
+    """Why the engines cannot be on the GPUs that they would get, in a sentence; None: they can.
+
+    Args:
+        gpus: that the leading rank sees.
+        trainer_ranks: on this machine.
+    """
+    first, last = config.engine_first_gpu, config.engine_first_gpu + _engine_ranks(config) - 1
+    if last >= gpus:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return (
+            f"rollout.engines={config.engines} of rollout.engine_tensor={config.engine_tensor} "
+            f"from rollout.engine_first_gpu={first} on need {last + 1} GPUs, but the leading rank "
+            f"sees {gpus}{f' (CUDA_VISIBLE_DEVICES={shown})' if shown else ''}; start fewer "
+            "engines, or, where a batch system hides GPUs from the rank, ask it for "
+            "--gpus-per-node instead of --gpus-per-task and no --gpu-bind"
+        )
+    if not config.colocate and first < trainer_ranks:
+        return (
+            f"rollout.engine_first_gpu={first} puts engines on GPUs of the trainer, which has "
+            f"{trainer_ranks} ranks on this machine; set rollout.engine_first_gpu={trainer_ranks}, "
+            "or rollout.colocate=true to take turns"
+        )
+    return None
+
+
+def _engine_ranks(config: RolloutConfig) -> int:
+    """Ranks of all engines."""
+    return config.engines * config.engine_tensor
 
 
 def sglang_python(given: str) -> Path:

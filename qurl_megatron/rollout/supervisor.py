@@ -6,6 +6,9 @@ engine that is being killed, and an engine that is busy with an update is not ta
 
 A health check asks for ``/server_info``, which the engine's own loop answers, paused or not.
 SGLang's ``/health`` generates a token, and fails while the engine is paused.
+
+Neither a start nor a silence is judged by the clock alone: an engine that compiles kernels, loads
+weights or captures graphs takes minutes, answers nothing, and writes to its log.
 """
 
 import threading
@@ -29,6 +32,7 @@ BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
 LONGEST_BACK_OFF_S = 60.0
 ABSENCES = 4  # looks in a row after which an engine has left the rendezvous
 PATIENCE = 2  # updates that an engine may fail in a row before it is started anew
+IN_ALL = 4  # times its limit, after which an engine that still writes to its log is late, or hung
 
 
 class Supervisor:
@@ -63,14 +67,13 @@ class Supervisor:
             waiting = [engine for engine in engines if engine.state == "starting"]
             if not waiting and len(engines) >= wanted:
                 return
-            if time.monotonic() > end:
-                late = [_lateness(engine, timeout_s) for engine in waiting]
-                if not late:
-                    late = [
-                        f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
-                        f"{wanted} engines after {timeout_s:.0f} s {self._complaint}".rstrip()
-                    ]
+            if late := [_lateness(e, timeout_s) for e in waiting if _late(e, timeout_s, end)]:
                 raise EngineError("; ".join(late))
+            if not waiting and time.monotonic() > end:
+                raise EngineError(
+                    f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
+                    f"{wanted} engines after {timeout_s:.0f} s {self._complaint}".rstrip()
+                )
             self._stopping.wait(RETRY_S / 10)
 
     def start(self) -> None:
@@ -96,6 +99,8 @@ class Supervisor:
         if self._rendezvous is not None:
             self._meet()
         for engine in self._fleet.engines():
+            if engine.process is not None:
+                engine.process.heard()
             if engine.client is None and engine.process is not None and engine.start_at is None:
                 port = engine.process.port()
                 if port is None:
@@ -113,7 +118,7 @@ class Supervisor:
     def _check(self, engine: Engine, client: EngineClient, epoch: int) -> None:
         sent, error = time.monotonic(), None
         try:
-            info = client.server_info(self._config.health_timeout_s)
+            info = client.server_info(self._config.health_limit_s(engine.kind))
         except EngineError as failure:
             error = failure
         with self._fleet._lock:
@@ -142,12 +147,14 @@ class Supervisor:
             elif engine.process is not None and (death := engine.process.exited()):
                 self._died(engine, death)
             elif engine.state == "starting":
-                if engine.process and now > engine.started_at + self._config.start_timeout_s:
+                limit_s = self._config.start_limit_s
+                if engine.process and _late(engine, limit_s, engine.started_at + limit_s):
+                    engine.reason = _lateness(engine, limit_s)
                     engine.process.kill()
             elif engine.pulse.silent_since is None:
                 if engine.process is not None and engine.failed_updates >= PATIENCE:
                     engine.process.kill()
-            elif now > engine.pulse.silent_since + self._config.health_timeout_s:
+            elif self._hung(engine, now):
                 silence = now - engine.pulse.silent_since
                 self._fleet.fail(
                     engine,
@@ -155,6 +162,14 @@ class Supervisor:
                 )
                 if engine.process is not None:
                     engine.process.kill()
+
+    def _hung(self, engine: Engine, now: float) -> bool:
+        """No answer for too long, and no other sign of life."""
+        limit_s, silent = self._config.health_limit_s(engine.kind), engine.pulse.silent_since
+        if now > silent + IN_ALL * limit_s:
+            return True
+        heard = engine.process.heard() if engine.process is not None else silent
+        return now > max(silent, heard) + limit_s
 
     def _died(self, engine: Engine, death: str) -> None:
         fleet = self._fleet
@@ -196,6 +211,24 @@ class Supervisor:
                 fleet.note("failed", None, self._complaint)
 
 
-def _lateness(engine: Engine, timeout_s: float) -> str:
-    log = f"; see {engine.process.log}" if engine.process else f": {engine.pulse.error}"
-    return f"{engine} did not start within {timeout_s:.0f} s{log}"
+def _late(engine: Engine, limit_s: float, end: float) -> bool:
+    """True once a starting engine has been given its time: until ``end``, or as its log says."""
+    now = time.monotonic()
+    if engine.process is None:
+        return now > end
+    quiet = now > max(engine.started_at, engine.process.heard()) + limit_s
+    return quiet or now > engine.started_at + IN_ALL * limit_s
+
+
+def _lateness(engine: Engine, limit_s: float) -> str:
+    """What has been waited for, and how long."""
+    if engine.process is None:
+        return f"{engine} did not answer within {limit_s:.0f} s: {engine.pulse.error}"
+    now = time.monotonic()
+    at = "its health check" if engine.client else "it to say where it listens"
+    return (
+        f"{engine} did not start: {now - engine.started_at:.0f} s were spent waiting for {at}, and "
+        f"its log has not grown for {now - engine.process.heard():.0f} s; the limit is "
+        f"rollout.start_timeout_s = {limit_s:g}; see {engine.process.log}, whose last line is: "
+        f"{engine.process.last_line() or '(nothing)'}"
+    )

@@ -5,7 +5,7 @@ current device", spells ``device="cuda"`` in a few places, and tells parameters 
 ``torch.cuda.FloatTensor``. ``install`` answers these questions for a machine whose device is
 the CPU.
 
-Where CUDA is present it does nothing. Each piece names who needs it.
+Who trains on GPUs does not call it. Each piece names who needs it.
 """
 
 import contextlib
@@ -34,11 +34,18 @@ _FACTORIES = ("tensor", "zeros", "empty", "empty_like")
 
 
 def install() -> None:
-    """Make ``megatron.core`` run on the CPU; call before any of it is used, again at no cost."""
-    if torch.cuda.is_available() or getattr(install, "done", False):
+    """Make ``megatron.core`` run on the CPU; call before any of it is used, again at no cost.
+
+    GPUs that torch sees, and the ranks do not use, are hidden in this process from then on.
+    """
+    if getattr(install, "done", False):
         return
     install.done = True
 
+    if torch.cuda.is_available():
+        # Megatron, and we, choose devices and kernels by these two.
+        torch.cuda.is_available = lambda: False
+        torch.cuda.device_count = lambda: 0
     # Every communication buffer: "the current device" is where tensors live.
     torch.cuda.current_device = lambda: _current
     # The schedules and the checkpoint writer wait for kernels that here have already finished.

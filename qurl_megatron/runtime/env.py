@@ -1,10 +1,22 @@
-"""What is installed, and what each thing changes: the text of ``qurl show --env``."""
+"""What is installed, and what each thing changes; what the environment sets, and may not."""
 
+import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import sys
 from dataclasses import dataclass
+
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.errors import ConfigError
+
+FUSED = ("transformer_engine", "apex", "amp_C")
+"""What Megatron takes instead of torch's own kernels where it finds it; none runs on a CPU."""
+
+# What a compiled package may raise that was built for another torch, CUDA or driver.
+_BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, NameError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -63,11 +75,82 @@ def version(package: Package) -> str | None:
         return "unknown version"
 
 
-def use_transformer_engine() -> bool:
-    """True where the Transformer Engine layer spec is used: CUDA and the package are both there."""
+def prepare_cuda(parallel: ParallelConfig) -> None:
+    """Set what CUDA reads once, when it starts; call before. What the user has set stays.
+
+    With one hardware queue, kernels start in the order in which they were launched: Megatron relies
+    on it to have a collective of tensor or context parallelism running beside the product that
+    follows it. GPUs from Blackwell on do not need it.
+    """
+    if parallel.tensor > 1 or parallel.context > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def refuse_expandable_segments(why: str) -> None:
+    """Raise ``ConfigError`` where torch's allocator is told to map its memory piece by piece.
+
+    Such memory goes to another process by ``pidfd_getfd``, which containers and most kernels'
+    settings refuse between processes that are not parent and child.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = os.environ.get(name, "").lower().replace(" ", "").split(",")
+        if "expandable_segments:true" in settings:
+            raise ConfigError(
+                f"{name} has expandable_segments:True, and {why}; take it out of {name}"
+            )
+
+
+def keep_out_without_gpu() -> None:
+    """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed.
+
+    Megatron takes what it can import for what it can use: a fused optimizer would allocate on
+    "cuda" all the same. Call before Megatron is imported; ``qurl_megatron.model`` does.
+    """
     import torch
 
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if not torch.cuda.is_available():
+        for name in FUSED:
+            sys.modules.setdefault(name, None)
+
+
+def use_transformer_engine() -> bool:
+    """True where layers are Transformer Engine's: CUDA and the package are both there.
+
+    Raises:
+        ConfigError: the package is installed, and cannot be imported.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or not importlib.util.find_spec("transformer_engine"):
+        return False
+    if error := transformer_engine_error():
+        raise ConfigError(
+            f"transformer-engine is installed, and importing it fails ({error}); install the build "
+            "for this torch and CUDA, or uninstall it to train with Megatron's own layers"
+        )
+    return True
+
+
+@functools.cache
+def transformer_engine_error() -> str:
+    """Why an installed Transformer Engine cannot be imported, in one line; "" where it can be."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except _BROKEN as error:
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return ""
+
+
+def broken(package: Package) -> str:
+    """Why an installed package cannot be used, in one line; "" where nothing is known against it.
+
+    Transformer Engine alone is tried: it is built for one torch and one CUDA, and Megatron takes it
+    for usable by its name.
+    """
+    if package.name != "transformer-engine" or not version(package):
+        return ""
+    return transformer_engine_error()
 
 
 def describe() -> str:
@@ -88,8 +171,8 @@ def describe() -> str:
     ]
     for package in PACKAGES:
         found = version(package)
-        lines.append(
-            f"{package.name:20} {found or 'not found':16} "
-            f"{package.found if found else 'without it: ' + package.absent}"
-        )
+        effect = package.found if found else f"without it: {package.absent}"
+        if error := broken(package):
+            effect = f"cannot be imported ({error}); qurl train refuses it where there is a GPU"
+        lines.append(f"{package.name:20} {found or 'not found':16} {effect}")
     return "\n".join(lines)

@@ -4,16 +4,20 @@ Under torchrun or srun the ranks exist already, and ``place_under_launcher`` rea
 one stands.
 """
 
+import contextlib
 import glob
+import ipaddress
 import multiprocessing
 import os
+import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+
+import psutil
 
 from qurl_megatron.errors import ConfigError
 
@@ -36,6 +40,7 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     env = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
+        _be_reachable(one_node=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"])
         return True
     # A batch script or an interactive shell is a step of one task: there the ranks are
     # still to start.
@@ -43,17 +48,77 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     if tasks == 1:
         return False
     _check_count("srun", tasks, world_size)
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
     env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], str(tasks)
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    env.setdefault("MASTER_ADDR", hosts[0])
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = _first_host()
     env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
+    _be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
     return True
+
+
+def _first_host() -> str:
+    """The node of rank 0. Slurm's own command to expand its lists is missing in containers."""
+    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not hosts:
+        raise ConfigError(
+            "srun started this process, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the "
+            "name of the first node"
+        )
+    # rack[1-2]node[07,09-12],other: the first of each bracket, then up to the comma.
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts).partition(",")[0]
+
+
+def _be_reachable(*, one_node: bool) -> None:
+    """Have gloo tell the other nodes an address of this one that they can reach.
+
+    It tells what the node's own name resolves to, which many /etc/hosts say is 127.0.1.1.
+
+    Raises:
+        ConfigError: there are other nodes, and it is not clear which interface leads to them.
+    """
+    if one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, 0)[0][4][0]
+    except OSError:
+        address = None
+    if address is None or ipaddress.ip_address(address).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(
+            f"this node's name, {name}, resolves to {address or 'nothing'}"
+        )
+
+
+def _interface(problem: str) -> str:
+    """The network interface that leads to the rendezvous, else out of here, else the only one."""
+    names = {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+        and not ipaddress.ip_address(address.address).is_loopback
+    }
+    # Of the last two the documents say that they are nobody's: the default route leads to them.
+    for goal in (os.environ["MASTER_ADDR"], "192.0.2.1", "2001:db8::1"):
+        if (own := _address_towards(goal)) in names:
+            return names[own]
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    raise ConfigError(
+        f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
+        f"interface that leads to them, of {sorted(set(names.values()))}"
+    )
+
+
+def _address_towards(goal: str) -> str | None:
+    """This node's address on the way to ``goal``; nothing is sent."""
+    with contextlib.suppress(OSError):  # no such name, no such route
+        family, kind, _, _, address = socket.getaddrinfo(goal, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    return None
 
 
 def _check_count(launcher: str, started: int, needed: int | None) -> None:
@@ -77,7 +142,9 @@ def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(PRELOAD)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    # Every rank would take all cores for itself.
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
     port = _free_port()
     ranks = [
         context.Process(
@@ -93,6 +160,10 @@ def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
 
 def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, port: int) -> None:
     os.setpgrp()
+    # What a launcher further out has set is not meant for these ranks; one of these variables says
+    # that a store for them to meet at is running already.
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
     # All ranks are on this machine; without it gloo looks the host's name up, which may fail.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(

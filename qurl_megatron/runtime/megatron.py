@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,13 @@ import torch.distributed as dist
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import cpu
+
+WAIT = timedelta(hours=2)
+"""How long a rank waits for another before it takes it for lost: for rollouts, above all."""
+
+
+class RankLost(Exception):
+    """Another rank is gone, or has kept this one waiting for too long."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +90,16 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         os.environ.setdefault("MASTER_PORT", "29500")
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("WORLD_SIZE", "1")
-    cpu.install()
+    device = _device()
+    if device.type == "cpu":
+        cpu.install()
     # It reports its own creation as a warning, in every process.
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     from megatron.core import parallel_state, tensor_parallel
 
-    device = _device()
     if started_here:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
+        dist.init_process_group(_backend(device), timeout=WAIT)
+        _refuse_shared_gpus(device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -120,11 +129,82 @@ def axis_of(group: dist.ProcessGroup) -> Axis:
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))
 
 
+def share(value: Any, *, waiting_for: str) -> Any:
+    """The leading rank's value, on every rank; those wait on the CPU.
+
+    Args:
+        waiting_for: what the leading rank is doing, for who reads that it never came.
+
+    Raises:
+        RankLost: it never came.
+    """
+    box = [value]
+    try:
+        dist.broadcast_object_list(box, src=0)
+    except RuntimeError as error:  # gloo has no kind of its own
+        rank, hours = dist.get_rank(), WAIT.total_seconds() / 3600
+        if "timed out" in str(error).lower():
+            why = f"waited {hours:g} hours for what rank 0 does ({waiting_for}); look at its log"
+        else:
+            why = f"lost rank 0 or another one while rank 0 was to do its part ({waiting_for})"
+        raise RankLost(f"rank {rank} {why}: {error}") from error
+    return box[0]
+
+
+def _backend(device: torch.device) -> str:
+    """What the default group, and with it every group of Megatron's, speaks.
+
+    On GPUs it is two: NCCL for tensors there, gloo for what is not a tensor on a GPU. Objects and
+    barriers, ours as well as Megatron's, then meet over gloo, in any group; over NCCL a rank would
+    wait for rollouts in a kernel that spins on the engines' GPU. No device is bound to the group:
+    barriers would go there, and a communicator of all ranks would be made that nobody needs.
+    """
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 def _device() -> torch.device:
-    if not torch.cuda.is_available():
+    """This rank's GPU; the CPU where there is none, or where ranks that have met speak gloo alone.
+
+    Raises:
+        ConfigError: this node has more ranks than GPUs.
+    """
+    over_nccl = not dist.is_initialized() or "nccl" in dist.get_backend_config()
+    if not over_nccl or not torch.cuda.is_available():
         return torch.device("cpu")
+    found, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     # A launcher may show each rank a device of its own, which is then the only one.
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    if local_rank >= found > 1:
+        raise ConfigError(
+            f"this node has {found} GPUs and a rank with LOCAL_RANK={local_rank}; start at most "
+            "one rank per GPU"
+        )
+    device = torch.device("cuda", min(local_rank, found - 1))
     torch.cuda.set_device(device)
     return device
+
+
+def _refuse_shared_gpus(device: torch.device) -> None:
+    """Raise ``ConfigError`` where two ranks have one GPU; all ranks call it together.
+
+    A rank that sees a single GPU cannot know by itself whether its neighbours see another.
+    """
+    if device.type != "cuda":
+        return
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, _identity(device))
+    for rank, identity in enumerate(everywhere):
+        first = everywhere.index(identity)
+        if first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have the same GPU ({identity}); start at most one rank "
+                "per GPU, and let the launcher show each rank all GPUs of its node or one of its "
+                "own"
+            )
+
+
+def _identity(device: torch.device) -> str:
+    """Names a GPU, or the part of one that MIG makes, among those of all nodes."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if device.index < len(named) and named[device.index].startswith("MIG-"):
+        return named[device.index]  # CUDA's own answer may be that of the whole GPU
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -3,11 +3,19 @@
 Torch's fake process group answers every collective at once, so Megatron's groups can be made for
 thousands of ranks in a process of their own; on the meta device a model of any size takes no
 memory. What is built so is the real thing, cut for the real place: only its numbers are missing.
+
+That process sees no GPU: on a laptop and on a node full of them it finds the same.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +24,38 @@ from qurl_megatron.config import ParallelConfig
 from qurl_megatron.runtime import cpu
 from qurl_megatron.runtime.megatron import Ranks, megatron_runtime
 
+T = TypeVar("T")
+
 META = torch.device("meta")
+
+
+def without_gpus(function: Callable[..., T], *args: object) -> T:
+    """``function(*args)``, called in a process that sees no GPU; one serves all calls.
+
+    Args:
+        function: at the top of an importable module, as its arguments' types are.
+    """
+    return _process().submit(function, *args).result()
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    # The caller may have started CUDA, or have Megatron with what that takes for a GPU.
+    pool = ProcessPoolExecutor(
+        1,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is for the one that waits
+    )
+    before = dict(os.environ)
+    # Megatron warns of every optional package it does not find.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    try:
+        pool.submit(os.getpid).result()  # starts it
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    return pool
 
 
 @contextlib.contextmanager
@@ -27,7 +66,7 @@ def pretended_rank(config: ParallelConfig, rank: int) -> Iterator[Ranks]:
     ``torch.device("meta")`` as well, because layers on a CPU name no device at all. Needs a process
     in which torch sees no GPU and has no process group.
     """
-    assert not torch.cuda.is_available(), "start the process with CUDA_VISIBLE_DEVICES empty"
+    assert not torch.cuda.is_available(), "to be called by without_gpus"
     cpu.install()
     from megatron.core import parallel_state
 

@@ -1,24 +1,45 @@
-"""One test body on several ranks: gloo processes on a CPU, nccl processes on the GPUs."""
+"""One test body on several ranks: gloo processes on a CPU, nccl processes on the GPUs.
+
+Ranks are forked from a server that has Megatron imported, one for each backend: that of gloo sees
+no GPU, so that a body runs on the CPU wherever its test does.
+"""
 
 import contextlib
 import faulthandler
+import functools
 import importlib.util
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-BACKENDS = ["gloo"] + (["nccl"] if torch.cuda.device_count() >= 2 else [])
+BACKENDS = ["gloo"] + (["nccl"] if torch.cuda.device_count() else [])
 
 # Imported once by the server that forks the ranks; importing Megatron anew takes 6 s a rank.
-PRELOAD = ("torch.distributed", "megatron.core")
+PRELOAD = ("torch.distributed", "megatron.core", "qurl_megatron.training.step")
+
+ENVIRONMENT = {
+    "gloo": {"CUDA_VISIBLE_DEVICES": ""},
+    "nccl": {
+        # What is compared exactly is computed exactly: Transformer Engine's FP32 is TF32 otherwise.
+        "NVIDIA_TF32_OVERRIDE": "0",
+        # Without it torch asks the CUDA driver whether there is a GPU, which no fork survives.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    },
+}
+"""What ranks of a backend find in their environment, beside what the test has in its own."""
+
+GROUPS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+"""The default group of each, as in a run: what is no tensor on a GPU goes over gloo."""
 
 
 def run_on_ranks(
@@ -31,6 +52,8 @@ def run_on_ranks(
 ) -> None:
     """Call ``body(device, *args)`` on every rank of a fresh world; a failing rank fails the test.
 
+    A test that asks for more nccl ranks than there are GPUs is skipped.
+
     Args:
         body: a function at the top of an importable module; the ranks find it by name.
         backend: one of ``BACKENDS``.
@@ -38,16 +61,12 @@ def run_on_ranks(
         args: anything that can be pickled. Every rank gets its own copy.
         timeout_s: after this, ranks that still run are killed and the test fails.
     """
+    if backend == "nccl":
+        _skip_without_gpus(world_size)
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
     # Pickled here, because multiprocessing would put tensors into memory that the ranks share.
     call = pickle.dumps((body, args))
-    world = mp.start_processes(
-        _run_rank,
-        (world_size, backend, folder, call, timeout_s),
-        nprocs=world_size,
-        join=False,
-        start_method=_start_method(backend),
-    )
+    world = _start(_run_rank, world_size, backend, (world_size, backend, folder, call, timeout_s))
     deadline = time.monotonic() + timeout_s
     try:
         while not world.join(timeout=max(deadline - time.monotonic(), 0.01)):
@@ -72,21 +91,82 @@ class RankError(Exception):
     """The traceback of the first rank that failed."""
 
 
-def _start_method(backend: str) -> str:
-    """forkserver for gloo: fork hangs once the parent has used autograd, spawn imports torch anew
-    on every rank. CUDA does not survive a fork of any kind that touched it, so nccl spawns."""
-    if backend != "gloo":
-        return "spawn"
+def _skip_without_gpus(needed: int) -> None:
+    import pytest
+
+    found = torch.cuda.device_count()
+    if found < needed:
+        pytest.skip(f"{needed} nccl ranks need {needed} GPUs, and there are {found}")
+
+
+# -- starting --------------------------------------------------------------------------------------
+
+
+def _start(target: Callable, world_size: int, backend: str, args: tuple) -> mp.ProcessContext:
+    method = "forkserver" if backend == "gloo" or _cuda_survives_the_fork() else "spawn"
+    with _server(backend):
+        return mp.start_processes(target, args, nprocs=world_size, join=False, start_method=method)
+
+
+@functools.cache
+def _fork_server(backend: str) -> forkserver.ForkServer:
+    """forkserver, because fork hangs once the parent has used autograd, and spawn imports torch
+    anew on every rank."""
+    made = forkserver.ForkServer()
     # Names are looked up without importing: the parent may have no use for them.
     found = [name for name in PRELOAD if importlib.util.find_spec(name.partition(".")[0])]
-    mp.get_context("forkserver").set_forkserver_preload(found)
-    return "forkserver"
+    made.set_forkserver_preload(found)
+    return made
+
+
+@contextlib.contextmanager
+def _server(backend: str) -> Iterator[None]:
+    """Inside, processes that start are those of ``backend``.
+
+    multiprocessing has one fork server for all, and a server's processes see the GPUs that it saw
+    when it began.
+    """
+    connect = _fork_server(backend).connect_to_new_process
+    with (
+        mock.patch.dict(os.environ, ENVIRONMENT[backend]),
+        mock.patch.object(forkserver, "connect_to_new_process", connect),
+    ):
+        yield
+
+
+@functools.cache
+def _cuda_survives_the_fork() -> bool:
+    """False where importing what is preloaded initialises CUDA, after which a fork cannot use it.
+
+    Such an import may be of any package that Megatron finds, in any version, so it is tried.
+    """
+    with _server("nccl"):
+        tried = mp.get_context("forkserver").Process(target=_can_initialise_cuda)
+        tried.start()
+    tried.join()
+    return tried.exitcode == 0
+
+
+def _can_initialise_cuda() -> None:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        # Of anything else the ranks themselves will tell.
+        os._exit("forked subprocess" in str(error))
+
+
+# -- a rank ----------------------------------------------------------------------------------------
 
 
 def _run_rank(
     rank: int, world_size: int, backend: str, folder: Path, call: bytes, timeout_s: float
 ) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    # A forked rank has the environment its server began with, and the test may have changed it.
+    os.environ |= {
+        **ENVIRONMENT[backend],
+        **_place(rank, world_size),
+        "OMP_NUM_THREADS": "1",
+    }
     torch.set_num_threads(1)  # several ranks share the cores, and sums stay reproducible
     # Otherwise gloo looks up this machine's host name, which a container may be unable to resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -98,15 +178,27 @@ def _run_rank(
             faulthandler.cancel_dump_traceback_later()
 
 
+def _place(rank: int, world_size: int) -> dict[str, str]:
+    """What a launcher tells the ranks of one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
 def _run_body(rank: int, world_size: int, backend: str, folder: Path, call: bytes) -> None:
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
     meeting = f"file://{folder / 'rendezvous'}"
     try:
+        device = torch.device("cpu")
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
         body, args = pickle.loads(call)
-        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            GROUPS[backend], init_method=meeting, rank=rank, world_size=world_size
+        )
         body(device, *args)
     except BaseException:
         # Before this rank hangs up on its peers: what they report then is a consequence.

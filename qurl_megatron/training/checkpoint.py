@@ -3,8 +3,12 @@
 Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What
 the loop itself must remember is the small ``TrainState`` beside them. A critic lies beside the
 policy, all of its names prefixed, so that who reads the checkpoint as a model does not see it.
+
+Neither saving nor loading needs memory to speak of, so both go on while engines hold the rest of a
+GPU: tensors go to and from the files one at a time, from and to where they lie (``boxes``).
 """
 
+import queue
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +21,14 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -30,6 +36,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Trained
+from qurl_megatron.training.boxes import in_place
 from qurl_megatron.training.state import TrainState, checkpoints
 from qurl_megatron.weights.checkpoint import DESCRIPTION, describe
 from qurl_megatron.weights.megatron_reader import CRITIC
@@ -51,7 +58,7 @@ def save(
         aside.mkdir(parents=True)
     dist.barrier()
     strategy = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy("torch_dist"), policy.ranks.copies.group
+        _OneTensorAtATime("torch_dist", 1), policy.ranks.copies.group
     )
     metadata = _metadata(policy)
     dist_checkpointing.save(
@@ -128,11 +135,9 @@ def _sharded_state(policy: Policy, critic: Critic | None, *, loading: bool) -> d
 
 
 def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
-    """Model, optimizer and schedule; also makes the optimizer ready to be read or written."""
+    """Model, optimizer and schedule."""
     metadata = _metadata(trained)
-    _ensure_adam_state(trained.optimizer)
-    if loading:
-        _keep_adam_step_on_load(trained.optimizer)
+    in_place(trained.optimizer)
     model = trained.gpt.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
@@ -153,7 +158,6 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
 def _metadata(trained: Trained) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": trained.ranks.copies.group,
@@ -174,38 +178,6 @@ def _adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             yield part.optimizer
 
 
-def _keep_adam_step_on_load(optimizer: Any) -> None:
-    """Let a distributed optimizer load into torch's AdamW.
-
-    torch keeps ``step`` per parameter, a checkpoint has it per group; Megatron would look for it
-    among the parameter's tensors and not find it.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not hasattr(part, "_set_main_param_and_optimizer_states") or not list(_adams(part)):
-            continue
-
-        def set_states(
-            model_param, tensors, part=part, plain=part._set_main_param_and_optimizer_states
-        ):
-            group, order = part.model_param_group_index_map[model_param]
-            state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-            return plain(model_param, {"step": state["step"].clone(), **tensors})
-
-        part._set_main_param_and_optimizer_states = set_states
-
-
-def _ensure_adam_state(optimizer: Any) -> None:
-    """torch makes Adam's state at the first step; Megatron saves and loads as if it were there."""
-    for adam in _adams(optimizer):
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
-            if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
 def _unshare_adam_step(optimizer: Any) -> None:
     """Give every state its own ``step``: Megatron loads one tensor into all of them.
 
@@ -215,3 +187,33 @@ def _unshare_adam_step(optimizer: Any) -> None:
     for adam in _adams(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].clone()
+
+
+class _OneTensorAtATime(TorchDistSaveShardedStrategy):
+    """Megatron's own writer, without copying all that a rank saves into host memory first."""
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
+        request = super().async_save(sharded_state_dict, checkpoint_dir)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        transforms, *_ = request.async_fn.args
+        return request._replace(
+            async_fn=_write, async_fn_args=(transforms, *request.async_fn_args), preload_fn=None
+        )
+
+
+def _write(transforms: list, _rank: int, files: list, written: Any) -> None:
+    """Write this rank's files, and leave Megatron what it will look for in ``written``."""
+    results: dict[int, list] = {}
+    for index, (path, name, (objects, tensors)) in enumerate(files):
+        # Megatron writes in processes of its own, which these two queues go to and fro.
+        outcome, busy = queue.Queue(), queue.Queue()
+        busy.put(index)
+        staged = ((item, tensor.cpu()) for item, tensor in tensors)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
+        )
+        _, results[index] = outcome.get()
+        if isinstance(results[index], Exception):
+            return written.put(results[index])
+    written.put(results)

@@ -22,7 +22,7 @@ from qurl_megatron.model.critic import ValueHead
 from qurl_megatron.model.memory import Held, Pass
 from qurl_megatron.model.trained import with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.runtime.pretend import META, pretended_rank
+from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
 from qurl_megatron.weights import Arch, read_arch, read_config
 from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.checkpoint import description_of
@@ -113,7 +113,7 @@ def dry_run(config: RunConfig, model_config: Path | None = None, *, gpu_gib: flo
     arch.check_parallel(parallel.tensor, parallel.pipeline)
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     passed = _pass(config, longest)
-    stages = [_stage(config, arch, passed, index) for index in range(parallel.pipeline)]
+    stages = without_gpus(_stages, config, arch, passed)
     gpu = int(gpu_gib * GIB)
     engine = None
     if rollout.backend == "sglang":
@@ -167,6 +167,10 @@ def _pass(config: RunConfig, longest: int) -> Pass:
         itemsize=getattr(torch, config.model.dtype).itemsize,
         transposed=not train.packed and (train.micro_batch > 1 or train.max_tokens > 0),
     )
+
+
+def _stages(config: RunConfig, arch: Arch, passed: Pass) -> list[Stage]:
+    return [_stage(config, arch, passed, index) for index in range(config.parallel.pipeline)]
 
 
 def _stage(config: RunConfig, arch: Arch, passed: Pass, index: int) -> Stage:

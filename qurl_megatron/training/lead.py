@@ -181,7 +181,7 @@ class Lead:
             EngineError: none came back, or a stop was requested meanwhile.
         """
         self.progress.phase("waiting for an engine")
-        end = time.monotonic() + self.config.rollout.start_timeout_s
+        end = time.monotonic() + self.config.rollout.start_limit_s
         while True:
             try:
                 self.fleet.await_recruits(timeout_s=1.0)
@@ -221,7 +221,7 @@ class Lead:
         self._ahead.settle(lambda: bool(self.stop))
         self.progress.phase("restarting engines")
         self.fleet.switch(self.scheme)
-        end = time.monotonic() + self.config.rollout.start_timeout_s
+        end = time.monotonic() + self.config.rollout.start_limit_s
         while self.fleet.starting() and time.monotonic() < end:
             if self.stop:
                 raise Interrupted("stopped while engines were starting")

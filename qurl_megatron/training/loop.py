@@ -25,7 +25,8 @@ from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
-from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.runtime.megatron import Ranks, megatron_runtime, share
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
@@ -33,7 +34,7 @@ from qurl_megatron.training.delivery import deliver
 from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.rank import StopRequest
-from qurl_megatron.training.state import TrainState, claim, latest
+from qurl_megatron.training.state import STATE, TrainState, claim, latest, tell_done
 from qurl_megatron.training.step import improve
 
 HEALS = 3  # times that one step waits for engines to come back
@@ -48,6 +49,11 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
     run_dir = Path(config.train.run_dir)
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
         lock = claim(run_dir, config) if ranks.leads else nullcontext()
+        newest = _newest(run_dir, ranks)
+        if newest and newest[1].step >= config.train.steps:
+            if ranks.leads:
+                tell_done(run_dir, newest[1])
+            return True
         policy = Policy.build(
             config.model,
             config.parallel,
@@ -63,7 +69,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if config.algo.advantage == "gae"
             else None
         )
-        state = _resume(run_dir, policy, critic)
+        state = _resume(newest, policy, critic)
         with (
             lock,
             Lead(config, run_dir, stop, state) if ranks.leads else nullcontext() as lead,
@@ -295,11 +301,9 @@ def _evaluated(
     return state, failure
 
 
-def _share(outcome: Any) -> Any:
+def _share(outcome: Any, waiting_for: str = "rollouts, or engines") -> Any:
     """What the leading rank has, on every rank."""
-    box = [outcome]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return share(outcome, waiting_for=waiting_for)
 
 
 def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -321,15 +325,28 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _resume(run_dir: Path, policy: Policy, critic: Critic | None) -> TrainState:
+def _newest(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
+    """The newest checkpoint and its state, as the leading rank sees them, on every rank.
+
+    The others' own look might differ: directories of network file systems are cached.
+    """
+    found = None
+    if ranks.leads and (path := latest(run_dir)):
+        found = path, TrainState.read(path)
+    return _share(found, "reading the run directory")
+
+
+def _resume(
+    newest: tuple[Path, TrainState] | None, policy: Policy, critic: Critic | None
+) -> TrainState:
     """The newest checkpoint's state, loaded into the policy; a fresh state where there is none."""
-    path = latest(run_dir)
-    if path is None:
+    if newest is None:
         return TrainState()
+    path, state = newest
+    wait_until_seen(path / STATE, "rank 0 resumes from it", key="train.run_dir")
     checkpoint.load(path, policy, critic)
-    state = TrainState.read(path)
     if policy.ranks.leads:
-        print(f"resuming {run_dir} after step {state.step}", flush=True)
+        print(f"resuming {path.parents[1]} after step {state.step}", flush=True)
         if state.notice:
             print(state.notice, flush=True)
     return state

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
 
 
 class StopRequest:
@@ -41,12 +42,16 @@ def run_rank(config: RunConfig) -> int:
         one sentence where the guard halted the run, with 1 for anything else.
     """
     stop = StopRequest()
+    prepare_cuda(config.parallel)
     from qurl_megatron.rollout.client import EngineError
+    from qurl_megatron.runtime.megatron import RankLost
     from qurl_megatron.training.guard import Collapse
-    from qurl_megatron.training.loop import train
 
-    codes = {ConfigError: 2, Collapse: 3, EngineError: 1}
+    codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1}
     try:
+        use_transformer_engine()  # a broken one is told of before Megatron stumbles over it
+        from qurl_megatron.training.loop import train
+
         finished = train(config, stop)
     except tuple(codes) as error:
         if _first_to_fail():

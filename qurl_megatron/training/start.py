@@ -6,7 +6,7 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.launch import launch, place_under_launcher
-from qurl_megatron.training.state import TrainState, latest, refuse_other_run
+from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.checkpoint import description_of
 
@@ -20,13 +20,14 @@ def start(config: RunConfig) -> int:
     """
     from qurl_megatron.training.rank import run_rank
 
-    refuse_other_run(Path(config.train.run_dir), config)
-    if _already_done(config):
-        return 0
     placed = place_under_launcher(config.parallel.world_size)
     path = Path(config.model.path)
-    if not placed and not path.exists() and config.warmstart.steps:
-        _make_model(config, path)
+    if not placed:  # else the ranks are not alone: rank 0 looks at the run directory for all
+        refuse_other_run(Path(config.train.run_dir), config)
+        if _already_done(config):
+            return 0
+        if not path.exists() and config.warmstart.steps:
+            _make_model(config, path)
     if not path.exists():
         raise ConfigError(
             f"model.path={path} does not exist; give a Hugging Face or Megatron checkpoint, or set "
@@ -50,8 +51,7 @@ def _already_done(config: RunConfig) -> bool:
     state = TrainState.read(checkpoint) if checkpoint else None
     if state is None or state.step < config.train.steps:
         return False
-    print(f"{run_dir} has all {config.train.steps} steps: {state.summary()}")
-    print(f"report: {run_dir / 'report.html'}")
+    tell_done(run_dir, state)
     return True
 
 

@@ -71,6 +71,12 @@ def latest(run_dir: Path) -> Path | None:
     return next(reversed(checkpoints(run_dir)), None)
 
 
+def tell_done(run_dir: Path, state: TrainState) -> None:
+    """Tell that the run directory holds all the steps the recipe asks for."""
+    print(f"{run_dir} has all {state.step} steps: {state.summary()}")
+    print(f"report: {run_dir / 'report.html'}", flush=True)
+
+
 def refuse_other_run(run_dir: Path, config: RunConfig) -> None:
     """Raise ``ConfigError`` where the directory holds a run that computes something else."""
     recipe = run_dir / RECIPE

@@ -6,16 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.testing.ranks import BACKENDS
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request) -> str:
+    """gloo; on a machine with GPUs nccl as well, so that every body runs on both."""
+    return request.param
+
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory) -> Callable[..., tuple[Path, dict]]:
-    """(family, backend, algo...) -> a checkpoint, and what ``train_twice`` finds without any split;
-    computed once."""
+def alone(tmp_path_factory, backend) -> Callable[..., tuple[Path, dict]]:
+    """(family, algo...) -> a checkpoint, and what ``train_twice`` finds without any split;
+    computed once for each backend."""
     from qurl_megatron.testing.models import tiny_checkpoint
     from tests.distributed.test_policy import recipe, run
 
     @cache
-    def find(family: str, backend: str = "gloo", **algo) -> tuple[Path, dict]:
+    def find(family: str, **algo) -> tuple[Path, dict]:
         folder = tmp_path_factory.mktemp("alone")
         checkpoint = tiny_checkpoint(folder / "model", family)
         return checkpoint, run(folder, backend, recipe(checkpoint, {}, **algo), "alone")

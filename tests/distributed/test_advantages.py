@@ -38,19 +38,19 @@ def sample(index: int) -> Sample:
 WHOLE = Responses.of([sample(index) for index in range(4)])
 
 
-def my_batch(rho: dict[int, float]):
+def my_batch(device, rho: dict[int, float]):
     """This rank's responses; ``rho`` of each response's tokens is given."""
     mine = DEALT[dist.get_rank()]
     batch = pad_samples(WHOLE, [1.0] * 2, length=8, indices=mine)
     log_rho = torch.tensor([math.log(rho[i]) for i in mine])[batch.owners]
     proximal = batch.behaviour + log_rho
     # The reference is less sure of each token by 0.5 nats: k1 = 0.5.
-    return dataclasses.replace(batch, proximal=proximal, reference=proximal - 0.5)
+    return dataclasses.replace(batch, proximal=proximal, reference=proximal - 0.5).to(device)
 
 
-def ranks():
+def ranks(device):
     axis = SimpleNamespace(group=dist.group.WORLD, rank=dist.get_rank(), size=2)
-    return SimpleNamespace(last_stage=True, device=torch.device("cpu"), data=axis)
+    return SimpleNamespace(last_stage=True, device=device, data=axis)
 
 
 def config(**algo) -> RunConfig:
@@ -65,9 +65,12 @@ def config(**algo) -> RunConfig:
 
 def advantages(device, algo: dict, expected: dict[int, list[float]]) -> None:
     (batch,), _ = attach_advantages(
-        ranks(), [my_batch(dict.fromkeys(range(4), 1.0))], WHOLE.summary, config(**algo)
+        ranks(device),
+        [my_batch(device, dict.fromkeys(range(4), 1.0))],
+        WHOLE.summary,
+        config(**algo),
     )
-    parts = batch.advantages.split(batch.lengths)
+    parts = batch.advantages.cpu().split(batch.lengths)
     for index, part in zip(batch.indices, parts, strict=True):
         torch.testing.assert_close(part, torch.tensor(expected[index]), rtol=1e-5, atol=1e-6)
 
@@ -90,19 +93,19 @@ def advantages(device, algo: dict, expected: dict[int, list[float]]) -> None:
     ],
     ids=["rloo with a penalty in the reward", "dr_grpo", "reinforce_pp"],
 )
-def test_advantages_by_hand_over_two_data_ranks(algo, expected, tmp_path):
-    run_on_ranks(advantages, 2, "gloo", tmp_path, algo, expected)
+def test_advantages_by_hand_over_two_data_ranks(algo, expected, backend, tmp_path):
+    run_on_ranks(advantages, 2, backend, tmp_path, algo, expected)
 
 
 def correction(device) -> None:
-    batch = my_batch({0: 4.0, 1: 1.0, 2: 0.5, 3: 1e-6})
+    batch = my_batch(device, {0: 4.0, 1: 1.0, 2: 0.5, 3: 1e-6})
     (plain,), scale, metrics = attach_correction(
-        ranks(), [batch], AlgoConfig(objective="tis"), CorrectionConfig(normalise=True)
+        ranks(device), [batch], AlgoConfig(objective="tis"), CorrectionConfig(normalise=True)
     )
     # Weights min(rho, 2) of the six tokens: 2 | 1, 1 | 0.5 | 1e-6, 1e-6.
     assert plain.kept is None and scale == pytest.approx(6 / 4.500002, rel=1e-6)
     (batch,), scale, metrics = attach_correction(
-        ranks(), [batch], AlgoConfig(), CorrectionConfig(reject_high=3.0, veto=1e-4)
+        ranks(device), [batch], AlgoConfig(), CorrectionConfig(reject_high=3.0, veto=1e-4)
     )
     assert scale == 1.0
     marks = (part.all().item() for part in batch.kept.split(batch.lengths))
@@ -112,5 +115,5 @@ def correction(device) -> None:
     assert rejected == (1.0 if dist.get_rank() == 0 else 0.0)
 
 
-def test_weights_get_mean_one_over_all_ranks_and_far_responses_are_rejected(tmp_path):
-    run_on_ranks(correction, 2, "gloo", tmp_path)
+def test_weights_get_mean_one_over_all_ranks_and_far_responses_are_rejected(backend, tmp_path):
+    run_on_ranks(correction, 2, backend, tmp_path)

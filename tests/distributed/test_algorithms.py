@@ -71,11 +71,11 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> tuple[Path, dict]:
+def alone(backend, tmp_path_factory) -> tuple[Path, dict]:
     """The model, and what one process makes of it."""
     tmp_path = tmp_path_factory.mktemp("alone")
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    run_on_ranks(train_all, 1, "gloo", tmp_path, folder, {}, tmp_path / "out.pt")
+    run_on_ranks(train_all, 1, backend, tmp_path, folder, {}, tmp_path / "out.pt")
     return folder, torch.load(tmp_path / "out.pt", weights_only=True)
 
 
@@ -85,9 +85,9 @@ def test_algorithms_differ(alone):
 
 
 @pytest.mark.parametrize("layout", [dict(tensor=2, data=2), dict(pipeline=2, context=2)], ids=str)
-def test_every_algorithm_trains_alike_in_every_layout(layout, alone, tmp_path):
+def test_every_algorithm_trains_alike_in_every_layout(layout, alone, backend, tmp_path):
     folder, expected = alone
-    run_on_ranks(train_all, 4, "gloo", tmp_path, folder, layout, tmp_path / "out.pt")
+    run_on_ranks(train_all, 4, backend, tmp_path, folder, layout, tmp_path / "out.pt")
     split = torch.load(tmp_path / "out.pt", weights_only=True)
     for name, done in expected.items():
         actual = split[name]

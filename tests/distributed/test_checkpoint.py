@@ -60,13 +60,13 @@ def load_and_go_on(device, config, run_dir, out):
         (dict(context=2), {}, False),
     ],
 )
-def test_a_loaded_policy_takes_the_same_next_step(dtype, before, after, exact, tmp_path):
+def test_a_loaded_policy_takes_the_same_next_step(dtype, before, after, exact, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     saving, loading = (recipe(folder, layout, dtype=dtype) for layout in (before, after))
     run = tmp_path / "run"
     a, b = tmp_path / "a.pt", tmp_path / "b.pt"
-    run_on_ranks(save_then_go_on, saving.parallel.world_size, "gloo", tmp_path, saving, run, a)
-    run_on_ranks(load_and_go_on, loading.parallel.world_size, "gloo", tmp_path, loading, run, b)
+    run_on_ranks(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
+    run_on_ranks(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
     expected, actual = torch.load(a), torch.load(b)
     for name in expected:
         if exact:
@@ -124,15 +124,19 @@ def load_both_and_go_on(device, config, run_dir, out):
         (dict(tensor=2, pipeline=2), dict(data=2), "float32", True),
     ],
 )
-def test_a_loaded_critic_takes_the_same_next_step(before, after, dtype, distributed, tmp_path):
+def test_a_loaded_critic_takes_the_same_next_step(
+    before, after, dtype, distributed, backend, tmp_path
+):
     folder = tiny_checkpoint(tmp_path / "model", "llama")
     saving, loading = (
         recipe(folder, layout, dtype=dtype, distributed=distributed) for layout in (before, after)
     )
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
-    run_on_ranks(save_both_then_go_on, saving.parallel.world_size, "gloo", tmp_path, saving, run, a)
     run_on_ranks(
-        load_both_and_go_on, loading.parallel.world_size, "gloo", tmp_path, loading, run, b
+        save_both_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a
+    )
+    run_on_ranks(
+        load_both_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b
     )
     expected, actual = torch.load(a), torch.load(b)
     assert expected.keys() == actual.keys() and any("critic." in name for name in expected)
@@ -143,7 +147,7 @@ def test_a_loaded_critic_takes_the_same_next_step(before, after, dtype, distribu
             assert relative(actual[name], expected[name]) < 1e-5, name
 
 
-def test_a_run_with_a_critic_converts_to_the_policy_alone(tmp_path):
+def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
     from qurl_megatron.convert import job
     from qurl_megatron.convert.anykind import open_any
     from qurl_megatron.convert.inspect import inspect, text
@@ -152,7 +156,7 @@ def test_a_run_with_a_critic_converts_to_the_policy_alone(tmp_path):
 
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), dict(tensor=2), dtype="bfloat16")
     run = tmp_path / "run"
-    run_on_ranks(save_both_then_go_on, 2, "gloo", tmp_path, config, run, tmp_path / "a.pt")
+    run_on_ranks(save_both_then_go_on, 2, backend, tmp_path, config, run, tmp_path / "a.pt")
     facts = inspect(open_any(run))
     assert facts["critic"] and "a critic, which no conversion takes along" in text(facts)
     job.run(to_huggingface(open_checkpoint(run), tmp_path / "hf"))
@@ -175,12 +179,12 @@ def load_across(device, config, with_critic, without):
             checkpoint.load(latest(without), policy, critic)
 
 
-def test_a_checkpoint_and_a_run_must_agree_on_whether_there_is_a_critic(tmp_path):
+def test_a_checkpoint_and_a_run_must_agree_on_whether_there_is_a_critic(backend, tmp_path):
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), {})
     a, b = tmp_path / "a", tmp_path / "b"
-    run_on_ranks(save_both_then_go_on, 1, "gloo", tmp_path, config, a, tmp_path / "a.pt")
-    run_on_ranks(save_then_go_on, 1, "gloo", tmp_path, config, b, tmp_path / "b.pt")
-    run_on_ranks(load_across, 1, "gloo", tmp_path, config, a, b)
+    run_on_ranks(save_both_then_go_on, 1, backend, tmp_path, config, a, tmp_path / "a.pt")
+    run_on_ranks(save_then_go_on, 1, backend, tmp_path, config, b, tmp_path / "b.pt")
+    run_on_ranks(load_across, 1, backend, tmp_path, config, a, b)
 
 
 def load_into_another_model(device, folder, run_dir):
@@ -193,12 +197,12 @@ def load_into_another_model(device, folder, run_dir):
             checkpoint.load(latest(run_dir), policy)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(backend, tmp_path):
     small = tiny_checkpoint(tmp_path / "small", "qwen2")
     large = tiny_checkpoint(tmp_path / "large", "qwen2", intermediate_size=128)
     run = tmp_path / "run"
-    run_on_ranks(save_then_go_on, 1, "gloo", tmp_path, recipe(small, {}), run, tmp_path / "a.pt")
-    run_on_ranks(load_into_another_model, 1, "gloo", tmp_path, large, run)
+    run_on_ranks(save_then_go_on, 1, backend, tmp_path, recipe(small, {}), run, tmp_path / "a.pt")
+    run_on_ranks(load_into_another_model, 1, backend, tmp_path, large, run)
 
 
 def test_an_unfinished_checkpoint_does_not_exist(tmp_path):

@@ -11,7 +11,7 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.model.context import ContextPart, zigzag
 from qurl_megatron.runtime.megatron import Axis, megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import build, recipe
 
 
@@ -64,7 +64,6 @@ def join_parts(device) -> None:
     torch.testing.assert_close(mine.grad, place.cut(2 * whole * weights.sum(0)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_join_into_the_whole_and_get_their_gradient(backend, tmp_path):
     run_on_ranks(join_parts, 2, backend, tmp_path)
 
@@ -104,7 +103,6 @@ def hf_scores(folder, samples, temperature: float) -> list[torch.Tensor]:
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize(
     "layout", [dict(context=2), dict(tensor=2, context=2), dict(pipeline=2, context=2)]

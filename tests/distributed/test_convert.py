@@ -46,7 +46,7 @@ def check_logits(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_megatron_core_loads_a_conversion_in_every_layout(family, tmp_path):
+def test_megatron_core_loads_a_conversion_in_every_layout(family, backend, tmp_path):
     # 101 rows do not divide over two ranks: the vocabulary is padded.
     hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
     expected = hf_logits(hf, IDS)
@@ -61,7 +61,7 @@ def test_megatron_core_loads_a_conversion_in_every_layout(family, tmp_path):
         run_on_ranks(
             check_logits,
             parallel.world_size,
-            "gloo",
+            backend,
             tmp_path,
             hf,
             out,
@@ -92,14 +92,16 @@ def train_and_save(device, config, run_dir, weights) -> None:
 @pytest.mark.parametrize(
     "layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict()], ids=str
 )
-def test_a_trained_checkpoint_converts_from_its_fp32_masters(family, layout, distributed, tmp_path):
+def test_a_trained_checkpoint_converts_from_its_fp32_masters(
+    family, layout, distributed, backend, tmp_path
+):
     hf = tiny_checkpoint(tmp_path / "hf", family)
     config = recipe(hf, layout, dtype="bfloat16", distributed=distributed)
     saved = tmp_path / "weights.pt"
     run_on_ranks(
         train_and_save,
         config.parallel.world_size,
-        "gloo",
+        backend,
         tmp_path,
         config,
         tmp_path / "run",
@@ -130,7 +132,7 @@ def check_start(device, a: dict, b: dict) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma"])
-def test_training_starts_alike_from_hugging_face_and_from_its_conversion(family, tmp_path):
+def test_training_starts_alike_from_hugging_face_and_from_its_conversion(family, backend, tmp_path):
     hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
     run(to_megatron(open_checkpoint(hf), tmp_path / "megatron", uaq_scale=1.5, tensor=2))
     layout = dict(tensor=2, pipeline=2)
@@ -138,4 +140,4 @@ def test_training_starts_alike_from_hugging_face_and_from_its_conversion(family,
         (recipe(folder, layout, dtype="bfloat16"), scale)
         for folder, scale in ((hf, 1.5), (tmp_path / "megatron", 1.5))
     ]
-    run_on_ranks(check_start, 4, "gloo", tmp_path, *recipes)
+    run_on_ranks(check_start, 4, backend, tmp_path, *recipes)

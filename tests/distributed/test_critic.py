@@ -12,7 +12,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.runtime.megatron import Axis, megatron_runtime
 from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.testing.ranks import run_on_ranks
 from tests.cases import all_but
 from tests.distributed.test_policy import gradient, recipe, relative, whole
 
@@ -143,7 +143,7 @@ def observe(device, config, out) -> None:
             )
 
 
-def run(tmp_path, config, name, backend="gloo") -> dict:
+def run(tmp_path, backend, config, name) -> dict:
     out = tmp_path / f"{name}.pt"
     run_on_ranks(observe, config.parallel.world_size, backend, tmp_path, config, out)
     return torch.load(out, weights_only=True)
@@ -180,20 +180,19 @@ def expected_of(folder) -> tuple[dict, dict, float]:
 
 
 @pytest.fixture(scope="module")
-def qwen2(tmp_path_factory):
+def qwen2(backend, tmp_path_factory):
     """A checkpoint and what one process, and float64, make of it."""
     tmp_path = tmp_path_factory.mktemp("critic")
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    return folder, run(tmp_path, recipe(folder, {}), "alone"), expected_of(folder)
+    return folder, run(tmp_path, backend, recipe(folder, {}), "alone"), expected_of(folder)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", all_but(LAYOUTS, "PP2", "CP2"))
 def test_values_gradients_and_updates_equal_one_process_and_autograd(
     backend, layout, qwen2, tmp_path
 ):
     folder, alone, (expected, gradients, loss) = qwen2
-    split = run(tmp_path, recipe(folder, LAYOUTS[layout]), "split", backend)
+    split = run(tmp_path, backend, recipe(folder, LAYOUTS[layout]), "split")
     assert split["values"].keys() == expected.keys()
     for i, value in expected.items():
         torch.testing.assert_close(split["values"][i].double(), value, rtol=1e-5, atol=1e-5)
@@ -210,11 +209,11 @@ def test_values_gradients_and_updates_equal_one_process_and_autograd(
         assert relative(split["weights"][name], weight) < 1e-4, name
 
 
-def test_values_of_sequences_that_lie_end_to_end_are_those_of_each(qwen2, tmp_path):
+def test_values_of_sequences_that_lie_end_to_end_are_those_of_each(backend, qwen2, tmp_path):
     folder, _, (expected, gradients, _) = qwen2
     config = recipe(folder, LAYOUTS["TP2 x CP2"])
     config = replace(config, train=TrainConfig(max_tokens=64, packed=True))
-    packed = run(tmp_path, config, "packed")
+    packed = run(tmp_path, backend, config, "packed")
     for i, value in expected.items():
         torch.testing.assert_close(packed["values"][i].double(), value, rtol=1e-5, atol=1e-5)
     for name, value in gradients.items():
@@ -222,9 +221,9 @@ def test_values_of_sequences_that_lie_end_to_end_are_those_of_each(qwen2, tmp_pa
 
 
 @pytest.mark.parametrize("family", all_but(["llama", "gemma", "qwen3_moe"], "gemma"))
-def test_other_families_have_critics_as_well(family, tmp_path):
+def test_other_families_have_critics_as_well(family, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
-    actual = run(tmp_path, recipe(folder, dict(tensor=2, pipeline=2)), "split")
+    actual = run(tmp_path, backend, recipe(folder, dict(tensor=2, pipeline=2)), "split")
     expected, gradients, _ = expected_of(folder)
     for i, value in expected.items():
         torch.testing.assert_close(actual["values"][i].double(), value, rtol=1e-4, atol=1e-4)
@@ -251,11 +250,11 @@ def check_first_updates(device, config) -> None:
             assert not torch.equal(once[name], twice[name]), name
 
 
-def test_a_critic_begins_with_zeros_and_its_body_follows_the_head(tmp_path):
+def test_a_critic_begins_with_zeros_and_its_body_follows_the_head(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = recipe(folder, dict(tensor=2))
     config = replace(config, optimizer=OptimizerConfig(lr=1.0, weight_decay=0.0))
-    run_on_ranks(check_first_updates, 2, "gloo", tmp_path, config)
+    run_on_ranks(check_first_updates, 2, backend, tmp_path, config)
 
 
 def check_masters(device, config, critic_config, expected) -> None:
@@ -272,7 +271,7 @@ def check_masters(device, config, critic_config, expected) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma"])
-def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, tmp_path):
+def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, backend, tmp_path):
     import json
 
     from safetensors.torch import load_file, save_file
@@ -287,7 +286,7 @@ def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, tm
     config = recipe(policy, {}, dtype="bfloat16")
     expected = {name: value for name, value in plain.items() if name != "lm_head.weight"}
     critic = CriticConfig(path=str(body))
-    run_on_ranks(check_masters, 1, "gloo", tmp_path, config, critic, expected)
+    run_on_ranks(check_masters, 1, backend, tmp_path, config, critic, expected)
 
 
 def check_refused(device, config, critic, message) -> None:
@@ -295,12 +294,12 @@ def check_refused(device, config, critic, message) -> None:
         build(config, ranks, critic)
 
 
-def test_a_critic_that_reads_other_tokens_is_refused(tmp_path):
+def test_a_critic_that_reads_other_tokens_is_refused(backend, tmp_path):
     policy = tiny_checkpoint(tmp_path / "policy", "qwen2")
     body = tiny_checkpoint(tmp_path / "body", "qwen2", vocab_size=160)
     message = "body has a vocabulary of 160 tokens where the policy's, .*policy, has 128"
     critic = CriticConfig(path=str(body))
-    run_on_ranks(check_refused, 1, "gloo", tmp_path, recipe(policy, {}), critic, message)
+    run_on_ranks(check_refused, 1, backend, tmp_path, recipe(policy, {}), critic, message)
 
 
 def check_reading(device) -> None:
@@ -338,5 +337,5 @@ def check_reading(device) -> None:
     assert seen["critic/explained_variance"] == pytest.approx(-3.0)
 
 
-def test_a_value_is_read_where_the_token_before_is_and_the_clip_holds_it_back(tmp_path):
-    run_on_ranks(check_reading, 1, "gloo", tmp_path)
+def test_a_value_is_read_where_the_token_before_is_and_the_clip_holds_it_back(backend, tmp_path):
+    run_on_ranks(check_reading, 1, backend, tmp_path)

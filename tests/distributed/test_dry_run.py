@@ -92,13 +92,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_dry_run_counts_what_a_real_run_holds(case, tmp_path):
+def test_a_dry_run_counts_what_a_real_run_holds(case, backend, tmp_path):
     options = dict(CASES[case])
     # 131 tokens do not divide over two ranks: padding counts as well.
     sizes = dict(vocab_size=131, tie_word_embeddings=options.pop("tied", False))
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2", **sizes), **options)
     run_on_ranks(
-        train_once_and_count, config.parallel.world_size, "gloo", tmp_path, config, tmp_path
+        train_once_and_count, config.parallel.world_size, backend, tmp_path, config, tmp_path
     )
     stages = dry_run(config).stages
     assert len(stages) == config.parallel.pipeline

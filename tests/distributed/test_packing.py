@@ -7,7 +7,6 @@ import pytest
 from qurl_megatron.config import TrainConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.testing.models import random_samples
-from qurl_megatron.testing.ranks import BACKENDS
 from tests.cases import all_but
 from tests.distributed.test_policy import ALGO, assert_same_training, recipe, run
 
@@ -25,11 +24,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", all_but(CASES, "dynamic", "packed, CP2"))
 def test_a_token_budget_trains_as_fixed_microbatches_do(backend, case, alone, tmp_path):
     family, layout, train = CASES[case]
-    folder, expected = alone(family, backend, **ALGO)
+    folder, expected = alone(family, **ALGO)
     config = replace(recipe(folder, layout, **ALGO), train=TrainConfig(**train))
     actual = run(tmp_path, backend, config, "split")
     assert_same_training(actual, expected)

@@ -37,7 +37,7 @@ def compare(device, config):
         ("qwen3_moe", {}),
     ],
 )
-def test_the_plan_knows_what_every_training_rank_holds(family, changes, tmp_path):
+def test_the_plan_knows_what_every_training_rank_holds(family, changes, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family, **changes)
     config = recipe(folder, dict(tensor=2, pipeline=2))
-    run_on_ranks(compare, 4, "gloo", tmp_path, config)
+    run_on_ranks(compare, 4, backend, tmp_path, config)

@@ -25,7 +25,7 @@ from qurl_megatron.testing.models import (
     random_samples,
     tiny_checkpoint,
 )
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.testing.ranks import run_on_ranks
 from tests.cases import all_but
 
 LAYOUTS = {
@@ -137,10 +137,9 @@ def run(tmp_path, backend, config, name) -> dict:
     return torch.load(out, weights_only=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", all_but(LAYOUTS, "TP2 x DP2", "CP2 x DP2", "PP2 x CP2"))
 def test_gradients_and_updates_equal_one_process(backend, layout, alone, tmp_path):
-    folder, expected = alone("qwen2", backend, **ALGO)
+    folder, expected = alone("qwen2", **ALGO)
     assert_same_training(
         run(tmp_path, backend, recipe(folder, LAYOUTS[layout], **ALGO), "split"), expected
     )
@@ -160,10 +159,10 @@ def assert_same_training(actual: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("family", all_but(["qwen3", "llama", "qwen3_moe"], "llama"))
-def test_other_families_split_as_well(family, alone, tmp_path):
+def test_other_families_split_as_well(family, alone, backend, tmp_path):
     folder, expected = alone(family, **ALGO)
     config = recipe(folder, dict(tensor=2, pipeline=2), **ALGO)
-    assert_same_training(run(tmp_path, "gloo", config, "split"), expected)
+    assert_same_training(run(tmp_path, backend, config, "split"), expected)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -187,7 +186,7 @@ def check_masters(device, config: RunConfig, expected: dict) -> None:
     "layout, distributed", [({}, True), (dict(tensor=2, data=2), True), (dict(pipeline=2), False)]
 )
 def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
-    family, layout, distributed, tmp_path
+    family, layout, distributed, backend, tmp_path
 ):
     from safetensors.torch import load_file
 
@@ -196,7 +195,7 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
     folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
     config = recipe(folder, layout, dtype="bfloat16", distributed=distributed)
-    run_on_ranks(check_masters, config.parallel.world_size, "gloo", tmp_path, config, expected)
+    run_on_ranks(check_masters, config.parallel.world_size, backend, tmp_path, config, expected)
 
 
 def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tensor]:
@@ -258,14 +257,14 @@ def first_gradients(device, config, samples, out) -> None:
 
 
 @pytest.mark.parametrize("family", all_but(FAMILIES, "qwen3", "llama", "mistral"))
-def test_gradients_equal_autograd_through_hugging_face(family, tmp_path):
+def test_gradients_equal_autograd_through_hugging_face(family, backend, tmp_path):
     from qurl_megatron.training.step import deal
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     config = recipe(folder, dict(tensor=2, pipeline=2), kl_coef=0.1, entropy_coef=0.01)
     samples = random_samples(16)
     out = tmp_path / "gradients.pt"
-    run_on_ranks(first_gradients, 4, "gloo", tmp_path, config, samples, out)
+    run_on_ranks(first_gradients, 4, backend, tmp_path, config, samples, out)
     actual = torch.load(out)
     # A lone process deals the same minibatches.
     first = [i for batch in deal([1] * 16, 2, 1, 2, seed=1)[0][0] for i in batch]

@@ -71,10 +71,12 @@ def publish(device, config, scheme, out, updates):
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(tensor=2, context=2)])
-def test_shards_join_into_the_quantized_whole_bit_for_bit(scheme, family, layout, tmp_path):
+def test_shards_join_into_the_quantized_whole_bit_for_bit(
+    scheme, family, layout, backend, tmp_path
+):
     folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131)
     config = recipe(folder, layout, dtype="bfloat16")
-    run_on_ranks(publish, 4, "gloo", tmp_path, config, scheme, tmp_path / "out", 0)
+    run_on_ranks(publish, 4, backend, tmp_path, config, scheme, tmp_path / "out", 0)
 
     published = tmp_path / "out/0"
     actual = dict(read_version(published, Manifest.read(published)))
@@ -93,13 +95,13 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(scheme, family, layout
 
 
 @pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(data=2), dict(context=2)])
-def test_drift_metrics_do_not_depend_on_the_layout(layout, tmp_path):
+def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     seen = {}
     for name, parallel in {"alone": {}, "split": layout}.items():
         config = recipe(folder, parallel, dtype="bfloat16")
         out = tmp_path / name
-        run_on_ranks(publish, config.parallel.world_size, "gloo", tmp_path, config, "int8", out, 2)
+        run_on_ranks(publish, config.parallel.world_size, backend, tmp_path, config, "int8", out, 2)
         seen[name] = [torch.load(out / f"metrics-{v}.pt") for v in (1, 2)]
     for alone, split in zip(seen["alone"], seen["split"], strict=True):
         assert 0 < alone["quant/code_flip_rate"] < 1
@@ -131,11 +133,11 @@ def publish_in_two_formats(device, config, out):
             torch.save(seen, out / "metrics.pt")
 
 
-def test_a_publisher_goes_over_to_unquantized_versions(tmp_path):
+def test_a_publisher_goes_over_to_unquantized_versions(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = recipe(folder, dict(tensor=2), dtype="bfloat16")
     out = tmp_path / "out"
-    run_on_ranks(publish_in_two_formats, 2, "gloo", tmp_path, config, out)
+    run_on_ranks(publish_in_two_formats, 2, backend, tmp_path, config, out)
     whole = load_file(folder / "model.safetensors")
     for version, scheme in enumerate(["int8", "int8", "none", "none"]):
         manifest = Manifest.read(out / str(version))
@@ -175,8 +177,8 @@ def publish_nan(device, config, out):
             dist.barrier()  # all are still in step
 
 
-def test_weights_of_one_rank_that_cannot_be_quantized_are_named_on_all(tmp_path):
+def test_weights_of_one_rank_that_cannot_be_quantized_are_named_on_all(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = recipe(folder, dict(tensor=2, data=2))
-    run_on_ranks(publish_nan, 4, "gloo", tmp_path, config, tmp_path / "out")
+    run_on_ranks(publish_nan, 4, backend, tmp_path, config, tmp_path / "out")
     assert not list((tmp_path / "out").glob("[0-9]*"))  # nothing was published

@@ -6,10 +6,9 @@ import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import quantize
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.testing.ranks import run_on_ranks
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shards_equal_the_whole_bit_for_bit(backend, world_size, tmp_path):
     run_on_ranks(check_every_scheme, world_size, backend, tmp_path)

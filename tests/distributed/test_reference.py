@@ -14,7 +14,7 @@ from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.state import TrainState, latest
 from tests.distributed.test_policy import build, recipe, whole
 
@@ -92,7 +92,9 @@ def check_same_weights(device, config, reference) -> None:
 
 
 @pytest.mark.parametrize("where", ["where the actor came from", "a conversion of it"])
-def test_before_any_update_the_divergence_from_the_same_weights_is_exactly_zero(where, tmp_path):
+def test_before_any_update_the_divergence_from_the_same_weights_is_exactly_zero(
+    where, backend, tmp_path
+):
     from qurl_megatron.convert.job import run
     from qurl_megatron.convert.to_megatron import to_megatron
     from qurl_megatron.weights import open_checkpoint
@@ -103,7 +105,7 @@ def test_before_any_update_the_divergence_from_the_same_weights_is_exactly_zero(
         path = str(tmp_path / "megatron")
         run(to_megatron(open_checkpoint(folder), tmp_path / "megatron", uaq_scale=1.5))
     config = recipe(folder, dict(tensor=2), dtype="bfloat16")
-    run_on_ranks(check_same_weights, 2, "gloo", tmp_path, config, Reference(path))
+    run_on_ranks(check_same_weights, 2, backend, tmp_path, config, Reference(path))
 
 
 def check_other(device, config, reference, expected) -> None:
@@ -129,7 +131,7 @@ def check_other(device, config, reference, expected) -> None:
     ids=str,
 )
 def test_the_divergence_from_a_second_checkpoint_is_that_of_the_two_models(
-    family, layout, tmp_path
+    family, layout, backend, tmp_path
 ):
     folder = tiny_checkpoint(tmp_path / "model", family)
     other = moved_away(folder, by=0.02)
@@ -139,7 +141,7 @@ def test_the_divergence_from_a_second_checkpoint_is_that_of_the_two_models(
     config = recipe(folder, layout)
     reference = Reference(str(other), "host")
     run_on_ranks(
-        check_other, config.parallel.world_size, "gloo", tmp_path, config, reference, expected
+        check_other, config.parallel.world_size, backend, tmp_path, config, reference, expected
     )
 
 
@@ -170,7 +172,6 @@ def check_memories(device, config, path) -> None:
             assert torch.equal(log_probs, seen[1][i])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_that_wait_on_the_host_score_bit_for_bit_the_same(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     other = moved_away(folder, by=0.02)
@@ -198,10 +199,10 @@ def check_after_resume(device, config, run_dir) -> None:
                 assert torch.equal(same[i], began[i])
 
 
-def test_a_resumed_run_has_the_reference_it_began_with(tmp_path):
+def test_a_resumed_run_has_the_reference_it_began_with(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "llama")
     config = recipe(folder, dict(pipeline=2), dtype="bfloat16", kl_coef=0.1)
-    run_on_ranks(check_after_resume, 2, "gloo", tmp_path, config, tmp_path / "run")
+    run_on_ranks(check_after_resume, 2, backend, tmp_path, config, tmp_path / "run")
 
 
 def check_refused(device, config, cases) -> None:
@@ -211,7 +212,7 @@ def check_refused(device, config, cases) -> None:
                 build(config, ranks, reference=Reference(path))
 
 
-def test_a_reference_of_another_shape_is_refused_by_name(tmp_path):
+def test_a_reference_of_another_shape_is_refused_by_name(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     more = tiny_checkpoint(tmp_path / "more", "qwen2", vocab_size=160)
     deep = tiny_checkpoint(tmp_path / "deep", "qwen2", num_hidden_layers=2)
@@ -222,4 +223,4 @@ def test_a_reference_of_another_shape_is_refused_by_name(tmp_path):
         (str(tied), "algo.reference=.*tied has tied=True where the actor, .*model, has False"),
         (str(tmp_path / "none"), "none is not a folder; name a checkpoint"),
     ]
-    run_on_ranks(check_refused, 1, "gloo", tmp_path, recipe(folder, {}), cases)
+    run_on_ranks(check_refused, 1, backend, tmp_path, recipe(folder, {}), cases)

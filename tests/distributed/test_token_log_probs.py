@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.algo import log_probs, token_log_probs
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.testing.ranks import run_on_ranks
 
 
 def dense(logits, targets, temperature=1.0):
@@ -42,7 +42,6 @@ def check_against_dense(device, logits_TV, targets_T, vocab_size, temperature, t
     assert (leaf.grad[:, padding] == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shards_equal_dense_in_values_and_gradients(backend, world_size, tmp_path):
     run_on_ranks(check_every_case, world_size, backend, tmp_path)
@@ -74,7 +73,6 @@ def check_every_case(device):
     torch.testing.assert_close(entropy.cpu().double(), expected[1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_has_two_collectives_and_backward_none(backend, tmp_path):
     run_on_ranks(check_collectives, 2, backend, tmp_path)
 

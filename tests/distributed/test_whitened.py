@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.algo import advantages, whitened
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from qurl_megatron.testing.ranks import run_on_ranks
 
 
 def check_against_whole(device):
@@ -31,6 +31,5 @@ def check_against_whole(device):
     assert calls == [torch.float64]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_on_two_ranks_are_whitened_as_one_batch(backend, tmp_path):
     run_on_ranks(check_against_whole, 2, backend, tmp_path)

@@ -77,13 +77,7 @@ def responses(out: Path) -> list[dict]:
 def interrupted(arguments: list[str], out: Path, number: int, *, after: int) -> int:
     """The exit code of an evaluation that got a signal when it had so many responses."""
     with (out.parent / "log").open("a") as log:
-        # In the background SIGINT is ignored, and processes started from there inherit that.
-        process = subprocess.Popen(
-            ["env", "--default-signal=INT", *arguments],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
     end = time.monotonic() + 240
     while len(responses(out)) < after:
         assert process.poll() is None and time.monotonic() < end, (out.parent / "log").read_text()

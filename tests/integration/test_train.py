@@ -64,9 +64,9 @@ def recipe(tmp_path_factory) -> Path:
     return path
 
 
-def qurl(*arguments, timeout=240) -> subprocess.CompletedProcess:
+def qurl(*arguments, timeout=240, env=None) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [*QURL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout
+        [*QURL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=env
     )
 
 

@@ -145,6 +145,7 @@ def rejoins(drill: Drill, engine: Engine, other: Engine) -> None:
 
 
 # First: the module's engines do not run yet.
+@pytest.mark.slice
 def test_a_run_that_loses_an_engine_loses_no_sample_and_has_it_back_some_steps_later(tmp_path):
     options = ["rollout.backend=sglang", f"rollout.sglang_python={PYTHON}"]
     run = Run(make_recipe(tmp_path), "run", *options)
@@ -169,6 +170,7 @@ def test_a_run_that_loses_an_engine_loses_no_sample_and_has_it_back_some_steps_l
         assert f"engine-0 {event}" in report, event
 
 
+@pytest.mark.slice
 def test_an_engine_killed_between_two_buckets_leaves_and_comes_back_with_the_next_version(drill):
     killed, other = drill.fleet.serving()
     pid = killed.process.popen.pid

@@ -11,6 +11,7 @@ from tests.sglang.engines import (
     servers,
 )
 
+IN_SLICE = ("int8", "fp8-tp2")
 CASES = {
     "int8": Case("qwen2", "int8"),
     "fp8": Case("qwen2", "fp8", changes={"tie_word_embeddings": True}),
@@ -28,7 +29,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slice] if name in IN_SLICE else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_an_updated_server_answers_as_one_started_from_that_checkpoint(case, tmp_path):
     first, second = checkpoints(case, tmp_path, ["first", "second"])
     with servers(

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from qurl_megatron.cli import main
-from qurl_megatron.config import load
+from qurl_megatron.config import ParallelConfig, load
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model import memory
 from qurl_megatron.model.memory import Pass
+from qurl_megatron.runtime.pretend import pretended_rank, without_gpus
 from qurl_megatron.training.dry_run import GIB, dry_run, render
 from qurl_megatron.weights import read_arch
 
@@ -206,6 +207,35 @@ def test_no_memory_is_taken_for_what_is_only_rehearsed(tmp_path):
     assert "32.76 B parameters" in done.stdout
 
 
-def test_megatrons_buffers_go_to_the_cpu_again_afterwards(tmp_path):
-    dry_run(recipe(tmp_path))
-    assert torch.cuda.current_device() == torch.device("cpu")
+def device_of_buffers() -> list[torch.device]:
+    """In a rehearsal, and after it."""
+    with pretended_rank(ParallelConfig(), 0):
+        found = [torch.cuda.current_device()]
+    return [*found, torch.cuda.current_device()]
+
+
+def test_megatrons_buffers_go_to_the_cpu_again_afterwards():
+    assert without_gpus(device_of_buffers) == [torch.device("meta"), torch.device("cpu")]
+
+
+def test_on_a_machine_with_gpus_the_same_is_found(tmp_path, monkeypatch):
+    config = recipe(tmp_path, "parallel.tensor=4")
+    without = dry_run(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert dry_run(config) == without
+
+
+def test_a_transformer_engine_that_needs_a_gpu_is_no_obstacle(tmp_path):
+    """Installed on a login node it cannot even be imported; Megatron expects it to be whole."""
+    package = tmp_path / "site" / "transformer_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open')")
+    recipe(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "qurl_megatron.cli", "show", tmp_path / "recipe.toml", "--dry-run"],
+        env={**os.environ, "PYTHONPATH": f"{package.parent}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "14.77 B parameters" in done.stdout

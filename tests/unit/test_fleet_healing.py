@@ -133,6 +133,50 @@ def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp
         assert fleet.serving() == [stopped, other]
 
 
+def test_an_engine_that_answers_nothing_but_writes_to_its_log_is_at_work_not_hung(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        fleet.publish("unused", 1)
+        engine = fleet.engines()[0]
+        process = engine.process.popen
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with engine.process.log.open("a") as log:
+            while time.monotonic() < started + 1.5:  # a limit is 0.6 s
+                print("compiling a kernel", file=log, flush=True)
+                time.sleep(0.05)
+            assert process.poll() is None and engine.state == "serving"
+            while process.poll() is None:  # no amount of writing buys more than 4 limits
+                assert time.monotonic() < started + 6
+                print("compiling a kernel", file=log, flush=True)
+                time.sleep(0.05)
+        assert time.monotonic() > started + 4 * 0.6
+
+
+SLOW = """
+import runpy, sys, time
+for layer in range(12):
+    print("loading", layer, flush=True)
+    time.sleep(0.5)
+runpy.run_module("qurl_megatron.testing.engines", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_an_engine_may_take_its_time_to_start_while_its_log_grows(tmp_path):
+    config = RolloutConfig(start_timeout_s=4.0, **QUICK)
+    command = [sys.executable, "-c", SLOW]
+    options = {"scheme": "none", "log_dir": tmp_path, "serve_command": command}
+    with Fleet(config, "unused", **options) as fleet:
+        assert len(fleet.serving()) == 1
+
+
+def test_limits_follow_the_kind_of_engine_unless_they_are_given():
+    plain, sglang = RolloutConfig(), RolloutConfig(backend="sglang")
+    assert (plain.start_limit_s, sglang.start_limit_s) == (300, 900)
+    assert (plain.health_limit_s("embedded"), plain.health_limit_s("sglang")) == (60, 300)
+    given = RolloutConfig(backend="sglang", start_timeout_s=7.0, health_timeout_s=2.0)
+    assert (given.start_limit_s, given.health_limit_s("sglang")) == (7, 2)
+
+
 def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():
     hung, good = FakeEngine(), FakeEngine()
     with hung, good, adopted(hung, good, update_timeout_s=0.5) as fleet:
@@ -374,7 +418,7 @@ def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_pa
     "wrong,message",
     [
         ({"engines": 0}, "rollout.engines must be 1 or more, got 0"),
-        ({"health_timeout_s": 0.0}, "rollout.health_timeout_s must be positive"),
+        ({"health_timeout_s": -1.0}, "rollout.health_timeout_s must be 0 or more"),
         ({"max_restarts": -1}, "rollout.max_restarts must be 0 or more"),
         ({"urls": ("localhost:1",)}, "like http://host:30000, got 'localhost:1'"),
         ({"urls": ("http://a:1",), "rendezvous": "f"}, "both name engines"),
@@ -411,3 +455,38 @@ def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, mon
     lost = RolloutConfig(backend="sglang", sglang_python="/no/python")
     with pytest.raises(ConfigError, match="rollout.sglang_python = /no/python does not exist"):
         process.launches(lost, "model", tmp_path, **known)
+
+
+SHARED = {"engines": 4, "engine_tensor": 2}
+
+
+@pytest.mark.parametrize(
+    "rollout,gpus,ranks,message",
+    [
+        ({**SHARED, "colocate": True}, 8, 8, None),
+        ({**SHARED, "engine_first_gpu": 8}, 16, 8, None),
+        (SHARED, 8, 0, None),  # nobody trains here
+        (SHARED, 8, 8, "puts engines on GPUs of the trainer.*set rollout.engine_first_gpu=8"),
+        ({**SHARED, "engine_first_gpu": 3}, 16, 4, "rollout.engine_first_gpu=3 puts engines on"),
+        ({**SHARED, "engine_first_gpu": 1}, 8, 0, "need 9 GPUs, but the leading rank sees 8"),
+        (
+            {**SHARED, "colocate": True},
+            1,
+            8,
+            r"need 8 GPUs, but the leading rank sees 1 \(CUDA_VISIBLE_DEVICES=0\).*ask it for "
+            "--gpus-per-node instead of --gpus-per-task",
+        ),
+    ],
+)
+def test_engines_that_have_no_gpus_of_their_own_are_refused_in_a_sentence(
+    rollout, gpus, ranks, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = RolloutConfig(backend="sglang", sglang_python=sys.executable, **rollout)
+    known = {"scheme": "int8", "dtype": "bfloat16", "api_key": "secret", "trainer_ranks": ranks}
+    if message is None:
+        assert len(process.launches(config, "model", tmp_path, **known)) == 4
+    else:
+        with pytest.raises(ConfigError, match=message):
+            process.launches(config, "model", tmp_path, **known)

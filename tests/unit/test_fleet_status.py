@@ -1,4 +1,5 @@
 import io
+import signal
 import subprocess
 import sys
 import time
@@ -83,17 +84,16 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, cap
 def test_watching_goes_on_until_interrupted(tmp_path):
     with FakeEngine(version="41") as engine:
         command = [sys.executable, "-m", "qurl_megatron.cli", "fleet", "status", engine.url]
-        watching = subprocess.Popen(
-            [*command, "--watch", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        try:
-            end = time.monotonic() + 30
-            while engine.looks < 12 and time.monotonic() < end:
-                time.sleep(0.02)
-            assert watching.poll() is None
-            watching.send_signal(2)
-            out, error = watching.communicate(timeout=10)
-        finally:
-            watching.kill()
+        command += ["--watch", "0.05"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+            try:
+                end = time.monotonic() + 30
+                while engine.looks < 12 and time.monotonic() < end:
+                    time.sleep(0.02)
+                assert watching.poll() is None
+                watching.send_signal(signal.SIGINT)
+                out, error = watching.communicate(timeout=10)
+            finally:
+                watching.kill()
         assert watching.returncode == 130 and error == b""
         assert b"41" in out

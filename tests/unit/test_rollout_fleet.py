@@ -128,11 +128,16 @@ def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder,
 
 
 def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder, tmp_path):
-    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
-    config = replace(CONFIG, start_timeout_s=0.5)
+    sleeps = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(60)"]
+    config = replace(CONFIG, start_timeout_s=0.6)
     fleet = Fleet(config, folder, scheme="int8", log_dir=tmp_path, serve_command=sleeps)
     start = time.monotonic()
-    with pytest.raises(EngineError, match="engine-1 did not start within"):
+    with pytest.raises(
+        EngineError,
+        match="engine-1 did not start: [1-9] s were spent waiting for it to say where it listens, "
+        "and its log has not grown for 1 s; the limit is rollout.start_timeout_s = 0.6; see .*"
+        "engine-1.log, whose last line is: loading",
+    ):
         fleet.__enter__()
     assert fleet.engines() == []
     assert time.monotonic() - start < 5  # ended by SIGTERM, not by SIGKILL after a grace period

@@ -1,5 +1,6 @@
 """Point to point between real processes: bytes arrive, and nobody waits for the dead or stopped."""
 
+import re
 import signal
 import time
 from datetime import timedelta
@@ -8,14 +9,30 @@ import pytest
 import torch
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.transport import open_receiver
+from qurl_megatron.rollout.transport import facts, open_receiver
 from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_store
+from qurl_megatron.rollout.transport.meeting import Hello, still_open
 from qurl_megatron.rollout.wire import Receipt, checksum, piece_of
 from tests.unit.remote import Remote, together
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 3.0
 LARGE = 64 << 20  # far more than sockets hold
+
+# With GPUs, real or emulated, all of it again over NCCL; each process has one of its own.
+GPUS = torch.cuda.device_count()
+DEVICES = ["cpu"] + (["cuda"] if GPUS >= 4 else [])
+
+
+def here() -> torch.device:
+    """Where this process has its tensors."""
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+def on_gpu(index: int, make, *args):
+    torch.cuda.set_device(index)
+    torch.cuda.init()
+    return make(*args)
 
 
 class Trainer:
@@ -26,6 +43,7 @@ class Trainer:
             join_store(HOST, port, 20.0),
             rank,
             2,
+            device=here(),
             timeout_s=TIMEOUT_S,
             connect_timeout_s=connect_timeout_s,
             receipt_wait_s=1.0,
@@ -41,6 +59,12 @@ class Trainer:
     def __getattr__(self, name):
         return getattr(self.sender, name)
 
+    def opened(self):
+        return self.sender.opened
+
+    def links(self):
+        return {name: link.id for name, link in self.sender._links.items()}
+
     def finish(self):
         self.sender.finish(keep=1)
 
@@ -48,38 +72,43 @@ class Trainer:
 class Engine:
     """A tensor rank of an engine."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, protocol: str = facts.FORMAT) -> None:
+        self.rank, self.receiver = rank, None
+        facts.FORMAT = protocol
 
     def open(self, transport):
-        self.receiver = open_receiver(transport, self.rank)
+        if self.receiver is None or not self.receiver.follow(transport):
+            self.receiver = open_receiver(transport, self.rank)
 
     def fetch(self, blob):
         memory = self.receiver.fetch(blob)
         assert all(checksum(piece_of(memory, p)) == p.checksum for p in blob.pieces)
-        return memory.numpy().tobytes() if blob.bytes < 1 << 20 else checksum(memory)
+        return memory.cpu().numpy().tobytes() if blob.bytes < 1 << 20 else checksum(memory)
 
     def report(self, session):
         self.receiver.report(Receipt(session, self.rank, None, 7, 0.5))
 
     def close(self):
         self.receiver.close()
+        self.receiver = None
 
 
 def codes(rank, index, tp, engine_rank, size):
     generator = torch.Generator().manual_seed(rank * 1000 + index * 100 + tp * 10 + engine_rank)
     weight = torch.randint(-127, 128, (size // 64, 64), dtype=torch.int8, generator=generator)
     scale = torch.rand(3, 1, generator=generator)
-    return [("weight", weight, 0, 5), ("scale", scale, None, 0)]
+    return [("weight", weight.to(here()), 0, 5), ("scale", scale.to(here()), None, 0)]
 
 
-@pytest.fixture
-def cast():
+@pytest.fixture(params=DEVICES)
+def cast(request):
     """Makes processes; ends them all."""
     made = []
     store = host_store(HOST, 20.0)
 
     def remote(make, *args):
+        if request.param == "cuda":
+            args, make = (len(made) % GPUS, make, *args), on_gpu
         made.append(Remote(make, *args))
         return made[-1]
 
@@ -129,6 +158,152 @@ def test_every_engine_rank_gets_the_bytes_that_are_its_own(cast):
         assert [(r.rank, r.error, r.bytes) for r in receipts] == [(0, None, 7), (1, None, 7)]
         together(trainers, "finish")
         together(engine, "close")
+
+
+def carry(trainers, engines, index=0, size=640):
+    """One bucket to every engine, and whole."""
+    tps = {len(ranks) for ranks in engines}
+    blobs = {tp: together(trainers, "put", index, tp, size) for tp in tps}
+    together(trainers, "deliver", index)
+    for ranks in engines:
+        for theirs in blobs[len(ranks)]:
+            for engine, blob in zip(ranks, theirs, strict=True):
+                engine.call("fetch", blob)
+    assert together(trainers, "settle") == [{}, {}]
+    together(trainers, "finish")
+
+
+def test_links_stay_open_from_version_to_version_until_an_engine_goes_or_is_another(cast):
+    trainers = cast.trainers()
+    pair, single = [cast(Engine, 0), cast(Engine, 1)], [cast(Engine, 0)]
+    for _ in range(3):
+        connect(trainers, {"pair": pair, "single": single})
+        for index in range(3):
+            carry(trainers, [pair, single], index)
+    assert together(trainers, "opened") == [2, 2]  # one for each engine, not for each pair of ranks
+    first = together(trainers, "links")
+    assert first[0] == first[1] == {"pair": "pair/1", "single": "single/1"}
+
+    single[0].signal(signal.SIGKILL)
+    connect(trainers, {"pair": pair})
+    carry(trainers, [pair])
+    assert together(trainers, "links") == [{"pair": "pair/1"}] * 2
+    single = [cast(Engine, 0)]  # another process under the old name
+    connect(trainers, {"pair": pair, "single": single})
+    carry(trainers, [pair, single])
+    assert together(trainers, "links") == [{"pair": "pair/1", "single": "single/5"}] * 2
+    assert together(trainers, "opened") == [3, 3]
+
+
+def test_what_an_abandoned_version_left_in_a_link_is_not_taken_for_the_next_one(cast):
+    trainers, engine = cast.trainers(), [cast(Engine, 0)]
+    connect(trainers, {"a": engine})
+    carry(trainers, [engine])
+    connect(trainers, {"a": engine})
+    together(trainers, "put", 7, 1, 640)
+    together(trainers, "deliver", 7)  # and nobody asks for it
+    connect(trainers, {"a": engine})
+    assert together(trainers, "links") == [{"a": "a/3"}] * 2
+    carry(trainers, [engine], 7, 1280)
+
+
+def test_a_link_that_one_end_has_dropped_is_opened_anew_by_all(cast):
+    trainers, engine = cast.trainers(), [cast(Engine, 0), cast(Engine, 1)]
+    connect(trainers, {"a": engine})
+    carry(trainers, [engine])
+    trainers[1].call("drop", "a")
+    connect(trainers, {"a": engine})
+    carry(trainers, [engine])
+    engine[1].call("close")
+    connect(trainers, {"a": engine})
+    carry(trainers, [engine])
+    assert together(trainers, "links") == [{"a": "a/3"}] * 2
+
+
+def test_an_engine_of_another_version_of_the_package_is_refused_in_a_sentence(cast):
+    trainers, old, well = cast.trainers(), cast(Engine, 0, "qurl-update-0"), [cast(Engine, 0)]
+    together(trainers, "begin", 1)
+    for name, engine in (("old", old), ("well", well[0])):
+        engine.start("open", trainers[0].call("describe", name))
+    sentence = (
+        rf"the trainer has protocol {facts.FORMAT} \(torch .*\), the engine protocol qurl-update-0 "
+        r"\(torch .*\), and they would not understand each other; install the same version of "
+        "qurl-megatron in both environments"
+    )
+    for failures in together(trainers, "connect", {"old": 1, "well": 1}):
+        assert failures.keys() == {"old"} and re.fullmatch(sentence, failures["old"])
+    with pytest.raises(ConfigError, match=sentence):
+        old.result()
+    well[0].result()
+    (blob,) = trainers[0].call("put", 0, 1, 640)
+    trainers[0].call("deliver", 0)
+    well[0].call("fetch", blob)
+
+
+SAME = {
+    "protocol": "1",
+    "torch": "2.13.0",
+    "nccl": "2.27.5",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+@pytest.mark.parametrize(
+    "kind,changes,expected",
+    [
+        ("nccl", {}, None),
+        ("nccl", {"torch": "2.14.1", "cuda": "13.0"}, None),
+        (
+            "nccl",
+            {"torch": "2.14.1", "nccl": "2.28.3"},
+            "the trainer has nccl 2.27.5 (torch 2.13.0), the engine nccl 2.28.3 (torch 2.14.1), "
+            "and NCCL connects equal versions alone; install one NCCL (nvidia-nccl) in both "
+            "environments, or set sync.transport=files",
+        ),
+        (
+            "nccl",
+            {"NCCL_CUMEM_ENABLE": "unset"},
+            "the trainer has NCCL_CUMEM_ENABLE 0 (torch 2.13.0), the engine NCCL_CUMEM_ENABLE "
+            "unset (torch 2.13.0), and one communicator needs one value; start both with the same "
+            "NCCL_CUMEM_ENABLE, or set sync.transport=files",
+        ),
+        ("nccl", {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE"),
+        ("gloo", {"nccl": "2.28.3", "NCCL_CUMEM_ENABLE": "1", "torch": "2.14.1"}, None),
+        ("memory", {"nccl": "2.28.3", "torch": "2.14.1"}, None),
+        ("memory", {"protocol": "0"}, "protocol"),
+    ],
+)
+def test_two_ends_must_agree_in_what_their_transport_needs(kind, changes, expected):
+    found = facts.disagreement(kind, SAME, {**SAME, **changes})
+    if expected is None or " " in expected:
+        assert found == expected
+    else:
+        assert f"the trainer has {expected} " in found
+
+
+def test_the_trainer_takes_sglangs_settings_of_nccl_unless_it_has_its_own(monkeypatch):
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    facts.settle_nccl()
+    told = facts.own_facts()
+    assert (told["NCCL_CUMEM_ENABLE"], told["NCCL_NVLS_ENABLE"]) == ("0", "1")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+
+
+@pytest.mark.parametrize(
+    "links,sent,come,expected",
+    [
+        (["a", "a", "a"], [(3,), (2,)], (3, 2), True),
+        (["a", "a", "a"], [(3,), (2,)], (3, 1), False),  # one is still on its way
+        (["a", "", "a"], [(3,), ()], (3, 2), False),
+        (["a", "a", "b"], [(3,), (2,)], (3, 2), False),
+        (["", "", ""], [(), ()], (), False),
+    ],
+)
+def test_a_link_stays_open_where_all_hold_it_and_nothing_is_left_in_it(links, sent, come, expected):
+    ends = zip(links, [*sent, come], strict=True)
+    assert still_open([Hello(link, moved, {}) for link, moved in ends], senders=2) == expected
 
 
 def test_a_receipt_that_nobody_left_is_an_error_in_its_place(cast):

@@ -69,7 +69,6 @@ class Rank:
     open_receiver: Open
     session: Session | None = None
     past: set[str] = field(default_factory=set)  # sessions that another one has followed
-    transport: dict | None = None
     receiver: Receiver | None = None
 
     def reach(self, transport: dict, rank: int) -> None:
@@ -77,10 +76,10 @@ class Rank:
         Raises:
             ConfigError: the sender's end cannot be opened.
         """
-        if self.receiver is not None and self.transport == transport:
+        if self.receiver is not None and self.receiver.follow(transport):
             return
         self.release()
-        self.receiver, self.transport = self.open_receiver(transport, rank), transport
+        self.receiver = self.open_receiver(transport, rank)
 
     def release(self) -> None:
         receiver, self.receiver = self.receiver, None

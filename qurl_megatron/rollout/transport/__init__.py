@@ -51,9 +51,10 @@ class Sender(Protocol):
         """A new version: whatever an unfinished one left is dropped."""
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
-        """Open the way to every engine, given its TP size, where it is not open yet.
+        """Open the way to these engines, given their TP sizes, and to no others.
 
-        All training ranks call it together with the same engines, while these handle "connect".
+        What is open already stays so. All training ranks call it together with the same engines,
+        while these handle "connect".
         """
 
     def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
@@ -88,7 +89,14 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """One engine rank's end, opened from ``Message.transport`` for one session."""
+    """One engine rank's end, opened from ``Message.transport``; one session comes after another."""
+
+    def follow(self, transport: dict[str, Any]) -> bool:
+        """Go on with the next session; False where ``transport`` needs another end.
+
+        Raises:
+            ConfigError: it needs this end, and the sender cannot be reached.
+        """
 
     def fetch(self, blob: Blob) -> Tensor:
         """The blob's bytes, uint8 [blob.bytes], valid until the next fetch.

@@ -110,7 +110,11 @@ class FilesSender(AtOnce):
 
 class FilesReceiver:
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
+        self._transport = transport
         self._receipts = Path(transport["receipts"])
+
+    def follow(self, transport: dict[str, Any]) -> bool:
+        return transport == self._transport
 
     def fetch(self, blob: Blob) -> Tensor:
         path, offset = Path(blob.where["path"]), blob.where["offset"]

@@ -1,9 +1,10 @@
 """Buckets from point to point, over gloo or NCCL, cut to what each engine rank keeps.
 
-Each engine has a process group of its own with all training ranks (first) and its tensor ranks
-(after them), so what befalls one engine stays between the trainer and it. The groups are built on a
-TCP store that the leading training rank hosts; receipts come back through it. Neither side needs a
-default group, and none that it has is touched.
+Each engine has a link of its own to all training ranks (``link``), so what befalls one engine stays
+between the trainer and it. A link stays open from version to version, and serves one after another;
+before each, its ends meet (``meeting``), and open it anew where one has lost it, or is new. They
+meet in a TCP store that the leading training rank hosts; receipts come back through it. Neither
+side needs a default group, and none that it has is touched.
 
 Whatever a peer does, die or only stop, every wait ends within its timeout.
 
@@ -11,13 +12,12 @@ Nothing here is encrypted or authenticated, as with all of gloo and NCCL: bind t
 address that only the cluster reaches.
 """
 
-import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -27,11 +27,18 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.transport import Failures, Part, Rank
+from qurl_megatron.rollout.transport.facts import own_facts
+from qurl_megatron.rollout.transport.link import Link, open_link
+from qurl_megatron.rollout.transport.meeting import (
+    Hello,
+    LinkError,
+    Meeting,
+    patient,
+    still_open,
+)
 from qurl_megatron.rollout.transport.memory import SLOTS
 from qurl_megatron.rollout.transport.receipts import missing
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
-
-POLL_S = 0.001
 
 
 def host_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -55,16 +62,6 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
-@dataclass
-class _Link:
-    """The way to one engine."""
-
-    group: dist.ProcessGroup
-    tp: int
-    sending: dict[int, list[dist.Work]] = field(default_factory=dict)  # by bucket
-    deadline: dict[int, float] = field(default_factory=dict)
-
-
 class GroupSender:
     kind = "group"
     cut = True
@@ -86,14 +83,17 @@ class GroupSender:
             rank, size: of all training ranks.
             device: where the weights are; decides between gloo and NCCL.
             timeout_s: an engine that has not taken a bucket by then is dropped.
-            connect_timeout_s: one that has not come to its group by then, likewise.
+            connect_timeout_s: one that has not come to its link by then, likewise.
         """
         self.store, self.rank, self.size = store, rank, size
         self.device = torch.device(device)
         self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         self.receipt_wait_s = receipt_wait_s
+        self.opened = 0  # links so far
+        self._run = secrets.token_hex(4)  # told to engines by the leading rank alone
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
+        self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
         self._failures: Failures = {}
         self._memory: dict[tuple[int, Rank], Tensor] = {}  # by slot
         self._ready: dict[int, dict[Rank, Tensor]] = {}  # what was put, by bucket
@@ -104,27 +104,32 @@ class GroupSender:
             "backend": "nccl" if self.device.type == "cuda" else "gloo",
             "host": self.store.host,
             "port": self.store.port,
-            "prefix": self._prefix(engine),
+            "run": self._run,
+            "engine": engine,
+            "update": self._updates,
             "senders": self.size,
             "timeout_s": self.timeout_s,
             "connect_timeout_s": self.connect_timeout_s,
         }
 
     def begin(self, version: int) -> None:
-        self._hang_up()
+        self._failures.clear()
+        self._ready.clear()
         self._updates += 1
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
-        new = {engine: tp for engine, tp in engines.items() if engine not in self._links}
-        if new:
-            with ThreadPoolExecutor(len(new)) as pool:  # who does not come keeps nobody waiting
-                links = list(pool.map(self._connect, new.keys(), new.values()))
-            for engine, link in zip(new, links, strict=True):
-                if isinstance(link, _Link):
+        for gone in self._links.keys() - engines.keys():
+            self.drop(gone)
+        if engines:
+            with ThreadPoolExecutor(len(engines)) as pool:  # who does not come keeps nobody waiting
+                links = list(pool.map(self._connect, engines.keys(), engines.values()))
+            for engine, link in zip(engines, links, strict=True):
+                if isinstance(link, Link):
                     self._links[engine] = link
                 else:
                     self._failures[engine] = link
-        return {engine: self._failures[engine] for engine in new if engine in self._failures}
+                    self.drop(engine)
+        return dict(self._failures)
 
     def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
         assert to is not None, "each engine rank gets blobs of its own"
@@ -140,15 +145,15 @@ class GroupSender:
         return Blob({"source": self.rank, "index": index}, size, pieces)
 
     def deliver(self, index: int) -> None:
-        ready = self._ready.pop(index, {})
+        ready = sorted(self._ready.pop(index, {}).items(), key=lambda item: item[0])
         for engine, link in list(self._links.items()):
+            tp = len(link.moved)
+            messages = [(self.size + rank, memory) for (of, rank), memory in ready if of == tp]
             link.deadline[index] = time.monotonic() + self.timeout_s
             with self._dropping(engine):
-                link.sending[index] = [
-                    link.group.send([memory], self.size + rank, index)
-                    for (tp, rank), memory in sorted(ready.items(), key=lambda item: item[0])
-                    if tp == link.tp
-                ]
+                link.sending[index] = link.send(messages, index)
+                for rank, _ in messages:
+                    link.moved[rank - self.size] += 1
 
     def settle(self) -> Failures:
         for index in sorted({i for link in self._links.values() for i in link.sending}):
@@ -158,16 +163,14 @@ class GroupSender:
     def drop(self, engine: str) -> None:
         link = self._links.pop(engine, None)
         if link is not None:
-            link.sending.clear()
-            link.group.abort()
+            link.abort()
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         deadline = time.monotonic() + self.receipt_wait_s
         found = []
         for rank in range(ranks):
             key = _receipt(session, rank)
-            while not (there := self.store.check([key])) and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            there = patient(self.store, key, deadline)
             found.append(
                 Receipt.from_json(self.store.get(key).decode()) if there else missing(session, rank)
             )
@@ -175,35 +178,47 @@ class GroupSender:
         return found
 
     def finish(self, *, keep: int) -> None:
-        self._hang_up()
+        pass  # links stay: the next version takes the same way
 
     def close(self) -> None:
-        self._hang_up()
+        for engine in list(self._links):
+            self.drop(engine)
+        self._stores.clear()
         self._memory.clear()
 
-    def _prefix(self, engine: str) -> str:
-        return f"update-{self._updates}/{engine}"
-
-    def _connect(self, engine: str, tp: int) -> _Link | str:
+    def _connect(self, engine: str, tp: int) -> Link | str:
         """The link, or why there is none."""
-        about = self.describe(engine)
+        about, held = self.describe(engine), self._links.get(engine)
+        if held is not None and len(held.moved) != tp:
+            self.drop(engine)
+            held = None
         try:
-            store = join_store(about["host"], about["port"], self.connect_timeout_s)
+            store = self._stores.get(engine)
+            if store is None:
+                store = join_store(about["host"], about["port"], self.connect_timeout_s)
+                self._stores[engine] = store
+            meeting = _meeting(about, store)
             if self.rank == 0:
-                store.set(_size(about["prefix"]), str(self.size + tp))
-            return _Link(_group(about, store, self.rank, self.size + tp), tp)
+                meeting.announce(tp)
+            link = _met(about, meeting, held, rank=self.rank, tp=tp, device=self.device)
         except (RuntimeError, OSError) as error:  # torch tells most that can go wrong on the way so
+            if isinstance(error, _Refused):
+                return str(error)
             return (
                 f"training rank {self.rank} could not reach its {tp} ranks within "
                 f"{self.connect_timeout_s:g} s: {_gist(error)}"
             )
+        if link is not held:
+            self.opened += 1
+        link.sending.clear()  # of a version that was abandoned; all of it has come
+        return link
 
     def _await(self, index: int) -> None:
         """Until all engines have what was delivered for ``index``, or are dropped."""
         for engine, link in list(self._links.items()):
             with self._dropping(engine):
                 for work in link.sending.pop(index, ()):
-                    _finish(work, link.deadline[index], self.device)
+                    link.finish(work, link.deadline[index])
 
     @contextmanager
     def _dropping(self, engine: str) -> Iterator[None]:
@@ -216,47 +231,47 @@ class GroupSender:
             )
             self.drop(engine)
 
-    def _hang_up(self) -> None:
-        for engine in list(self._links):
-            self.drop(engine)
-        self._failures.clear()
-        self._ready.clear()
-
 
 class GroupReceiver:
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         """
         Raises:
-            ConfigError: the training ranks cannot be reached, or do not come in time.
+            ConfigError: the training ranks cannot be reached, do not come in time, or are made of
+                something else.
         """
-        self._timeout_s = transport["timeout_s"]
+        self._timeout_s, self._rank = transport["timeout_s"], rank
         self._device = torch.device("cpu")
         if transport["backend"] == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
-        host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
-        try:
-            self._store = join_store(host, port, wait_s)
-            size = int(self._store.get(_size(transport["prefix"])))
-            self._group = _group(transport, self._store, transport["senders"] + rank, size)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"engine rank {rank} could not meet the training ranks at {host}:{port} within "
-                f"{wait_s:g} s: {_gist(error)}"
-            ) from None
+        self._run = self._of(transport)
+        self._link: Link | None = None
+        self._store: dist.TCPStore | None = None
+        self._meet(transport)
+
+    def follow(self, transport: dict[str, Any]) -> bool:
+        if self._of(transport) != self._run:
+            return False  # another trainer's
+        self._meet(transport)
+        return True
 
     def fetch(self, blob: Blob) -> Tensor:
+        if self._link is None:
+            raise ConfigError("the link to the training ranks is not open")
         if len(self._memory) < blob.bytes:
             self._memory = torch.empty(blob.bytes, dtype=torch.uint8, device=self._device)
         memory, source = self._memory[: blob.bytes], blob.where["source"]
         try:
-            work = self._group.recv([memory], source, blob.where["index"])
-            _finish(work, time.monotonic() + self._timeout_s, self._device)
+            deadline = time.monotonic() + self._timeout_s
+            self._link.receive([(source, memory)], blob.where["index"], deadline)
         except RuntimeError as error:
+            # At once: a kernel that waits for the sender would keep the GPU from all else.
+            self._hang_up()
             raise ConfigError(
                 f"training rank {source} did not send {blob.bytes / 1e6:.1f} MB within "
                 f"{self._timeout_s:g} s: {_gist(error)}"
             ) from None
+        self._link.moved[source] += 1
         return memory
 
     def report(self, receipt: Receipt) -> None:
@@ -266,77 +281,82 @@ class GroupReceiver:
             raise ConfigError(f"the trainer's store is gone: {_gist(error)}") from None
 
     def close(self) -> None:
-        self._group.abort()
+        self._hang_up()
         # The sockets close with the last reference.
-        del self._group, self._store, self._memory
+        del self._store, self._memory
+
+    def _meet(self, transport: dict[str, Any]) -> None:
+        host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
+        try:
+            if self._store is None:
+                self._store = join_store(host, port, wait_s)
+            meeting = _meeting(transport, self._store)
+            rank, tp = transport["senders"] + self._rank, meeting.size()
+            held, self._link = self._link, None
+            self._link = _met(transport, meeting, held, rank=rank, tp=tp, device=self._device)
+        except _Refused as error:
+            raise ConfigError(str(error)) from None
+        except RuntimeError as error:
+            raise ConfigError(
+                f"engine rank {self._rank} could not meet the training ranks at {host}:{port} "
+                f"within {wait_s:g} s: {_gist(error)}"
+            ) from None
+
+    def _hang_up(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.abort()
+
+    def _of(self, transport: Mapping[str, Any]) -> list:
+        return [transport[x] for x in ("host", "port", "run", "engine", "backend", "senders")]
 
 
-def _group(
-    about: Mapping[str, Any], store: dist.TCPStore, rank: int, size: int
-) -> dist.ProcessGroup:
-    prefixed = dist.PrefixStore(about["prefix"], store)
-    if about["backend"] == "nccl":
-        return _nccl_group(prefixed, rank, size)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=about["connect_timeout_s"])
-    # By itself gloo listens where this machine's name points to, which may be nowhere.
-    own = _own_address(about["host"], about["port"])
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-    return dist.ProcessGroupGloo(prefixed, rank, size, options)
+class _Refused(LinkError):
+    """The two ends cannot be joined, however long one waits."""
 
 
-def _nccl_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-    """NCCL connects two ranks when they first send; ``_finish`` keeps the time, not NCCL."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)
-    # Read when the group is made. The default ends this process when a peer dies.
-    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(key)
-    os.environ[key] = "0"
-    try:
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = before
+def _meeting(about: Mapping[str, Any], store: dist.Store) -> Meeting:
+    return Meeting(store, about["engine"], about["update"], about["senders"])
 
 
-def _finish(work: dist.Work, deadline: float, device: torch.device) -> None:
-    """Wait until bytes are sent or here.
+def _met(
+    about: Mapping[str, Any],
+    meeting: Meeting,
+    held: Link | None,
+    *,
+    rank: int,
+    tp: int,
+    device: torch.device,
+) -> Link:
+    """The link for this version: the one that is held where it still does, else a new one.
 
     Raises:
-        RuntimeError: the peer is gone, or the deadline is past.
+        RuntimeError: there is none; the one that was held is aborted.
     """
-    left_s = max(deadline - time.monotonic(), 0.001)  # gloo takes 0 for "forever"
-    if device.type == "cpu":
-        work.wait(timedelta(seconds=left_s))
-        return
-    # NCCL's own wait only makes the stream wait.
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RuntimeError("timed out")
-        time.sleep(POLL_S)
-    work.wait()
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
-def _size(prefix: str) -> str:
-    return f"size/{prefix}"
+    hello = Hello("", (), own_facts())
+    if held is not None:
+        hello = Hello(held.id, tuple(held.moved), hello.facts)
+    try:
+        hellos = meeting.attend(rank, tp, hello, about["connect_timeout_s"])
+        if reason := meeting.refusal(about["backend"], hellos):
+            raise _Refused(reason)
+        if still_open(hellos, meeting.senders):
+            return held
+    except RuntimeError:
+        if held is not None:
+            held.abort()
+        raise
+    if held is not None:
+        held.abort()
+    link = f"{about['engine']}/{meeting.number}"
+    return open_link(about, meeting.store, link, rank=rank, tp=tp, device=device)
 
 
 def _receipt(session: str, rank: int) -> str:
     return f"receipt/{session}/{rank}"
 
 
-def _gist(error: RuntimeError) -> str:
+def _gist(error: Exception) -> str:
     """The cause without the place in torch's source and its stack."""
-    line = str(error).splitlines()[0]
+    line = str(error).partition("\n")[0]
     return line.partition("] ")[2] if line.startswith("[") else line

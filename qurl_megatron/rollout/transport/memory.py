@@ -98,8 +98,12 @@ class MemorySender(AtOnce):
 
 class MemoryReceiver:
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
+        self._transport = transport
         self._receipts = Path(transport["receipts"])
         self._open: dict[str, tuple[dict[str, Any], Tensor]] = {}
+
+    def follow(self, transport: dict[str, Any]) -> bool:
+        return transport == self._transport
 
     def fetch(self, blob: Blob) -> Tensor:
         key = blob.where["slot"]

@@ -1,0 +1,126 @@
+"""A distributed optimizer's state in a checkpoint: read and written where it lies.
+
+Each data-parallel rank owns a run of a flat buffer: of a parameter, some of its elements in row-major
+order. A checkpoint holds masters and moments in the parameters' own shapes, so that any layout can
+load them. Megatron gathers whole buffers for that, on the GPU and several times over in host memory.
+But a run of elements *is* a few boxes of its tensor: part of a row, whole rows, part of a row. Each
+rank writes its own boxes and reads them in place, under the keys that Megatron's format
+"fully_reshardable" has. Nothing is gathered or copied, and older checkpoints load.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor, nn
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cut elements [start, stop) of a row-major tensor into boxes, in the elements' order.
+
+    >>> boxes((3, 4), 2, 9)
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    found: list[Box] = []
+    while start < stop:
+        index, within = divmod(start, row)
+        rows = (stop - start) // row
+        if within == 0 and rows:
+            found.append(((index, *(0 for _ in shape[1:])), (rows, *shape[1:])))
+            start += rows * row
+            continue
+        end = min(row, within + stop - start)
+        for offsets, sizes in boxes(shape[1:], within, end):
+            found.append(((index, *offsets), (1, *sizes)))
+        start += end - within
+    return found
+
+
+def in_place(optimizer: Any) -> None:
+    """Have a Megatron optimizer's distributed parts read and write their state where it lies."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(part, "sharded_param_state_fully_reshardable"):
+            part.sharded_param_state_fully_reshardable = _StateOf(part)
+            # What the boxes view has been filled by the time this is called.
+            part.load_parameter_state_from_fully_reshardable = _nothing_left
+
+
+def _nothing_left(_loaded: Any) -> None:
+    pass
+
+
+class _StateOf:
+    """What takes the place of the method of one distributed optimizer."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __call__(
+        self, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        places = {
+            place.data: place
+            for place in nested_values(model)
+            if isinstance(place, ShardedTensor | ShardedTensorFactory)
+        }
+        state: dict[str, ShardedTensor] = {}
+        for parameter in self.part.model_param_gbuf_map:
+            owned = self.part._get_model_param_range_map(parameter)["param"]
+            tensors = self.part._get_main_param_and_optimizer_states(parameter)
+            for kind in ("param", "exp_avg", "exp_avg_sq"):
+                flat = tensors[kind].detach().view(-1)
+                for box in _owned(places[parameter], parameter, owned.start, owned.end, flat):
+                    box.key = f"optimizer.state.{kind}.{box.key}"
+                    state[f"{box.key}:{box.global_offset}"] = box
+        return state
+
+
+def _owned(
+    place: ShardedTensor | ShardedTensorFactory,
+    parameter: nn.Parameter,
+    start: int,
+    stop: int,
+    flat: Tensor,
+) -> Iterator[ShardedTensor]:
+    """Elements [start, stop) of a parameter as boxes of its whole tensors, viewing ``flat``.
+
+    Args:
+        place: where the parameter lies in the model's checkpoint; a factory cuts it into several
+            tensors, such as the halves of a gated MLP.
+        flat: the elements' values.
+    """
+    for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
+        assert piece.data.is_contiguous(), f"{piece.key} is cut across its rows"
+        first = piece.data.storage_offset() - parameter.storage_offset()
+        begin, end = max(start - first, 0), min(stop - first, piece.data.numel())
+        for offsets, sizes in boxes(piece.local_shape or (1,), begin, end):
+            count = math.prod(sizes)
+            here = first + begin - start
+            begin += count
+            # Layers and experts are leading axes of the whole tensor that a parameter lacks.
+            leading = piece.prepend_axis_num
+            origin = piece.global_offset
+            sizes = (*(1 for _ in range(leading)), *sizes)
+            yield replace(
+                piece,
+                data=flat[here : here + count].view(sizes),
+                dtype=flat.dtype,
+                local_shape=sizes,
+                global_offset=(
+                    *origin[:leading],
+                    *(a + b for a, b in zip(origin[leading:], offsets, strict=True)),
+                ),
+                axis_fragmentations=None,  # boxes of any size
+                prepend_axis_num=0,
+                replica_id=(*piece.replica_id[:2], 0),  # data ranks have no copies of it
+            )

@@ -1,0 +1,192 @@
+"""Who speaks what: tensors of GPUs over NCCL, all else over gloo; and which device a rank has."""
+
+import datetime
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime import files, launch, megatron
+from qurl_megatron.runtime.megatron import RankLost, megatron_runtime, share
+from qurl_megatron.testing.ranks import run_on_ranks
+
+CUDA = torch.device("cuda", 0)
+
+
+def meet_as_on_gpus(parallel: ParallelConfig) -> int:
+    """A rank whose groups have two backends as on GPUs: torch's fake one stands for NCCL."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers it
+
+    spoken = megatron._backend(CUDA)
+    spoken = spoken.replace("nccl", "fake") if ":" in spoken else "cuda:fake"
+    megatron._backend = lambda device: spoken
+    with megatron_runtime(parallel) as ranks:
+        groups = dist.distributed_c10d._world.pg_map
+        assert len(groups) > 10  # Megatron's are among them
+        for group in groups:
+            assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
+            assert group.bound_device_id is None  # barriers would go there
+        for group in (ranks.tensor.group, ranks.copies.group, None):
+            found = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, dist.get_rank(), group=group)
+            assert len(set(found)) == len(found) and None not in found
+            dist.barrier(group)
+    return 0
+
+
+def test_objects_and_barriers_go_over_gloo_in_every_group():
+    parallel = ParallelConfig(tensor=2, data=2)
+    assert launch.launch(meet_as_on_gpus, (parallel,), parallel.world_size) == 0
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+def wait_for_a_slow_rank(device) -> None:
+    if dist.get_rank() == 0:
+        time.sleep(5)
+    start = time.process_time()
+    assert share([dist.get_rank()], waiting_for="nothing") == [0]
+    assert time.process_time() - start < 0.5
+
+
+def test_who_waits_takes_no_core(tmp_path):
+    run_on_ranks(wait_for_a_slow_rank, 2, "gloo", tmp_path)
+
+
+def lose_rank_0(device, meeting) -> None:
+    """In a world of less patience than the harness'."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    wait = datetime.timedelta(seconds=2)
+    dist.init_process_group("gloo", f"file://{meeting}", timeout=wait, rank=rank, world_size=2)
+    if rank == 0:
+        time.sleep(6)
+    else:
+        with pytest.raises(RankLost, match="rank 1 waited 2 hours for what rank 0 does .rollouts"):
+            share(None, waiting_for="rollouts")
+
+
+def test_who_has_waited_for_too_long_tells_for_what(tmp_path):
+    run_on_ranks(lose_rank_0, 2, "gloo", tmp_path, tmp_path / "again")
+
+
+def hear_that_rank_0_is_gone(device) -> None:
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+    else:
+        with pytest.raises(RankLost, match="rank 1 lost rank 0 or another one .*rollouts"):
+            share(None, waiting_for="rollouts")
+
+
+def test_a_rank_that_is_gone_is_named(tmp_path):
+    run_on_ranks(hear_that_rank_0_is_gone, 2, "gloo", tmp_path)
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def train_on_the_cpu_beside_gpus(device) -> None:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 2
+    with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
+        assert ranks.device == torch.device("cpu")
+        # What Megatron, and the model's builder, ask.
+        assert torch.cuda.current_device() == torch.device("cpu")
+        assert not torch.cuda.is_available() and not torch.cuda.device_count()
+
+
+def test_ranks_that_speak_gloo_leave_gpus_alone(tmp_path):
+    run_on_ranks(train_on_the_cpu_beside_gpus, 2, "gloo", tmp_path)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A process that sees some GPUs, which CUDA calls by these names."""
+
+    def see(*uuids: str, local_rank: int = 0) -> None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(uuid=uuids[device.index]),
+        )
+
+    return see
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(gpus):
+    gpus("a", "b", "c", local_rank=2)
+    assert megatron._device() == torch.device("cuda", 2)
+    gpus("c", local_rank=2)
+    assert megatron._device() == torch.device("cuda", 0)
+
+
+def test_more_ranks_than_gpus_are_refused(gpus):
+    gpus("a", "b", local_rank=2)
+    with pytest.raises(ConfigError, match="2 GPUs and a rank with LOCAL_RANK=2"):
+        megatron._device()
+
+
+def gather(monkeypatch, *others: str) -> None:
+    def all_gather_object(found: list, mine: str) -> None:
+        found[:] = [mine, *others]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1 + len(others))
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+
+
+def test_ranks_that_see_one_gpu_each_must_see_different_ones(gpus, monkeypatch):
+    gpus("a")
+    gather(monkeypatch, "b", "c")
+    megatron._refuse_shared_gpus(CUDA)
+    gather(monkeypatch, "b", "a")
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 have the same GPU \(a\)"):
+        megatron._refuse_shared_gpus(CUDA)
+
+
+def test_parts_of_one_gpu_are_told_apart(gpus, monkeypatch):
+    gpus("a")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    gather(monkeypatch, "MIG-2")
+    megatron._refuse_shared_gpus(CUDA)
+    gather(monkeypatch, "MIG-1")
+    with pytest.raises(ConfigError, match="same GPU .MIG-1"):
+        megatron._refuse_shared_gpus(CUDA)
+
+
+# -- where to go on --------------------------------------------------------------------------------
+
+
+def look_for_checkpoints(device, run_dir) -> None:
+    from qurl_megatron.training import loop
+    from qurl_megatron.training.state import TrainState
+
+    if dist.get_rank() > 0:  # its node has the folders of a minute ago
+        loop.latest = lambda run_dir: None
+    with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
+        path, state = loop._newest(run_dir, ranks)
+    assert (path.name, state) == ("step_000004", TrainState(step=4, notice="n"))
+
+
+def test_rank_0_decides_where_all_resume(tmp_path):
+    from qurl_megatron.training.state import TrainState
+
+    for step in (2, 4):
+        folder = tmp_path / f"run/checkpoints/step_{step:06d}"
+        folder.mkdir(parents=True)
+        TrainState(step=step, notice="n").write(folder)
+    run_on_ranks(look_for_checkpoints, 2, "gloo", tmp_path, tmp_path / "run")
+
+
+def test_a_file_that_never_appears_is_told_of(tmp_path):
+    with pytest.raises(ConfigError, match="not to be seen on .* set train.run_dir to a folder"):
+        files.wait_until_seen(tmp_path / "a/b/c", "x", key="train.run_dir", seconds=0.6)

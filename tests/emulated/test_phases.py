@@ -1,0 +1,126 @@
+"""What a rank does with its GPU in each phase of a run, as the emulated device counts it.
+
+Memory is what the dry run says, nothing of it is read before it is written (it is full of NaN), and
+only tensors travel over NCCL.
+"""
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from qurl_megatron.config import AlgoConfig, OptimizerConfig, QuantConfig, SyncConfig
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.training.dry_run import dry_run
+from qurl_megatron.training.state import TrainState, latest
+from tests.distributed.test_dry_run import recipe
+from tests.distributed.test_publish import KeepsVersions
+
+KIB = 1 << 10
+SLACK = 64 * KIB
+"""Random states, flags and norms, beside models of some MiB."""
+
+
+class Phases:
+    """Bytes after each phase, and at most in it, beyond what was there before all."""
+
+    def __init__(self) -> None:
+        self.after: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+        self._begun = torch.cuda.memory_allocated()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str):
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        self.after[name] = torch.cuda.memory_allocated() - self._begun
+        self.most[name] = torch.cuda.max_memory_allocated() - self._begun
+
+
+def go_through_all(device, config, out: Path) -> None:
+    from emulated_cuda.distributed import object_collectives
+
+    with megatron_runtime(config.parallel) as ranks:
+        phase = Phases()
+        policy, critic = _build(phase, config, ranks)
+        _train_and_publish(phase, config, policy, critic, out)
+        _save_and_load(phase, policy, critic, out)
+        assert not object_collectives()
+        if ranks.tensor.rank == ranks.data.rank == ranks.context.rank == 0:
+            (out / f"stage-{ranks.pipeline.rank}.json").write_text(json.dumps(vars(phase)))
+
+
+def _build(phase, config, ranks):
+    from qurl_megatron.model.critic import Critic
+    from qurl_megatron.model.policy import Policy
+
+    with phase("build"):
+        policy = Policy.build(config.model, config.parallel, config.optimizer, ranks)
+        critic = None
+        if config.algo.advantage == "gae":
+            critic = Critic.build(
+                config.model, config.parallel, config.critic, config.optimizer, ranks
+            )
+    return policy, critic
+
+
+def _train_and_publish(phase, config, policy, critic, out) -> None:
+    from qurl_megatron.sync.publisher import Publisher
+    from qurl_megatron.sync.senders import make_sender
+    from qurl_megatron.training.step import improve
+
+    fleet = KeepsVersions(out) if policy.ranks.leads else None
+    sender = make_sender(config.sync, config.rollout, policy, out)
+    with Publisher(policy, fleet, config.quant, config.sync, sender) as publisher:
+        for step in (1, 2):
+            with phase(f"step {step}"):
+                samples = Responses.of(random_samples(16))
+                improve(policy, samples, config, step=step, timer=Timer(), critic=critic)
+            with phase(f"publish {step}"):
+                publisher.publish(step)
+
+
+def _save_and_load(phase, policy, critic, out) -> None:
+    from qurl_megatron.training import checkpoint
+
+    with phase("save"):
+        checkpoint.save(out, policy, TrainState(step=2), keep=1, critic=critic)
+    with phase("load"):
+        checkpoint.load(latest(out), policy, critic)
+
+
+CASES = {
+    "FP32": dict(dtype="float32"),
+    "DP2, whole optimizer on every rank": dict(
+        data=2, optimizer=OptimizerConfig(distributed=False)
+    ),
+    "TP2 x PP2, critic": dict(tensor=2, pipeline=2, algo=AlgoConfig(advantage="gae")),
+    "CP2": dict(context=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_phase_takes_the_memory_that_the_dry_run_says(case, nccl, tmp_path):
+    sizes = dict(hidden_size=128, intermediate_size=512, vocab_size=2051)
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", **sizes)
+    config = replace(
+        recipe(folder, **CASES[case]),
+        quant=QuantConfig(scheme="int8"),
+        sync=SyncConfig(bucket_mb=0.25, keep=1, dir=str(tmp_path / "versions")),
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    run_on_ranks(go_through_all, config.parallel.world_size, nccl, tmp_path, config, out)
+    for index, stage in enumerate(dry_run(config).stages):
+        real = json.loads((out / f"stage-{index}.json").read_text())
+        after, most = real["after"], real["most"]
+        for phase, held in after.items():
+            print(case, index, phase, held - stage.at_rest, most[phase] - stage.at_rest, stage)
+            assert abs(held - stage.at_rest) < SLACK, phase

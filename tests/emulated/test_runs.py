@@ -1,0 +1,155 @@
+"""Whole runs by the command line, on emulated GPUs: they measure what runs on the CPU measure.
+
+Rewards depend on the sampled tokens, so that they are equal or another response was drawn; all else
+differs by the order in which sums are taken.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.training.state import TrainState, latest
+from tests.integration.test_guard import RECIPE as GUARDED
+from tests.integration.test_guard import as_if_killed_after
+from tests.integration.test_train import QURL, descendants, metrics, qurl
+
+QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
+
+# The recipe that ships, made small.
+SMALL = (
+    "warmstart.steps=30",
+    "warmstart.hidden=64",
+    "warmstart.layers=2",
+    "warmstart.intermediate=128",
+    "warmstart.batch=64",
+    "data.task_size=2000",
+    "data.prompts_per_step=8",
+    "train.steps=3",
+    "train.micro_batch=16",
+    "train.eval_prompts=16",
+    "checkpoint.every=1",
+    "checkpoint.keep=3",
+)
+TOLERANCE = dict(rel=1e-4, abs=1e-6)
+
+
+class Room:
+    """One folder with a model, in which runs are done on either device."""
+
+    def __init__(self, root: Path, recipe: Path, *options: str) -> None:
+        self.root, self.recipe = root, recipe
+        self.options = (f"model.path={root / 'model'}", *options)
+
+    def command(self, name: str, *options: str) -> list[str]:
+        run_dir = f"train.run_dir={self.root / name}"
+        return ["train", str(self.recipe), *self.options, *options, run_dir]
+
+    def run(self, name: str, *options: str, gpus: dict[str, str] | None = None) -> Path:
+        """The run directory of a run that ended well."""
+        done = qurl(*self.command(name, *options), env={**os.environ, **(gpus or {})})
+        assert done.returncode == 0, done.stderr
+        return self.root / name
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Room:
+    return Room(tmp_path_factory.mktemp("quickstart"), QUICKSTART, *SMALL)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(room) -> Path:
+    """First, because it makes the model."""
+    return room.run("cpu")
+
+
+@pytest.fixture(scope="module")
+def on_gpus(room, on_cpu, gpus) -> Path:
+    return room.run("gpus", gpus=gpus)
+
+
+def assert_same_metrics(actual: Path, expected: Path) -> None:
+    found, right = metrics(actual), metrics(expected)
+    assert found.keys() == right.keys()
+    for step, names in right.items():
+        assert found[step].keys() == names.keys()
+        for name, value in names.items():
+            close = (
+                value
+                if name.startswith(("reward/", "eval/"))
+                else pytest.approx(value, **TOLERANCE)
+            )
+            assert found[step][name] == close, (step, name)
+
+
+def test_the_quickstart_measures_on_gpus_what_it_measures_on_the_cpu(on_cpu, on_gpus):
+    assert_same_metrics(on_gpus, on_cpu)
+
+
+def test_engines_and_trainer_were_on_the_gpus(on_gpus):
+    """Or the comparison would be one of the CPU with itself."""
+    logs = "".join(path.read_text() for path in (on_gpus / "logs").glob("engine-*.log"))
+    assert "cuda" in logs
+
+
+def test_killed_outright_and_resumed_it_measures_the_same(room, on_gpus, gpus):
+    run_dir = room.root / "killed"
+    command = [*QURL, *room.command("killed")]
+    run = subprocess.Popen(
+        command, env={**os.environ, **gpus}, stdout=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 300
+    with run:
+        while not (run_dir / "checkpoints/step_000001/state.json").exists():
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        for pid in descendants(run.pid):
+            os.kill(pid, signal.SIGKILL)
+    room.run("killed", gpus=gpus)
+    assert metrics(run_dir) == metrics(on_gpus)
+
+
+def test_a_checkpoint_of_either_device_is_resumed_on_the_other(room, on_cpu, gpus):
+    again = as_if_killed_after(1, on_cpu)
+    room.run(again.name, "train.steps=2", gpus=gpus)
+    assert TrainState.read(latest(again)).step == 2
+    room.run(again.name)
+    assert_same_metrics(again, on_cpu)
+
+
+PPO = (
+    "algo.name=ppo",
+    "algo.kl_coef=0.01",
+    "algo.reference_memory=host",  # pinned
+    "parallel.context=2",
+    "parallel.tensor=1",
+    "train.max_tokens=96",
+    "train.packed=true",
+    "quant.scheme=fp8",
+    "train.steps=2",
+)
+
+
+def test_a_critic_packed_sequences_and_a_pinned_reference_measure_what_they_do_on_the_cpu(
+    room, on_cpu, gpus
+):
+    assert_same_metrics(room.run("ppo-gpus", *PPO, gpus=gpus), room.run("ppo-cpu", *PPO))
+
+
+def test_batches_are_generated_on_gpus_while_the_policy_trains(room, on_cpu, gpus):
+    run_dir = room.run("ahead", "rollout.max_staleness=1", "model.dtype=bfloat16", gpus=gpus)
+    seen = metrics(run_dir)
+    assert seen[1]["sync/staleness"] == 0
+    assert max(seen[step]["sync/staleness"] for step in (2, 3)) == 1
+
+
+def test_the_guard_falls_back_to_unquantized_rollouts_on_gpus(tmp_path, gpus):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(GUARDED.format(root=tmp_path))
+    run_dir = Room(tmp_path, recipe).run("guarded", "guard.action=bf16", gpus=gpus)
+    seen = metrics(run_dir)
+    assert [seen[step]["rollout/quantized"] for step in (1, 2, 3)] == [1, 1, 0]
+    assert seen[1]["rollout/kl_k3"] > 1e-9 > seen[3]["rollout/kl_k3"]  # float32 on both sides

@@ -1,0 +1,134 @@
+"""What a rank's children inherit: no launcher's variables, and the cores of the job."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qurl_megatron.config import RewardConfig
+from qurl_megatron.rewards import RewardPool
+from qurl_megatron.rollout.process import EngineProcess
+from qurl_megatron.rollout.sglang.launch import Launch
+from qurl_megatron.runtime.children import expandable_segments, job_cores, without_launcher
+
+TORCHRUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "8",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_RANK": "0",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/error.json",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "PET_NPROC_PER_NODE": "8",
+}
+OTHERS = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x3",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "PMI_RANK": "0",
+    "PMIX_RANK": "0",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+KEPT = {
+    "PATH": "/usr/bin",
+    "PYTHONPATH": "/a",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "NCCL_SOCKET_IFNAME": "ib0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HOME": "/cache",
+}
+
+
+def test_nothing_of_a_rank_is_left_and_all_else_stays():
+    assert without_launcher({**TORCHRUN, **OTHERS, **KEPT}) == KEPT
+
+
+@pytest.mark.parametrize(
+    "env,found",
+    [
+        ({}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:8, expandable_segments: True"},
+            "PYTORCH_ALLOC_CONF=max_split_size_mb:8, expandable_segments: True",
+        ),
+    ],
+)
+def test_expandable_segments_are_recognised(env, found):
+    assert expandable_segments(env) == found
+
+
+@pytest.mark.parametrize(
+    "own,fenced,env,expected",
+    [
+        ({0, 1}, {0, 1, 2, 3}, {"SLURM_JOB_ID": "7"}, {0, 1, 2, 3}),
+        ({0, 1}, {0, 1, 2, 3}, {"OMPI_COMM_WORLD_SIZE": "2"}, {0, 1, 2, 3}),
+        # By hand: who gives two cores with taskset means them.
+        ({0, 1}, {0, 1, 2, 3}, {}, {0, 1}),
+        # The job has two of four, and nothing keeps it from the others.
+        ({0, 1}, {0, 1, 2, 3}, {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2"}, {0, 1}),
+        ({0}, {0, 1}, {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2"}, {0, 1}),
+    ],
+)
+def test_children_get_the_cores_of_the_job(own, fenced, env, expected):
+    assert job_cores(own, fenced, env) == expected
+
+
+BOUND = """
+import os, sys
+from pathlib import Path
+from tests.unit.test_children import cores_of_an_engine, cores_of_a_worker
+print(len(os.sched_getaffinity(0)), cores_of_an_engine(Path(sys.argv[1])), cores_of_a_worker())
+print(len(os.sched_getaffinity(0)))
+"""
+
+
+def cores_of_an_engine(folder) -> int:
+    code = "import os; print(len(os.sched_getaffinity(0)), 'RANK' in os.environ)"
+    engine = EngineProcess("engine", Launch((sys.executable, "-c", code), {}), folder)
+    engine.start()
+    engine.popen.wait()
+    cores, has_rank = engine.log.read_text().split()
+    assert has_rank == "False"
+    return int(cores)
+
+
+def cores_of_a_worker() -> int:
+    with RewardPool(RewardConfig(kind="math")) as pool:
+        return len(os.sched_getaffinity(pool._workers[0].process.pid))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("batch", [True, False], ids=["by srun", "by hand"])
+def test_children_of_a_rank_that_is_bound_to_one_core(batch, tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    env = {**os.environ, "RANK": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env |= {"SLURM_JOB_ID": "7"} if batch else {}
+    done = subprocess.run(
+        ["taskset", "-c", str(cores[0]), sys.executable, "-c", BOUND, str(tmp_path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    all_of_them = len(cores) if batch else 1
+    assert list(map(int, done.stdout.split())) == [1, all_of_them, all_of_them, 1]

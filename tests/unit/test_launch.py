@@ -1,0 +1,169 @@
+"""What a rank finds in its environment, and what it makes of what launchers put there."""
+
+import json
+import os
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime import launch
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "123",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """An environment of its own, without a launcher's variables; nothing in it outlasts a test."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        plain.pop(name, None)
+    for name in ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        plain.pop(name, None)
+    monkeypatch.setattr(os, "environ", plain)
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node7", "node7"),
+        ("node[07,09-12]", "node07"),
+        ("gpu-[3-5,8].cluster,login1", "gpu-3.cluster"),
+        ("rack[1-2]node[01-04],other", "rack1node01"),
+        ("a,b[1-2]", "a"),
+    ],
+)
+def test_under_srun_the_first_node_is_found_without_slurms_commands(hosts, first, environment):
+    environment |= {**SLURM, "SLURM_STEP_NODELIST": hosts, "PATH": ""}
+    assert launch.place_under_launcher(2)
+    assert environment["MASTER_ADDR"] == first
+    place = [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
+    assert place == ["1", "1", "2", "20123"]
+
+
+def test_a_given_meeting_point_stays(environment):
+    environment |= {**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7"}
+    assert launch.place_under_launcher(2)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.9", "7")
+
+
+def test_srun_without_a_list_of_nodes_is_refused(environment):
+    environment |= SLURM
+    with pytest.raises(ConfigError, match="set MASTER_ADDR"):
+        launch.place_under_launcher(2)
+
+
+# -- names that resolve to this machine alone ------------------------------------------------------
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """A node that its /etc/hosts calls 127.0.1.1, with interfaces and routes as a test says."""
+
+    def make(interfaces: dict[str, str], routes: dict[str, str], own: str | None = "127.0.1.1"):
+        def look_up(name, *_, **__):
+            if name != "node1":
+                raise OSError("no such name")
+            if own is None:
+                raise OSError("no such name")
+            return [(socket.AF_INET, 0, 0, "", (own, 0))]
+
+        monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        addresses = {
+            name: [SimpleNamespace(family=socket.AF_INET, address=address)]
+            for name, address in {"lo": "127.0.0.1", **interfaces}.items()
+        }
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+        monkeypatch.setattr(launch, "_address_towards", routes.get)
+
+    return make
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node0"}
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "routes", "chosen"),
+    [
+        # As seen from another node than that of rank 0.
+        ({"eth0": "10.0.0.5", "ib0": "10.9.0.5"}, {"node0": "10.9.0.5"}, "ib0"),
+        # On the node of rank 0 the meeting point is itself.
+        (
+            {"eth0": "10.0.0.5", "ib0": "10.9.0.5"},
+            {"node0": "127.0.0.1", "192.0.2.1": "10.0.0.5"},
+            "eth0",
+        ),
+        ({"ib0": "10.9.0.5"}, {}, "ib0"),
+    ],
+)
+@pytest.mark.parametrize("own", ["127.0.1.1", None])
+def test_a_node_that_calls_itself_a_loopback_is_reached_by_its_interface(
+    interfaces, routes, chosen, own, environment, network
+):
+    network(interfaces, routes, own)
+    environment |= TORCHRUN
+    assert launch.place_under_launcher(2)
+    assert environment["GLOO_SOCKET_IFNAME"] == chosen
+
+
+def test_where_no_interface_is_the_one_the_user_is_asked(environment, network):
+    network({"eth0": "10.0.0.5", "ib0": "10.9.0.5"}, {})
+    environment |= TORCHRUN
+    with pytest.raises(ConfigError, match=r"node1, resolves to 127.0.1.1.*GLOO_SOCKET_IFNAME"):
+        launch.place_under_launcher(2)
+
+
+def test_on_one_node_or_with_a_name_that_others_can_use_nothing_is_set(environment, network):
+    network({"eth0": "10.0.0.5"}, {})
+    environment |= {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
+    assert launch.place_under_launcher(2)
+    assert "GLOO_SOCKET_IFNAME" not in environment
+    network({"eth0": "10.0.0.5"}, {}, own="10.0.0.5")
+    environment["LOCAL_WORLD_SIZE"] = "1"
+    assert launch.place_under_launcher(2)
+    assert "GLOO_SOCKET_IFNAME" not in environment
+
+
+def test_a_given_interface_stays(environment, network):
+    network({"eth0": "10.0.0.5"}, {})
+    environment |= {**TORCHRUN, "GLOO_SOCKET_IFNAME": "ib7"}
+    assert launch.place_under_launcher(2)
+    assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
+
+
+# -- ranks started here ----------------------------------------------------------------------------
+
+
+def write_environment(folder) -> int:
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
+    return 0
+
+
+@pytest.mark.parametrize("gpus", [["/dev/nvidia0"], []], ids=["spawned", "forked"])
+def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.glob, "glob", lambda _: gpus)
+    monkeypatch.setattr(launch, "PRELOAD", [])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(10))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    # Set, it tells a rank that the store it should open for the others is there already.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    try:
+        assert launch.launch(write_environment, (tmp_path,), 2) == 0
+    finally:
+        os.environ.pop("OMP_NUM_THREADS", None)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert not [name for name in found if name.startswith("TORCHELASTIC_")]
+        assert (found["LOCAL_RANK"], found["GLOO_SOCKET_IFNAME"]) == (str(rank), "lo")
+        if gpus:  # a fork server's children have the environment that it began with
+            assert found["OMP_NUM_THREADS"] == "5"
