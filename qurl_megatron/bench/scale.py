@@ -5,7 +5,9 @@
 A step has 2048 responses of 8192 tokens, and a version goes to 16 engines of 8 ranks. Each part is
 timed once as it is and once in the straightforward way (``peers.tuples``), beside its limit: a copy
 in memory of the same bytes, or XXH3 over them in one run. The samples and the bytes of the weights
-are ``--factor`` times fewer, and the times grow with their number; the messages are all there.
+are ``--factor`` times fewer, and the times grow with their number; the messages are all there. CPU
+seconds are for machines that others use too; of what one process does, they are also the time that
+it keeps Python's lock.
 """
 
 import argparse
@@ -40,7 +42,7 @@ from qurl_megatron.config import (
 from qurl_megatron.data.pack import pack_samples
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.rollout import plan
-from qurl_megatron.rollout.client import parsed
+from qurl_megatron.rollout.client import parsed, uncollected
 from qurl_megatron.rollout.collect import read_answer
 from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
 from qurl_megatron.testing.ranks import run_on_ranks
@@ -61,9 +63,9 @@ def timed(act: Callable[[], Any]) -> tuple[float, float, Any]:
 
 
 def copied(size: int) -> float:
-    """Seconds of a plain copy of so many bytes, page faults left out."""
+    """CPU seconds of a plain copy of so many bytes, page faults left out."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    return min(timed(lambda: np.copyto(target, source))[0] for _ in range(3))
+    return min(timed(lambda: np.copyto(target, source))[1] for _ in range(3))
 
 
 def row(old: tuple, new: tuple, limit_s: float, factor: float, **numbers: float) -> dict:
@@ -73,7 +75,7 @@ def row(old: tuple, new: tuple, limit_s: float, factor: float, **numbers: float)
         "old_cpu_s": round(factor * old[1], 3),
         "new_s": round(factor * new[0], 3),
         "new_cpu_s": round(factor * new[1], 3),
-        "limit_s": round(factor * limit_s, 4),
+        "limit_cpu_s": round(factor * limit_s, 4),
         **numbers,
     }
 
@@ -96,11 +98,12 @@ def answers(count: int, seed: int) -> bytes:
 
 def parse(prompts: list[Prompt], content: bytes) -> list[Sample]:
     """As ``rollout.collect`` does it."""
-    found = []
-    for prompt, answer in zip(prompts, parsed(content), strict=True):
-        part = read_answer(answer, TOKENS, 7)
-        found.append(Sample(prompt, part.ids, part.log_probs, part.finish, part.versions))
-    return found
+    with uncollected():
+        parts = [read_answer(answer, TOKENS, 7) for answer in parsed(content)]
+    return [
+        Sample(prompt, part.ids, part.log_probs, part.finish, part.versions)
+        for prompt, part in zip(prompts, parts, strict=True)
+    ]
 
 
 def parsing(factor: int) -> tuple[dict, list, list]:
@@ -259,7 +262,7 @@ def hashing(size: int, factor: int) -> dict:
     pieces, total = lay_out((f"w{i}", w, None, 0) for i, w in enumerate(weights))
     blob = torch.ones(total, dtype=torch.uint8)
     seconds = timed(lambda: fill(blob, pieces, weights))
-    limit = copied(total) + timed(lambda: xxhash.xxh3_128_digest(blob.numpy()))[0]
+    limit = copied(total) + timed(lambda: xxhash.xxh3_128_digest(blob.numpy()))[1]
     return row(seconds, seconds, limit, size / TRAINER_RANKS / total, bytes=size // TRAINER_RANKS)
 
 

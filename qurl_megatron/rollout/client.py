@@ -11,16 +11,18 @@ import gc
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import orjson
 
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
+
+Read = TypeVar("Read")
 
 _DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)
 
@@ -307,12 +309,14 @@ class Session:
         input_ids: Sequence[Sequence[int]],
         params: Sequence[dict],
         rid: Sequence[str],
+        read: Callable[[list[dict]], Read],
         *,
         cache_key: str | None = None,
-    ) -> list[dict]:
-        """As ``EngineClient.generate``.
+    ) -> Read:
+        """What ``read`` makes of what ``EngineClient.generate`` would return.
 
         Args:
+            read: must keep nothing of the answers: they are millions of small objects.
             cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
         """
         body = _generation(input_ids, params, rid)
@@ -322,7 +326,8 @@ class Session:
             response = await self._http.post("/generate", content=orjson.dumps(body))
         except httpx.HTTPError as error:
             raise self._client._silent("/generate", error, self._client._timeout_s) from error
-        return self._client._answers(self._client._checked("/generate", response))
+        with uncollected():
+            return read(self._client._answers(self._client._checked("/generate", response)))
 
 
 def _generation(
@@ -340,15 +345,21 @@ def _generation(
 
 
 def parsed(content: bytes) -> Any:
-    """Millions of tokens in small lists, which Python's garbage collector would search again and
-    again while they are made; they hold no cycles.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
         return json.loads(content)  # knows NaN, which says more of an engine than "no JSON"
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, for answers: every token is a list of its own, and it
+    would search them all again and again. They hold no cycles.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()

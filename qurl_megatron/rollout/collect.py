@@ -288,12 +288,13 @@ class _Collection:
             self.sessions[client] = await self.stack.enter_async_context(client.session())
         return self.sessions[client]
 
-    async def _fly(self, flight: _Flight, session: Session) -> list[dict]:
+    async def _fly(self, flight: _Flight, session: Session) -> list[_Part | EngineError]:
         requests = [item.request() for item in flight.items]
         return await session.generate(
             [ids for ids, _ in requests],
             [params for _, params in requests],
             [f"{flight.rid}{index}" for index in range(len(requests))],
+            lambda answers: _parts(flight, answers, self.fleet.newest),
             # Prefixes that other weights computed are not to be shared, flushed or not.
             cache_key=str(flight.version) if flight.engine.kind == "sglang" else None,
         )
@@ -335,8 +336,7 @@ class _Collection:
 
     async def _land(self, flight: _Flight, task: asyncio.Task) -> None:
         try:
-            answers = task.result()
-            parts = _parts(flight, answers, self.fleet.newest)
+            parts = task.result()
         except EngineError as error:
             if error.ours:
                 raise

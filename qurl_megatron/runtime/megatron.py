@@ -48,7 +48,6 @@ class Ranks:
     context: Axis
     data: Axis  # ranks with other samples
     copies: Axis  # data x context: ranks with the same weights, which share the optimizer's state
-    twins: Axis  # ranks with the same samples; for tensors on the CPU, which NCCL does not carry
 
     @property
     def first_stage(self) -> bool:
@@ -118,7 +117,6 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         context=axis_of(parallel_state.get_context_parallel_group()),
         data=axis_of(parallel_state.get_data_parallel_group()),
         copies=axis_of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        twins=_twins(axis_of(parallel_state.get_data_parallel_group())),
     )
     # Only after success: where this rank failed, the others may be in a collective, and the process
     # that tears its groups down would wait for them instead of saying what went wrong.
@@ -162,18 +160,6 @@ def _backend(device: torch.device) -> str:
     barriers would go there, and a communicator of all ranks would be made that nobody needs.
     """
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def _twins(data: Axis) -> Axis:
-    """The ranks that are this one's equals along ``data``, the first of their columns first."""
-    place = torch.tensor([data.rank])
-    everywhere = [torch.empty_like(place) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, place)
-    sets: list[list[int]] = [[] for _ in range(data.size)]
-    for rank, where in enumerate(everywhere):
-        sets[where.item()].append(rank)
-    group, _ = dist.new_subgroups_by_enumeration(sets, backend="gloo")
-    return axis_of(group)
 
 
 def _device() -> torch.device:

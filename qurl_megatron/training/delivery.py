@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.responses import Responses, Summary
@@ -27,23 +28,48 @@ def deliver(
     """
     summary = _summary(responses)
     parts = shares(ranks, summary, config, step=step)
+    teams = _teams(ranks)
+    team = teams[ranks.data.rank]
     mine = Responses.empty(summary, parts[ranks.data.rank])
     if responses is not None:
-        # The ranks beside the leading one along the data axis each lead a set of twins.
-        for place, head in enumerate(dist.get_process_group_ranks(ranks.data.group)):
-            part = responses.part(parts[place])
+        for part, (head, *_) in zip(parts, teams, strict=True):
+            share = responses.part(part)
             if head == ranks.rank:
-                mine = part
+                mine = share
                 continue
-            dist.send(part.tokens, head)
-            dist.send(part.behaviour, head)
-    elif ranks.twins.rank == 0:
+            dist.send(share.tokens, head)
+            dist.send(share.behaviour, head)
+    elif ranks.rank == team[0]:
         dist.recv(mine.tokens, 0)
         dist.recv(mine.behaviour, 0)
-    head = dist.get_global_rank(ranks.twins.group, 0)
-    dist.broadcast(mine.tokens, head, ranks.twins.group)
-    dist.broadcast(mine.behaviour, head, ranks.twins.group)
+    _pass_on(mine.tokens, team, ranks.rank)
+    _pass_on(mine.behaviour, team, ranks.rank)
     return mine
+
+
+def _teams(ranks: Ranks) -> list[list[int]]:
+    """The ranks that train on the same responses, by data-parallel rank."""
+    place = torch.tensor([ranks.data.rank])
+    everywhere = [torch.empty_like(place) for _ in range(ranks.world_size)]
+    dist.all_gather(everywhere, place)
+    teams: list[list[int]] = [[] for _ in range(ranks.data.size)]
+    for rank, where in enumerate(everywhere):
+        teams[where.item()].append(rank)
+    return teams
+
+
+def _pass_on(tensor: Tensor, team: list[int], rank: int) -> None:
+    """From the first of a team to all; in each round those that have it double.
+
+    A broadcast would need a group for each team, which on GPUs nobody has for tensors on the CPU.
+    """
+    place, have = team.index(rank), 1
+    while have < len(team):
+        if place < have and place + have < len(team):
+            dist.send(tensor, team[place + have])
+        elif have <= place < 2 * have:
+            dist.recv(tensor, team[place - have])
+        have *= 2
 
 
 def _summary(responses: Responses | None) -> Summary:

@@ -234,8 +234,8 @@ def _samples(
             return None, None
         if failure is None:
             whole = collected and collected.samples
-            share = deliver(publisher.policy.ranks, whole, config, step=step)
-            return replace(rollout, samples=share), None
+            mine = deliver(publisher.policy.ranks, whole, config, step=step)
+            return replace(rollout, samples=mine), None
         _, unhealed = _publish(lead, publisher, step - 1, failure)
         if unhealed is not None:
             return None, unhealed

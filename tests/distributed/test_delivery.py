@@ -1,5 +1,6 @@
 """Every rank gets what it trains on, and nothing else, in every layout."""
 
+import math
 import pickle
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ LAYOUTS = [
     dict(pipeline=2, data=2),
     dict(context=2, data=2),
     dict(tensor=2, pipeline=2),
+    dict(pipeline=3, data=1),  # a team whose size is no power of two
 ]
 TRAIN = [dict(micro_batch=2), dict(max_tokens=48), dict(max_tokens=48, packed=True)]
 SAMPLES = [replace(s, prompt=replace(s.prompt, text="x" * 10_000)) for s in random_samples(16)]
@@ -75,7 +77,7 @@ def check_shares(device, layout: dict) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_each_data_rank_gets_its_share_and_trains_on_the_same_batches(layout, backend, tmp_path):
-    run_on_ranks(check_shares, 4, backend, tmp_path, layout)
+    run_on_ranks(check_shares, math.prod(layout.values()), backend, tmp_path, layout)
 
 
 def check_pickles(device) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from qurl_megatron.config import AlgoConfig, OptimizerConfig, QuantConfig, SyncConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
@@ -80,7 +81,8 @@ def _train_and_publish(phase, config, policy, critic, out) -> None:
     with Publisher(policy, fleet, config.quant, config.sync, sender) as publisher:
         for step in (1, 2):
             with phase(f"step {step}"):
-                improve(policy, random_samples(16), config, step=step, timer=Timer(), critic=critic)
+                samples = Responses.of(random_samples(16))
+                improve(policy, samples, config, step=step, timer=Timer(), critic=critic)
             with phase(f"publish {step}"):
                 publisher.publish(step)
 

@@ -49,6 +49,7 @@ def test_versions_are_kept_as_short_as_they_can_be():
     assert in_a_row([(7, 1), (7, 2), (8, 0), (7, 1), (8, 3)]) == ((7, 4), (8, 3))
     sample = Sample(Prompt(0, (1,), "", ""), (1, 2, 3), (-1.0,) * 3, "stop", ((7, 1), (8, 2)))
     assert sample.token_versions == [7, 8, 8]
+    assert replace(sample, versions=((7, 1), (8, 1), (8, 1))) == sample
     with pytest.raises(AssertionError, match="differ in length"):
         replace(sample, versions=((7, 2),))
 

@@ -347,6 +347,8 @@ BAD = {
     "too few log-probs": (lambda m: m["output_token_logprobs"].pop(), "do not belong"),
     "another token": (lambda m: m["output_token_logprobs"][0].__setitem__(1, 9), "do not belong"),
     "nan": (_set_log_prob(float("nan")), "not finite"),
+    "minus infinity": (_set_log_prob(float("-inf")), "not finite"),
+    "beyond float32": (_set_log_prob(-1e300), "not finite"),
     "null": (_set_log_prob(None), "not finite"),
     "positive": (_set_log_prob(0.5), "positive"),
     "no version": (lambda m: (m.pop("weight_versions"), m.pop("weight_version")), "weight_version"),
