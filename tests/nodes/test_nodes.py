@@ -21,7 +21,7 @@ from tests.runs import RECIPE
 
 ROOT = Path(__file__).parents[2]
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
-LIMIT_S = 150
+LIMIT_S = 300
 STALE_S = 5.0
 
 
