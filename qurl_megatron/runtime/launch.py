@@ -7,12 +7,13 @@ one stands.
 import glob
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 
 from qurl_megatron.errors import ConfigError
@@ -54,6 +55,15 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     env.setdefault("MASTER_ADDR", hosts[0])
     env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
     return True
+
+
+def ranks_here(env: Mapping[str, str]) -> int:
+    """Ranks on the leading one's machine, as torchrun, srun or ``launch`` told them."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return int(env["LOCAL_WORLD_SIZE"])
+    if "SLURM_STEP_TASKS_PER_NODE" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return int(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])  # such as 8(x2),4
+    return int(env.get("WORLD_SIZE", "1"))
 
 
 def _check_count(launcher: str, started: int, needed: int | None) -> None:
