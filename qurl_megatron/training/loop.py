@@ -5,8 +5,9 @@ others what it collected; everything between is the same program on all of them.
 
 A synchronous run is reproducible: prompts, seeds and the order of samples follow from the recipe
 and the step, and a checkpoint holds the state between two steps. Interrupted and resumed, a run
-writes the same metrics as one that was left alone, bit for bit on the same layout and machine:
-collectives and matrix products add in an order of their own on another.
+writes the same metrics as one that was left alone, bit for bit on the same layout and machine with
+embedded engines: collectives and matrix products add in an order of their own on another, and what
+SGLang computes depends on who shares a batch.
 """
 
 import gc
@@ -26,6 +27,7 @@ from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
+from qurl_megatron.rollout.transport.facts import settle_nccl
 from qurl_megatron.runtime.files import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, megatron_runtime, share
 from qurl_megatron.sync.publisher import Publisher
@@ -48,6 +50,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         True when all steps are done, False after a clean stop with a checkpoint.
     """
     run_dir = Path(config.train.run_dir)
+    if config.sync.transport == "group":
+        settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
         lock = claim(run_dir, config) if ranks.leads else nullcontext()
         newest = _newest(run_dir, ranks)

@@ -20,14 +20,29 @@ TIMEOUT_S = 3.0
 LARGE = 64 << 20  # far more than sockets hold
 
 
+GPUS = 6  # of the longest cast
+BACKENDS = [
+    "gloo",
+    pytest.param(
+        "nccl",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} GPUs"),
+        ],
+    ),
+]
+
+
 class Trainer:
     """A training rank that sends random codes."""
 
-    def __init__(self, rank: int, port: int, connect_timeout_s: float = 20.0) -> None:
+    def __init__(self, device, rank: int, port: int, connect_timeout_s: float = 20.0) -> None:
+        use(device)
         self.sender = GroupSender(
             join_store(HOST, port, 20.0),
             rank,
             2,
+            device=device,
             timeout_s=TIMEOUT_S,
             connect_timeout_s=connect_timeout_s,
             receipt_wait_s=1.0,
@@ -56,7 +71,8 @@ class Trainer:
 class Engine:
     """A tensor rank of an engine."""
 
-    def __init__(self, rank: int, protocol: str = facts.FORMAT) -> None:
+    def __init__(self, device, rank: int, protocol: str = facts.FORMAT) -> None:
+        use(device)
         self.rank, self.receiver = rank, None
         facts.FORMAT = protocol
 
@@ -67,6 +83,7 @@ class Engine:
     def fetch(self, blob):
         memory = self.receiver.fetch(blob)
         assert all(checksum(piece_of(memory, p)) == p.checksum for p in blob.pieces)
+        memory = memory.cpu()
         return memory.numpy().tobytes() if blob.bytes < 1 << 20 else checksum(memory)
 
     def report(self, session):
@@ -84,14 +101,20 @@ def codes(rank, index, tp, engine_rank, size):
     return [("weight", weight, 0, 5), ("scale", scale, None, 0)]
 
 
-@pytest.fixture
-def cast():
-    """Makes processes; ends them all."""
+def use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@pytest.fixture(params=BACKENDS)
+def cast(request):
+    """Makes processes, over NCCL each on a GPU of its own; ends them all."""
     made = []
     store = host_store(HOST, 20.0)
 
     def remote(make, *args):
-        made.append(Remote(make, *args))
+        gpu = torch.device("cuda", len(made))
+        made.append(Remote(make, gpu if request.param == "nccl" else torch.device("cpu"), *args))
         return made[-1]
 
     def trainers(**options):
