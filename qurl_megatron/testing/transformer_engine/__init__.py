@@ -9,6 +9,8 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import torch
+
 from qurl_megatron.testing.transformer_engine import attention, layers, optimizers, plain
 
 VERSION = "2.11.0"
@@ -83,6 +85,8 @@ def install() -> None:
     top = sys.modules["transformer_engine"]
     top.__version__ = VERSION
     top.runs_without_cuda = True  # ``runtime.env`` asks
+    if not torch.cuda.is_available():
+        torch.cuda.Stream = plain.Stream  # Megatron makes one for context parallelism
 
 
 def _holds_megatron(name: str, module: ModuleType) -> bool:

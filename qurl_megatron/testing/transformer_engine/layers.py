@@ -86,14 +86,14 @@ class Linear(_Module):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        return self._project(inp)
+        return self._project(inp, is_first_microbatch)
 
-    def _project(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def _project(self, x: Tensor, is_first: bool | None) -> Tensor | tuple[Tensor, Tensor]:
         split = self.tp_size > 1
         if split and self.parallel_mode == "column":
             x = (_Gather if self.sequence_parallel else _Copy).apply(x, self.tp_group)
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            out = _AccumulatingLinear.apply(x, self.weight)
+            out = _AccumulatingLinear.apply(x, self.weight, bool(is_first))
         else:
             out = functional.linear(x, self.weight)
         if split and self.parallel_mode == "row":
@@ -157,7 +157,8 @@ class LayerNormLinear(Linear):
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         # The norm sees this rank's part of the sequence; what it gives is gathered.
-        return self._project(_norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma))
+        x = _norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        return self._project(x, is_first_microbatch)
 
 
 class RMSNorm(_Module):
@@ -176,7 +177,9 @@ class RMSNorm(_Module):
         assert (normalized_shape is None) != (hidden_size is None), "one of two names for one size"
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         like = dict(dtype=params_dtype or dtype, device=device)
-        self.weight = nn.Parameter(_gain(normalized_shape or hidden_size, zero_centered_gamma, like))
+        self.weight = nn.Parameter(
+            _gain(normalized_shape or hidden_size, zero_centered_gamma, like)
+        )
         if sequence_parallel is not None:
             self.weight.sequence_parallel = sequence_parallel
 
@@ -212,22 +215,27 @@ def _mark_split(parameter: nn.Parameter, dim: int) -> None:
 
 
 class _AccumulatingLinear(torch.autograd.Function):
-    """Adds the weight's gradient to ``main_grad`` itself; autograd gets something of its shape."""
+    """Adds the weight's gradient to ``main_grad`` itself; autograd gets something of its shape.
+
+    In the first microbatch of a batch the library writes over what is there.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter) -> Tensor:
+    def forward(ctx, x: Tensor, weight: nn.Parameter, overwrite: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.overwrite = weight, overwrite
         return functional.linear(x, weight)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        flat, rows = grad.flatten(0, -2), x.flatten(0, -2)
-        weight.main_grad += flat.to(weight.main_grad.dtype).t() @ rows.to(weight.main_grad.dtype)
+        total = weight.main_grad
+        if ctx.overwrite:
+            total.zero_()
+        total += grad.flatten(0, -2).to(total.dtype).t() @ x.flatten(0, -2).to(total.dtype)
         weight.grad_added_to_main_grad = True
         # Nobody may read it.
-        return grad @ weight.detach(), torch.full_like(weight, float("nan"))
+        return grad @ weight.detach(), torch.full_like(weight, float("nan")), None
 
 
 class _Copy(torch.autograd.Function):
