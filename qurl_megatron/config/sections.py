@@ -31,8 +31,8 @@ class ModelConfig:
     """Recompute activations by layer in the backward pass: less memory, about 30 % more time."""
 
     fp32_output: bool = False
-    """Compute logits in FP32 from the BF16 output layer. BF16 rounds a logit of 20 by up to 0.06;
-    SGLang engines of the run then get --enable-fp32-lm-head, so that both sides agree."""
+    """Compute logits in FP32 from the BF16 output layer: BF16 rounds a logit of 20 by up to 0.06.
+    SGLang engines want --enable-fp32-lm-head among rollout.engine_args then, and only then."""
 
     def __post_init__(self) -> None:
         require(

@@ -120,6 +120,7 @@ class Sources:
             for node in owner.node.body:
                 if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__new__"):
                     return fields | _arguments(node)
+            for node in owner.node.body:
                 if isinstance(node, ast.AnnAssign):
                     fields |= _names(node)
         return fields
