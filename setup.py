@@ -44,8 +44,13 @@ setup(
         "xxhash",
     ],
     extras_require={
-        # Needs a machine with CUDA: the bare wheel breaks `import megatron.core` elsewhere.
-        "gpu": ["transformer-engine[pytorch]"],
+        # Needs a machine with CUDA: the bare wheel breaks `import megatron.core` elsewhere. Its
+        # binding to torch is built on the spot, so torch first and then --no-build-isolation; pip
+        # would build it against the newest torch otherwise. requirements/gpu-trainer.txt has all.
+        "gpu": [
+            'transformer-engine[core-cu13,pytorch]==2.11.0; python_version < "3.12"',
+            'transformer-engine[core-cu13,pytorch]==2.20.2; python_version >= "3.12"',
+        ],
         "sglang": ["sglang>=0.5"],
         # ModelOpt's data helpers import requests, which it does not ask for.
         "modelopt": ["nvidia-modelopt>=0.47", "requests"],

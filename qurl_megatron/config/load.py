@@ -21,6 +21,7 @@ SAME_RUN = (
     "checkpoint.",
     "sync.",
     "parallel.",
+    "optimizer.overlap_grad_reduce",
     "train.micro_batch",
     "train.max_tokens",
     "train.packed",
@@ -102,6 +103,13 @@ class RunConfig:
             "sync.pause=in_place needs rollout.backend=sglang and --disable-overlap-schedule among "
             "rollout.engine_args: the token that SGLang overlaps with the pause would be said to "
             "come from the wrong version",
+        )
+        started = self.rollout.backend == "sglang" and not self.rollout.urls
+        require(
+            not started
+            or self.model.fp32_output == ("--enable-fp32-lm-head" in self.rollout.engine_args),
+            "model.fp32_output and --enable-fp32-lm-head among rollout.engine_args go together: "
+            "else one side rounds logits to BF16 and the other does not; set both or neither",
         )
         require(
             not (self.rollout.colocate and self.sync.transport == "group"),

@@ -30,6 +30,10 @@ class ModelConfig:
     recompute: bool = False
     """Recompute activations by layer in the backward pass: less memory, about 30 % more time."""
 
+    fp32_output: bool = False
+    """Compute logits in FP32 from the BF16 output layer: BF16 rounds a logit of 20 by up to 0.06.
+    SGLang engines want --enable-fp32-lm-head among rollout.engine_args then, and only then."""
+
     def __post_init__(self) -> None:
         require(
             bool(self.path),
@@ -88,6 +92,9 @@ class OptimizerConfig:
 
     distributed: bool = True
     """Shard masters and Adam moments over the data-parallel ranks."""
+
+    overlap_grad_reduce: bool = True
+    """Add gradients up over data-parallel ranks while the backward pass goes on."""
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}")

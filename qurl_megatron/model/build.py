@@ -81,8 +81,12 @@ def transformer_config(
         # Megatron fuses the exact functions it knows.
         bias_activation_fusion=gpu and arch.activation == "silu",
         bias_dropout_fusion=gpu,
-        apply_rope_fusion=False,
+        # Megatron's own rotation rounds sines and cosines to BF16, as transformers do and as SGLang
+        # does without a GPU, and fetches the lengths of packed sequences from the GPU in every
+        # layer. The fused one waits for nothing and rotates in FP32, as SGLang does on GPUs.
+        apply_rope_fusion=gpu,
         masked_softmax_fusion=False,
+        # Would want apex for the output layer; see ``_accumulate_in_place`` for the others.
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
@@ -113,8 +117,14 @@ def _expert_options(experts: Experts | None) -> dict[str, Any]:
     )
 
 
-def build_model(arch: Arch, config: TransformerConfig, ranks: Ranks) -> GPTModel:
-    """This rank's part of the model, with undefined weights, on its device."""
+def build_model(
+    arch: Arch, config: TransformerConfig, ranks: Ranks, *, fp32_output: bool = False
+) -> GPTModel:
+    """This rank's part of the model, with undefined weights, on its device.
+
+    Args:
+        fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
+    """
     scaling = arch.rope_scaling
     if scaling and replace(scaling, factor=8.0) != MEGATRON_LLAMA3_ROPE:
         raise ConfigError(
@@ -137,6 +147,9 @@ def build_model(arch: Arch, config: TransformerConfig, ranks: Ranks) -> GPTModel
     )
     if arch.embedding_scale != 1.0 and ranks.first_stage:
         _scale_embedding(model, arch.embedding_scale)
+    if fp32_output and ranks.last_stage:
+        model.output_layer.register_forward_pre_hook(_widened, with_kwargs=True)
+    _accumulate_in_place(model)
     return model.to(ranks.device)
 
 
@@ -148,6 +161,27 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
     # Hugging Face rounds the factor to the weights' dtype before it multiplies.
     rounded = torch.tensor(scale, dtype=model.config.params_dtype).item()
     model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
+
+
+def _widened(layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """The output layer's input and weight in FP32; the weight's gradient comes back in its format.
+
+    GPTModel gives a tied weight as an argument, and None for one of the layer's own.
+    """
+    (hidden,) = args
+    weight = layer.weight if kwargs.get("weight") is None else kwargs["weight"]
+    return (hidden.float(),), {**kwargs, "weight": weight.float()}
+
+
+def _accumulate_in_place(model: GPTModel) -> None:
+    """Let Transformer Engine's layers add weight gradients to the FP32 sum in their own product.
+
+    Otherwise each microbatch's gradient is rounded to BF16 first, and takes memory and another pass
+    over the sum. Megatron's switch would include its own output layer, which wants apex for it.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def padded_vocab(arch: Arch, ranks: Ranks) -> int:

@@ -96,7 +96,7 @@ class Policy(Trained):
         fold = uaq_scale / source.uaq_scale
         arch.check_parallel(parallel.tensor, parallel.pipeline)
         megatron_config = transformer_config(arch, model, parallel)
-        gpt = build_model(arch, megatron_config, ranks)
+        gpt = build_model(arch, megatron_config, ranks, fp32_output=model.fp32_output)
         waiting = None
         if reference and reference.path:
             other = open_checkpoint(reference.path)

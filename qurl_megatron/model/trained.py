@@ -192,6 +192,11 @@ def with_optimizer(
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=optimizer.overlap_grad_reduce,
+            # Never: between an update and the next pass a rank's weights would be old but for its
+            # own part, while the reference changes places with them, checkpoints and FP32 versions
+            # read them, and the next pass would come too late for all of these.
+            overlap_param_gather=False,
             check_for_nan_in_grad=True,
         ),
         gpt,
@@ -199,6 +204,8 @@ def with_optimizer(
     chained, scheduler = _optimizer(optimizer, config.params_dtype, ddp)
     _make_state(chained)
     config.grad_scale_func = chained.scale_loss
+    # All but the last microbatch of an update only add up; that one sends each bucket when ready.
+    config.no_sync_func = ddp.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     return ddp, chained, scheduler
 

@@ -139,6 +139,8 @@ def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
     metadata = _metadata(trained)
     in_place(trained.optimizer)
     model = trained.gpt.sharded_state_dict(metadata=metadata)
+    if loading:
+        model = {name: value for name, value in model.items() if not _is_fp8_state(name)}
     return {
         "model": model,
         "optimizer": trained.optimizer.sharded_state_dict(
@@ -148,8 +150,19 @@ def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
     }
 
 
+def _is_fp8_state(name: str) -> bool:
+    """What Transformer Engine keeps beside weights in FP8: here nothing, in a checkpoint or not.
+
+    It is saved, since Megatron's own tools ask for it. But layers of a machine without it write
+    none for norms, and a run goes on from a CPU to GPUs.
+    """
+    return name.endswith("_extra_state")
+
+
 def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
-    trained.gpt.load_state_dict(loaded["model"])
+    nothing = torch.empty(0, dtype=torch.uint8)
+    fp8 = {name: nothing for name in trained.gpt.state_dict() if _is_fp8_state(name)}
+    trained.gpt.load_state_dict({**loaded["model"], **fp8})
     trained.optimizer.load_state_dict(loaded["optimizer"])
     _unshare_adam_step(trained.optimizer)
     trained.scheduler.load_state_dict(loaded["scheduler"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +68,23 @@ def publish(device, config, scheme, out, updates):
         assert not ranks.leads or not list((out / "root").iterdir())
 
 
+def assert_published(published: Path, checkpoint: Path, scheme: str) -> None:
+    """That it holds the whole checkpoint, folded by 1.5 and quantized."""
+    actual = dict(read_version(published, Manifest.read(published)))
+    expected = {}
+    whole = fold_uaq(load_file(checkpoint / "model.safetensors"), read_config(checkpoint), 1.5)
+    for name, weight in whole.items():
+        if is_quantized(name) and scheme != "none":
+            codes = quantize(weight, scheme)
+            expected[name], expected[f"{name}_scale"] = codes.values, codes.scale
+        else:
+            expected[name] = weight.bfloat16()
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name].float(), value.float()), name
+
+
 @pytest.mark.crossed
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,20 +96,7 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish, 4, backend, tmp_path, config, scheme, tmp_path / "out", 0)
 
-    published = tmp_path / "out/0"
-    actual = dict(read_version(published, Manifest.read(published)))
-    expected = {}
-    whole = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
-    for name, weight in whole.items():
-        if is_quantized(name) and scheme != "none":
-            codes = quantize(weight, scheme)
-            expected[name], expected[f"{name}_scale"] = codes.values, codes.scale
-        else:
-            expected[name] = weight.bfloat16()
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert torch.equal(actual[name].float(), value.float()), name
+    assert_published(tmp_path / "out/0", folder, scheme)
 
 
 @pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(data=2), dict(context=2)])

@@ -62,6 +62,15 @@ def test_mistakes_name_key_value_and_mend(recipe, override, message):
     assert "\n" not in str(error.value)
 
 
+def test_both_sides_round_logits_or_neither(recipe):
+    engines = ["rollout.backend=sglang", "rollout.engine_args=['--enable-fp32-lm-head']"]
+    assert load(recipe, [*engines, "model.fp32_output=true"]).model.fp32_output
+    assert load(recipe, ["model.fp32_output=true"]).rollout.backend == "embedded"
+    for half in (engines, [engines[0], "model.fp32_output=true"]):
+        with pytest.raises(ConfigError, match="model.fp32_output and --enable-fp32-lm-head"):
+            load(recipe, half)
+
+
 def test_files_that_are_no_recipe(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load(tmp_path / "none.toml")

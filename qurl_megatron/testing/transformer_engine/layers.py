@@ -1,0 +1,309 @@
+"""Linear layers and norms: parameters, attributes and collectives as Transformer Engine has them.
+
+Shapes: s = this rank's part of the sequence under sequence parallelism, else all of it.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class _Module(nn.Module):
+    """What every layer of the library has beside its parameters."""
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        self.tp_group = tp_group
+
+    def get_extra_state(self) -> Tensor:
+        """FP8 scales; an empty tensor says that there are none."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        assert state is None or not state.numel(), "only layers without FP8 are here"
+
+    def backward_dw(self) -> None:
+        raise AssertionError("weight gradients are never delayed here")
+
+
+class Linear(_Module):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str = "cuda",
+        ub_name: str | None = None,
+        symmetric_ar_type: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.parallel_mode = parallel_mode
+        self.ub_name = ub_name
+        self.tp_size = tp_size if tp_group is None else dist.get_world_size(tp_group)
+        self.set_tensor_parallel_group(tp_group)
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        parts = {"column": (self.tp_size, 1), "row": (1, self.tp_size)}
+        across, along = parts.get(parallel_mode, (1, 1))
+        assert out_features % across == 0 and in_features % along == 0
+        self.out_features, self.in_features = out_features // across, in_features // along
+        like = dict(dtype=params_dtype, device=device)
+        self._add_norm(like)
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **like))
+        if init_method is not None:
+            with torch.no_grad():
+                init_method(self.weight)
+        # Without a bias it is an empty tensor, which is no parameter.
+        self.bias = torch.empty(0, **like)
+        if bias:
+            del self.bias
+            self.bias = nn.Parameter(torch.zeros(self.out_features, **like))
+        self._mark()
+
+    def _add_norm(self, like: dict) -> None:
+        """A norm's parameters come before the weight."""
+
+    def _mark(self) -> None:
+        _mark_split(self.weight, 1 if self.parallel_mode == "row" else 0)
+        if self.use_bias and self.parallel_mode == "row":
+            self.bias.sequence_parallel = self.sequence_parallel
+        elif self.use_bias and self.parallel_mode == "column":
+            _mark_split(self.bias, 0)
+
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return self._project(inp, is_first_microbatch)
+
+    def _project(self, x: Tensor, is_first: bool | None) -> Tensor | tuple[Tensor, Tensor]:
+        split = self.tp_size > 1
+        if split and self.parallel_mode == "column":
+            x = (_Gather if self.sequence_parallel else _Copy).apply(x, self.tp_group)
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            out = _AccumulatingLinear.apply(x, self.weight, bool(is_first))
+        else:
+            out = functional.linear(x, self.weight)
+        if split and self.parallel_mode == "row":
+            out = (_Scatter if self.sequence_parallel else _Sum).apply(out, self.tp_group)
+        if self.return_bias:
+            return out, self.bias
+        return out + self.bias if self.use_bias else out
+
+
+class LayerNormLinear(Linear):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str = "cuda",
+        ub_name: str | None = None,
+        symmetric_ar_type: str | None = None,
+    ) -> None:
+        assert normalization == "RMSNorm" and not return_layernorm_output, "not built here"
+        self.normalization = normalization
+        self._eps, self._zero_centred = eps, zero_centered_gamma
+        super().__init__(
+            in_features,
+            out_features,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            init_method=init_method,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            parallel_mode=parallel_mode,
+            device=device,
+            ub_name=ub_name,
+        )
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+
+    def _add_norm(self, like: dict) -> None:
+        self.layer_norm_weight = nn.Parameter(_gain(self.in_features, self._zero_centred, like))
+
+    def _mark(self) -> None:
+        super()._mark()
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        # The norm sees this rank's part of the sequence; what it gives is gathered.
+        x = _norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        return self._project(x, is_first_microbatch)
+
+
+class RMSNorm(_Module):
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert (normalized_shape is None) != (hidden_size is None), "one of two names for one size"
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        like = dict(dtype=params_dtype or dtype, device=device)
+        self.weight = nn.Parameter(
+            _gain(normalized_shape or hidden_size, zero_centered_gamma, like)
+        )
+        if sequence_parallel is not None:
+            self.weight.sequence_parallel = sequence_parallel
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _norm(input, self.weight, self.eps, self.zero_centered_gamma)
+
+
+class LayerNorm(_Module):
+    """Here by name; no model of ours has one."""
+
+
+class GroupedLinear(_Module):
+    """Here by name; experts are lists of MLPs."""
+
+
+def _gain(size: int, zero_centred: bool, like: dict) -> Tensor:
+    return torch.full((size,), 0.0 if zero_centred else 1.0, **like)
+
+
+def _norm(x: Tensor, gain: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    """In FP32 to the end and rounded once, as the library's kernel does."""
+    wide = x.float()
+    gain = gain.float() + 1.0 if zero_centred else gain.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain).to(x.dtype)
+
+
+def _mark_split(parameter: nn.Parameter, dim: int) -> None:
+    """The library marks every weight so, one that is not split too."""
+    for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        assert not hasattr(parameter, name)
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim, parameter.partition_stride = dim, 1
+
+
+class _AccumulatingLinear(torch.autograd.Function):
+    """Adds the weight's gradient to ``main_grad`` itself; autograd gets something of its shape.
+
+    In the first microbatch of a batch the library writes over what is there.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, overwrite: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.overwrite = weight, overwrite
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        total = weight.main_grad
+        if ctx.overwrite:
+            total.zero_()
+        total += grad.flatten(0, -2).to(total.dtype).t() @ x.flatten(0, -2).to(total.dtype)
+        weight.grad_added_to_main_grad = True
+        # Nobody may read it.
+        return grad @ weight.detach(), torch.full_like(weight, float("nan")), None
+
+
+class _Copy(torch.autograd.Function):
+    """Forward nothing; backward the sum over tensor ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward the sum over tensor ranks; backward nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward the whole sequence; backward this rank's part of the sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _scatter(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Forward this rank's part of the sum; backward the whole sequence."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = dist.get_world_size(group)
+    whole = x.new_empty(size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = dist.get_world_size(group)
+    part = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
+    return part

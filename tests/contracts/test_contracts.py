@@ -1,0 +1,47 @@
+"""Every name and argument relied on is in every release that is supported; ``make contracts``."""
+
+from functools import cache
+
+import pytest
+
+from tests.contracts.relied_on import ROWS, Row
+from tests.contracts.source import Gone, Sources
+from tests.contracts.wheels import RELEASES, Release
+
+# Not in Python sources: Transformer Engine compiles them, and re-exports them from there.
+COMPILED = ("multi_tensor_scale", "multi_tensor_l2norm")
+
+
+@cache
+def sources(release: Release) -> Sources:
+    wheel = release.wheel()
+    if wheel is None:
+        pytest.skip(f"{release} is not in .contracts: `make contracts` downloads it")
+    return Sources(wheel)
+
+
+def missing(row: Row, found: Sources) -> str:
+    """What a release lacks of a row; empty where it has all."""
+    try:
+        if row.says:
+            lacking = set(row.says) - found.says(row.path)
+        else:
+            where = found.find(row.path)
+            taken = found.arguments(where) if row.takes else set()
+            lacking = set() if "**" in taken else set(row.takes) - taken
+    except Gone as gone:
+        return str(gone)
+    return f"{row.path} has no {', '.join(sorted(lacking))}" if lacking else ""
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_a_release_has_what_is_relied_on(release):
+    found = sources(release)
+    rows = [
+        row
+        for row in ROWS
+        if row.package == release.package and row.path.rpartition(".")[2] not in COMPILED
+    ]
+    assert rows
+    gone = [what for row in rows if (what := missing(row, found))]
+    assert not gone, f"{release}: " + "; ".join(gone)

@@ -1,0 +1,123 @@
+"""Options that make training faster or more exact change nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.weights import HfReader, read_arch, read_config
+from tests.distributed.test_model import forward
+from tests.distributed.test_policy import ALGO, recipe, train_twice
+
+PARAMETERS_A_BUCKET = 5_000  # of some 60,000: the tiny model goes in one otherwise
+
+
+def train_in_buckets(device, config, samples, out: Path) -> None:
+    from functools import partial
+
+    from qurl_megatron.model import trained
+
+    plain = trained.DistributedDataParallelConfig
+    trained.DistributedDataParallelConfig = partial(plain, bucket_size=PARAMETERS_A_BUCKET)
+    sent = []
+    buffers = trained.DistributedDataParallel
+    begin = buffers.__init__
+
+    def seen(self, *args, **kwargs) -> None:
+        begin(self, *args, **kwargs)
+        sent.append(len(self.bucket_groups))
+
+    buffers.__init__ = seen
+    train_twice(device, config, samples, out)
+    assert (sent[0] > 1) == config.optimizer.overlap_grad_reduce, sent
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    [("qwen2", dict(data=2)), ("qwen3_moe", dict(data=2)), ("llama", dict(pipeline=2, data=2))],
+)
+def test_gradients_added_up_along_the_way_are_those_added_up_afterwards(family, layout, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family, tie_word_embeddings=family == "llama")
+    found = []
+    for overlap in (False, True):
+        config = recipe(folder, layout, **ALGO)
+        optimizer = replace(config.optimizer, overlap_grad_reduce=overlap)
+        config = replace(config, optimizer=optimizer)
+        out = tmp_path / f"{overlap}.pt"
+        world = config.parallel.world_size
+        run_on_ranks(train_in_buckets, world, "gloo", tmp_path, config, random_samples(16), out)
+        found.append(torch.load(out, weights_only=True))
+    after, along = found
+    for kind in ("gradients", "weights"):
+        for name, value in after[kind].items():
+            assert torch.equal(along[kind][name], value), name
+
+
+def test_the_gather_of_parameters_never_overlaps():
+    """Reference, checkpoints and versions read them between updates."""
+    import inspect
+
+    from qurl_megatron.model import trained
+
+    assert "overlap_param_gather=False" in inspect.getsource(trained.with_optimizer)
+    assert OptimizerConfig().overlap_grad_reduce
+
+
+def check_output(device, folder, parallel, ids, expected) -> None:
+    """FP32 logits are the product in FP32 of what BF16 logits are the rounded product of."""
+    from qurl_megatron.model.build import build_model, load_weights, transformer_config
+
+    with megatron_runtime(parallel) as ranks:
+        arch = read_arch(read_config(folder))
+        found = []
+        for wide in (False, True):
+            model_config = ModelConfig(path=str(folder), dtype="bfloat16", fp32_output=wide)
+            config = transformer_config(arch, model_config, parallel)
+            model = build_model(arch, config, ranks, fp32_output=model_config.fp32_output)
+            load_weights(model, arch, ranks, HfReader(folder), 1.0)
+            found.append(forward(model, arch, ranks, ids))
+        if ranks.last_stage:
+            narrow, wide = found
+            assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+            torch.testing.assert_close(narrow.float(), wide, rtol=2**-8, atol=1e-3)
+            assert not torch.equal(wide, wide.bfloat16().float())
+            rounded = (narrow.float().log_softmax(-1) - expected).abs().max()
+            exact = (wide.log_softmax(-1) - expected).abs().max()
+            assert exact < rounded / 4, (exact, rounded)
+
+
+@pytest.mark.parametrize(
+    "tied, layout", [(False, dict(tensor=2)), (True, dict(pipeline=2)), (True, dict(tensor=2))]
+)
+def test_logits_in_fp32_are_not_rounded(tied, layout, tmp_path):
+    folder = scaled_output(tiny_checkpoint(tmp_path / "model", "qwen2", tie_word_embeddings=tied))
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    parallel = ParallelConfig(**layout)
+    expected = bf16_body_fp32_head(folder, ids)
+    run_on_ranks(
+        check_output, parallel.world_size, "gloo", tmp_path, folder, parallel, ids, expected
+    )
+
+
+def scaled_output(folder: Path) -> Path:
+    """Make the largest logits about 20, as those of trained models are."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 8
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def bf16_body_fp32_head(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state
+        return (hidden.float() @ model.lm_head.weight.float().t()).log_softmax(-1)
