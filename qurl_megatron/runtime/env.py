@@ -86,20 +86,6 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def refuse_expandable_segments(why: str) -> None:
-    """Raise ``ConfigError`` where torch's allocator is told to map its memory piece by piece.
-
-    Such memory goes to another process by ``pidfd_getfd``, which containers and most kernels'
-    settings refuse between processes that are not parent and child.
-    """
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        settings = os.environ.get(name, "").lower().replace(" ", "").split(",")
-        if "expandable_segments:true" in settings:
-            raise ConfigError(
-                f"{name} has expandable_segments:True, and {why}; take it out of {name}"
-            )
-
-
 def keep_out_without_gpu() -> None:
     """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed.
 

@@ -16,7 +16,6 @@ from qurl_megatron.rollout.transport import Sender
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_store
 from qurl_megatron.rollout.transport.memory import MemorySender, memory_folder, private_folder
-from qurl_megatron.runtime.env import refuse_expandable_segments
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
@@ -32,11 +31,6 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     kind = choose(sync.transport, embedded=rollout.backend == "embedded", one_machine=one_machine)
     token = _shared(run_token(run_dir) if ranks.leads else None)
     if kind == "memory":
-        if ranks.device.type == "cuda":
-            refuse_expandable_segments(
-                "sync.transport=memory hands the ranks' GPU memory to engines; or set "
-                "sync.transport=group or files"
-            )
         if ranks.leads:
             shutil.rmtree(memory_folder(token), ignore_errors=True)  # what a killed run left
         dist.barrier()

@@ -81,14 +81,3 @@ def test_collectives_beside_products_want_one_hardware_queue(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     env.prepare_cuda(ParallelConfig(context=2))
     assert env.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_that_engines_cannot_open_is_refused(name, monkeypatch):
-    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(each, raising=False)
-    monkeypatch.setenv(name, "expandable_segments:False")
-    env.refuse_expandable_segments("it is shared")
-    monkeypatch.setenv(name, "max_split_size_mb:512, Expandable_Segments:True")
-    with pytest.raises(ConfigError, match=f"{name} has expandable_segments:True, and it is shared"):
-        env.refuse_expandable_segments("it is shared")
