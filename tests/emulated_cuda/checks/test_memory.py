@@ -7,6 +7,7 @@ own, rounded to 2 MiB; what is left of a block stays free if it is 512 bytes (sm
 """
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ KiB, MiB = 1 << 10, 1 << 20
 
 @pytest.fixture(autouse=True)
 def clean():
+    # The traceback of a test that failed holds its tensors.
+    for name in ("last_exc", "last_value", "last_traceback"):
+        sys.__dict__.pop(name, None)
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
