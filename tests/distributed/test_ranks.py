@@ -28,6 +28,7 @@ def check_world(device, zeros, text, backend):
         assert device.type == "cpu" and not torch.cuda.is_available()
     else:
         assert device.index == torch.cuda.current_device() == dist.get_rank()
+        assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"  # what is compared exactly is exact
 
 
 def test_a_failing_rank_fails_the_test_while_the_others_wait(backend, tmp_path):

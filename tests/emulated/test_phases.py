@@ -29,19 +29,24 @@ SLACK = 64 * KIB
 
 
 class Phases:
-    """Bytes after each phase, and at most in it, beyond what was there before all."""
+    """Bytes after each phase, and at most in it, beyond what was there before all; as they were
+    asked for, without what the allocator rounds them up to."""
 
     def __init__(self) -> None:
         self.after: dict[str, int] = {}
         self.most: dict[str, int] = {}
-        self._begun = torch.cuda.memory_allocated()
+        self._begun, _ = self._asked_for()
 
     @contextlib.contextmanager
     def __call__(self, name: str):
         torch.cuda.reset_peak_memory_stats()
         yield
-        self.after[name] = torch.cuda.memory_allocated() - self._begun
-        self.most[name] = torch.cuda.max_memory_allocated() - self._begun
+        now, most = self._asked_for()
+        self.after[name], self.most[name] = now - self._begun, most - self._begun
+
+    def _asked_for(self) -> tuple[int, int]:
+        found = torch.cuda.memory_stats()
+        return tuple(found[f"requested_bytes.all.{which}"] for which in ("current", "peak"))
 
 
 def go_through_all(device, config, out: Path) -> None:

@@ -27,7 +27,7 @@ SMALL = (
     "warmstart.intermediate=128",
     "warmstart.batch=64",
     "data.task_size=2000",
-    "data.task_args={ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }",
+    "data.task_args={ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }",
     "data.prompts_per_step=8",
     "optimizer.lr=3e-4",
     "optimizer.warmup_steps=0",

@@ -7,7 +7,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "device.h"
+#include "memory.h"
 #include "nccl.h"
+#include "streams.h"
 
 namespace py = pybind11;
 
@@ -15,6 +17,37 @@ namespace emu {
 
 static c10::Storage storage_of(const py::handle& object) {
   return THPStorage_Unpack(object.ptr());
+}
+
+static void bind_streams(py::module_& m) {
+  py::class_<Event>(m, "Event")
+      .def(py::init<>())
+      .def("record", [](Event& e, int device, int64_t id) { e.record(stream_number(device, id)); })
+      .def("wait", [](Event& e, int device, int64_t id) { wait_clock(stream_number(device, id), e.clock); })
+      .def("poll", [](Event& e) { host_poll(e.clock); })
+      .def("synchronize", [](Event& e) { host_wait(e.clock, "Event.synchronize"); })
+      .def("milliseconds_until", &Event::milliseconds_until)
+      .def_readonly("recorded", &Event::recorded);
+  m.def("stream_new", &next_stream_id);
+  m.def("stream_current", &current_stream_id);
+  m.def("stream_choose", &set_current_stream);
+  m.def("stream_wait", [](int device, int64_t id, int other_device, int64_t other) {
+    wait_clock(stream_number(device, id), record_clock(stream_number(other_device, other)));
+  });
+  m.def("stream_poll", [](int device, int64_t id) {
+    host_poll(record_clock(stream_number(device, id)));
+  });
+  m.def("stream_synchronize", [](int device, int64_t id) {
+    about_to_synchronize();
+    host_wait(record_clock(stream_number(device, id)), "Stream.synchronize");
+  });
+  m.def("device_synchronize", [](int device) {
+    host_wait(device_clock(device), "torch.cuda.synchronize");
+  });
+  m.def("synchronizations", &synchronizations);
+  m.def("reset_synchronizations", &reset_synchronizations);
+  m.def("set_sync_debug_mode", &set_sync_debug_mode);
+  m.def("sync_debug_mode", &sync_debug_mode);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -28,12 +61,37 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](int device) {
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(default_generator(device)));
   });
-  m.def("memory", [](int device) {
-    return memory_counts(device);
-  });
   m.def("memory_total", &memory_total);
+  m.def("memory_reserved", &memory_reserved);
+  m.def("memory_stats", [](int device) {
+    py::dict all;
+    for (auto& [name, row] : memory_counts(device)) {
+      py::dict pools;
+      const char* names[] = {"all", "small_pool", "large_pool"};
+      for (int i = 0; i < 3; ++i) {
+        py::dict one;
+        one["current"] = row[i].current;
+        one["peak"] = row[i].peak;
+        one["allocated"] = row[i].allocated;
+        one["freed"] = row[i].freed;
+        pools[names[i]] = one;
+      }
+      all[name.c_str()] = pools;
+    }
+    for (auto& [name, n] : memory_events(device)) all[name.c_str()] = n;
+    return all;
+  });
+  m.def("memory_segments", [](int device) {
+    py::list all;
+    for (auto& segment : memory_segments(device))
+      all.append(py::make_tuple(
+          segment.address, segment.size, segment.stream, segment.small, segment.blocks));
+    return all;
+  });
   m.def("reset_peak", &reset_peak);
-  m.def("empty_cache", &empty_cache);
+  m.def("reset_accumulated", &reset_accumulated);
+  m.def("release_cached", &release_cached);
+  m.def("set_memory_fraction", &set_memory_fraction);
   m.def("on_cpu", &on_cpu);
   m.def("share", [](py::handle storage) {
     auto [path, n] = share(storage_of(storage));
@@ -48,6 +106,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("resize_storage", [](py::handle storage, size_t n) { resize_storage(storage_of(storage), n); });
   m.def("require_init", [] { torch::utils::set_requires_device_init(at::kCUDA, true); });
+  bind_streams(m);
   m.def("count_ops", &count_ops);
   m.def("op_counts", &op_counts);
 }

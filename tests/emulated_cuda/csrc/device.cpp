@@ -5,10 +5,11 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <array>
 #include <atomic>
-#include <chrono>
 #include <cstdlib>
+
+#include "memory.h"
+#include "streams.h"
 
 namespace emu {
 
@@ -148,7 +149,9 @@ struct EmulatedCUDAHooks final : CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return emu::pinned_allocator(); }
   Allocator* getCUDADeviceAllocator() const override { return emu::device_allocator(); }
   int getNumGPUs() const override { return emu::device_count(); }
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex device) const override {
+    emu::host_wait(emu::device_clock(device), "torch.cuda.synchronize");
+  }
   std::string showConfig() const override { return "emulated CUDA"; }
   long versionCUDART() const override { return 12080; }
   long versionRuntimeCuDNN() const override { return 0; }
@@ -170,69 +173,106 @@ namespace emu {
 
 bool hooks_are_ours() { return at::detail::getCUDAHooks().hasCUDART(); }
 
-using Clock = std::chrono::steady_clock;
-static thread_local std::array<int64_t, kMaxDevices> streams{};
+namespace {
+
+int device_or_current(DeviceIndex index) { return index < 0 ? current : index; }
+
+c10::Stream stream_on(int device, int64_t id) {
+  return c10::Stream(
+      c10::Stream::UNSAFE, Device(DeviceType::CUDA, static_cast<DeviceIndex>(device)), id);
+}
+
+int number_of(const c10::Stream& stream) {
+  return stream_number(stream.device_index(), stream.id());
+}
+
+}  // namespace
+
+void Event::record(int stream) {
+  clock = record_clock(stream);
+  at = std::chrono::steady_clock::now();
+  recorded = true;
+}
+
+double Event::milliseconds_until(const Event& end) const {
+  return std::chrono::duration<double, std::milli>(end.at - at).count();
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device d) const override {
-    Device before(DeviceType::CUDA, current);
-    if (d.index() >= 0 && d.index() != current) set_device(d.index());
+    Device before = getDevice();
+    setDevice(d);
     return before;
   }
-  Device getDevice() const override { return Device(DeviceType::CUDA, current); }
-  void setDevice(Device d) const override { if (d.index() >= 0) set_device(d.index()); }
+  Device getDevice() const override {
+    return Device(DeviceType::CUDA, static_cast<DeviceIndex>(current));
+  }
+  void setDevice(Device d) const override {
+    if (d.index() >= 0 && d.index() != current) set_device(d.index());
+  }
   void uncheckedSetDevice(Device d) const noexcept override {
     if (d.index() >= 0 && d.index() < device_count()) current = d.index();
   }
   c10::Stream getStream(Device d) const override {
-    int i = d.index() < 0 ? current : d.index();
-    return c10::Stream(c10::Stream::UNSAFE, Device(DeviceType::CUDA, i), streams[i]);
+    int device = device_or_current(d.index());
+    return stream_on(device, current_stream_id(device));
   }
   c10::Stream getDefaultStream(Device d) const override {
-    int i = d.index() < 0 ? current : d.index();
-    return c10::Stream(c10::Stream::UNSAFE, Device(DeviceType::CUDA, i), 0);
+    return stream_on(device_or_current(d.index()), 0);
   }
   c10::Stream getNewStream(Device d, int) const override {
-    static std::atomic<int64_t> next{1};
-    int i = d.index() < 0 ? current : d.index();
-    return c10::Stream(c10::Stream::UNSAFE, Device(DeviceType::CUDA, i), next++ % 32 + 1);
+    int device = device_or_current(d.index());
+    return stream_on(device, next_stream_id(device));
   }
   c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
   c10::Stream exchangeStream(c10::Stream s) const override {
-    int i = s.device_index();
-    c10::Stream before(c10::Stream::UNSAFE, s.device(), streams[i]);
-    streams[i] = s.id();
+    auto before = getStream(s.device());
+    set_current_stream(s.device_index(), s.id());
     return before;
   }
   void* getStreamNativeHandle(const c10::Stream s) const override {
     return reinterpret_cast<void*>(s.id());
   }
-  DeviceIndex deviceCount() const noexcept override { return device_count(); }
-  void record(void** event, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
-    if (!*event) *event = new Clock::time_point;
-    *static_cast<Clock::time_point*>(*event) = Clock::now();
+  DeviceIndex deviceCount() const noexcept override {
+    return static_cast<DeviceIndex>(device_count());
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void record(void** event, const c10::Stream& s, DeviceIndex, c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    static_cast<Event*>(*event)->record(number_of(s));
+  }
+  void block(void* event, const c10::Stream& s) const override {
+    if (event) wait_clock(number_of(s), static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    if (event) host_poll(static_cast<Event*>(event)->clock);
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) host_wait(static_cast<Event*>(event)->clock, "Event.synchronize");
+  }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
-    delete static_cast<Clock::time_point*>(event);
+    delete static_cast<Event*>(event);
   }
-  double elapsedTime(void* a, void* b, DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(
-               *static_cast<Clock::time_point*>(b) - *static_cast<Clock::time_point*>(a)).count();
+  double elapsedTime(void* begin, void* end, DeviceIndex) const override {
+    return static_cast<Event*>(begin)->milliseconds_until(*static_cast<Event*>(end));
   }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(DeviceIndex) const override {}
+  bool queryStream(const c10::Stream& s) const override {
+    host_poll(record_clock(number_of(s)));
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& s) const override {
+    about_to_synchronize();
+    host_wait(record_clock(number_of(s)), "Stream.synchronize");
+  }
+  void synchronizeDevice(DeviceIndex device) const override {
+    host_wait(device_clock(device_or_current(device)), "torch.cuda.synchronize");
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    record_use(data, number_of(s));
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-
-struct RegisterAllocator {
-  RegisterAllocator() { c10::SetAllocator(DeviceType::CUDA, device_allocator(), 1); }
-};
-static RegisterAllocator register_allocator;
 
 }  // namespace emu

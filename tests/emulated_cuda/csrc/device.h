@@ -4,7 +4,6 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <map>
 #include <memory>
 #include <string>
@@ -35,10 +34,6 @@ at::Generator& inner_generator(const at::Generator& cuda);
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
-int64_t memory_total();
-std::array<int64_t, 4> memory_counts(int device);
-void reset_peak(int device);
-void empty_cache();
 // CPU memory that a kernel made becomes device memory without a copy.
 c10::Storage adopt(const c10::Storage& cpu, int device);
 // Storage of the device that other processes can map: its bytes move into a file of /dev/shm.

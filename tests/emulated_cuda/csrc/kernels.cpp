@@ -14,8 +14,15 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <span>
+#include <unordered_map>
 #include <unordered_set>
+
+#include "late.h"
+#include "memory.h"
+#include "streams.h"
 
 namespace emu {
 
@@ -54,6 +61,7 @@ static c10::Storage alias_storage(const c10::Storage& cuda) {
 
 Tensor on_cpu(const Tensor& cuda) {
   if (!cuda.defined() || !cuda.is_cuda()) return cuda;
+  land_into(cuda);
   return make_tensor_on(alias_storage(cuda.storage()), false, cuda.unsafeGetTensorImpl());
 }
 
@@ -66,15 +74,15 @@ struct Call {
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> storages;  // CUDA, alias
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> adopted;   // CPU, CUDA
   std::optional<Device> device;
-  const c10::OperatorHandle& op;
-  explicit Call(const c10::OperatorHandle& o) : op(o) {}
+  const char* name;
+  explicit Call(const char* op) : name(op) {}
 
   void meet(Device d) {
     if (!device) device = d;
     TORCH_CHECK(
         *device == d,
         "Expected all tensors to be on the same device, but found at least two devices, ",
-        *device, " and ", d, "! (emulated, in ", op.schema().name(), ")");
+        *device, " and ", d, "! (emulated, in ", name, ")");
   }
 
   Tensor to_cpu(const Tensor& t) {
@@ -98,7 +106,7 @@ struct Call {
     return cpu;
   }
 
-  Tensor to_cuda(const Tensor& t) {
+  Tensor to_cuda(const Tensor& t, Launch& launch) {
     if (!t.defined() || !t.is_cpu()) return t;
     for (auto& seen : tensors)
       if (seen.cpu.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return seen.cuda;
@@ -113,14 +121,17 @@ struct Call {
     for (auto& [from, to] : adopted)
       if (from == storage) return make_tensor_on(to, true, t.unsafeGetTensorImpl());
     adopted.emplace_back(storage, adopt(t.storage(), device->index()));
-    return make_tensor_on(adopted.back().second, true, t.unsafeGetTensorImpl());
+    Tensor made = make_tensor_on(adopted.back().second, true, t.unsafeGetTensorImpl());
+    launch.writes(made);
+    return made;
   }
 
   // What the kernel did to sizes and memory of an output, done to the CUDA tensor.
-  void settle() {
+  void settle(Launch& launch) {
     for (auto& seen : tensors) {
       auto* cpu = seen.cpu.unsafeGetTensorImpl();
       auto* cuda = seen.cuda.unsafeGetTensorImpl();
+      bool moved = false;
       if (cpu->storage().data() != seen.data || cpu->storage().nbytes() > cuda->storage().nbytes()) {
         auto now = adopt(cpu->storage(), device->index());
         auto* impl = cuda->storage().unsafeGetStorageImpl();
@@ -128,11 +139,13 @@ struct Call {
           size_t bytes = now.nbytes();
           impl->set_data_ptr(std::move(now.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
           impl->set_nbytes(bytes);
+          moved = true;
         }
       }
       if (cpu->sizes() != cuda->sizes() || cpu->strides() != cuda->strides() ||
           cpu->storage_offset() != cuda->storage_offset())
         cuda->set_sizes_and_strides(cpu->sizes(), cpu->strides(), cpu->storage_offset());
+      if (moved) launch.writes(seen.cuda);
     }
   }
 };
@@ -143,41 +156,120 @@ static void refuse(bool is, const std::string& message) {
   TORCH_CHECK(!is, message, " (emulated CUDA)");
 }
 
-static const std::unordered_set<std::string> kMatmuls = {
+using Arguments = std::span<const c10::IValue>;
+
+static void check_matmul(Arguments args) {
+  for (auto& v : args)
+    if (v.isTensor() && v.toTensor().defined())
+      refuse(
+          at::isIntegralType(v.toTensor().scalar_type(), true),
+          c10::str("\"addmm_cuda\" not implemented for '", v.toTensor().scalar_type(), "'"));
+}
+
+static void check_int_mm(Arguments args) {
+  const Tensor& a = args[0].toTensor();
+  const Tensor& b = args[1].toTensor();
+  refuse(a.size(0) <= 16, c10::str("self.size(0) needs to be greater than 16, but got ", a.size(0)));
+  auto check = [](const char* what, int64_t n) {
+    refuse(n == 0 || n % 8, c10::str(what, " needs to be greater than 0 and a multiple of 8, but got ", n));
+  };
+  check("self.size(1)", a.size(1));
+  check("mat2.size(1)", b.size(1));
+}
+
+static void check_scaled_mm(Arguments args) {
+  const Tensor &a = args[0].toTensor(), &b = args[1].toTensor();
+  const Tensor &scale_a = args[2].toTensor(), &scale_b = args[3].toTensor();
+  refuse(a.stride(1) != 1 || b.stride(0) != 1, "_scaled_mm: mat1 must be row-major, mat2 column-major");
+  refuse(a.size(1) % 16, c10::str("Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: ", a.sizes()));
+  refuse(b.size(0) % 16 || b.size(1) % 16, c10::str("mat2 shape ", b.sizes(), " must be divisible by 16"));
+  refuse(
+      scale_a.scalar_type() != at::kFloat || scale_b.scalar_type() != at::kFloat,
+      "Both scale_a and scale_b must be float (fp32) tensors.");
+  const bool by_row = scale_a.dim() == 2 && scale_b.dim() == 2 && scale_a.numel() == a.size(0) &&
+      scale_b.numel() == b.size(1) && (scale_a.numel() > 1 || scale_b.numel() > 1);
+  refuse(!by_row && (scale_a.numel() != 1 || scale_b.numel() != 1), "Invalid scaling configuration.");
+  if (!by_row) return;
+  refuse(!scale_a.is_contiguous() || !scale_b.is_contiguous(), "Both scale_a and scale_b must be contiguous.");
+  if (args.size() > 6 && args[6].isInt())
+    refuse(
+        static_cast<c10::ScalarType>(args[6].toInt()) != at::kBFloat16,
+        "Only bf16 high precision output types are supported for row-wise scaling.");
+}
+
+using Names = std::unordered_set<std::string>;
+
+static const Names kMatmuls = {
     "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addmv", "aten::dot", "aten::mv",
     "aten::addbmm", "aten::_addmm_activation"};
-// Operators that take CPU tensors of any size beside CUDA tensors.
-static const std::unordered_set<std::string> kMixed = {
+// Kernels that read all their tensors on the device; elsewhere a CPU tensor of no dimension is a
+// number that the host passes along.
+static const Names kNoHostNumbers = {
+    "aten::gather", "aten::scatter", "aten::scatter_", "aten::scatter_add", "aten::scatter_add_",
+    "aten::scatter_reduce", "aten::index_select", "aten::index_add", "aten::index_add_",
+    "aten::index_copy", "aten::index_copy_", "aten::embedding", "aten::take", "aten::cat",
+    "aten::nll_loss_forward", "aten::searchsorted", "aten::bucketize", "aten::_fused_adam_",
+    "aten::_fused_adamw_", "aten::_fused_sgd_"};
+// Kernels whose results are as large as the data says: the host waits for the size.
+static const Names kWaitForSize = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::equal", "aten::bincount",
+    "aten::linalg_eig", "aten::linalg_eigvals", "aten::linalg_lstsq", "aten::_ctc_loss"};
+static const Names kIndexing = {
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
-    "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_pack_padded_sequence",
-    "aten::_pin_memory", "aten::_pad_packed_sequence"};
+    "aten::_unsafe_index", "aten::_unsafe_index_put"};
 
-static void check_like_cuda(const std::string& name, const torch::jit::Stack& args) {
-  if (kMatmuls.count(name)) {
-    for (auto& v : args)
-      if (v.isTensor() && v.toTensor().defined())
-        refuse(
-            at::isIntegralType(v.toTensor().scalar_type(), true),
-            "\"addmm_cuda\" not implemented for '" +
-                std::string(c10::toString(v.toTensor().scalar_type())) + "'");
-  } else if (name == "aten::_int_mm") {
-    const Tensor a = args[0].toTensor(), b = args[1].toTensor();
-    refuse(a.size(0) <= 16, c10::str("self.size(0) needs to be greater than 16, but got ", a.size(0)));
-    refuse(a.size(1) == 0 || a.size(1) % 8, c10::str("self.size(1) needs to be greater than 0 and a multiple of 8, but got ", a.size(1)));
-    refuse(b.size(1) == 0 || b.size(1) % 8, c10::str("mat2.size(1) needs to be greater than 0 and a multiple of 8, but got ", b.size(1)));
-  } else if (name == "aten::_scaled_mm") {
-    const Tensor a = args[0].toTensor(), b = args[1].toTensor();
-    refuse(a.stride(1) != 1 || b.stride(0) != 1, "_scaled_mm: mat1 must be row-major, mat2 column-major");
-    refuse(a.size(1) % 16, c10::str("Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: ", a.sizes()));
-    refuse(b.size(0) % 16 || b.size(1) % 16, c10::str("mat2 shape ", b.sizes(), " must be divisible by 16"));
-    const Tensor sa = args[2].toTensor(), sb = args[3].toTensor();
-    refuse(sa.scalar_type() != at::kFloat || sb.scalar_type() != at::kFloat, "Both scale_a and scale_b must be float (fp32) tensors.");
-    bool rowwise = sa.numel() == a.size(0) && sb.numel() == b.size(1) && sa.dim() == 2 && sb.dim() == 2 && (sa.numel() > 1 || sb.numel() > 1);
-    refuse(!rowwise && (sa.numel() != 1 || sb.numel() != 1), "Invalid scaling configuration.");
-    refuse(rowwise && (!sa.is_contiguous() || !sb.is_contiguous()), "Both scale_a and scale_b must be contiguous.");
-    if (rowwise && args.size() > 6 && args[6].isInt())
-      refuse(static_cast<c10::ScalarType>(args[6].toInt()) != at::kBFloat16, "Only bf16 high precision output types are supported for row-wise scaling.");
+// ---- what is known of an operator ---------------------------------------------------------------
+
+enum class Touch { none, read, write };  // none: a view is made, and no byte is touched
+
+struct Operator {
+  const char* name;
+  size_t arity, returns;
+  bool on_cpu;  // the CPU has a kernel of it
+  std::vector<Touch> touches;
+  std::vector<bool> generators;  // arguments that are one, perhaps none
+  void (*check)(Arguments) = nullptr;
+  bool host_numbers = true, waits = false, indexing = false, puts = false, dropout = false, multinomial = false,
+       repeats = false, packs = false;
+};
+
+static Operator look_at(const c10::OperatorHandle& op) {
+  using Key = c10::DispatchKey;
+  const auto& schema = op.schema();
+  const std::string& name = schema.name();
+  Operator known{name.c_str(), schema.arguments().size(), schema.returns().size()};
+  known.on_cpu = op.hasKernelForDispatchKey(Key::CPU) ||
+      op.hasKernelForDispatchKey(Key::CompositeExplicitAutograd) ||
+      op.hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional);
+  for (auto& arg : schema.arguments()) {
+    auto* alias = arg.alias_info();
+    known.touches.push_back(!alias ? Touch::read : alias->isWrite() ? Touch::write : Touch::none);
+    auto& type = arg.type();
+    known.generators.push_back(
+        type->kind() == c10::TypeKind::OptionalType &&
+        type->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType);
   }
+  if (name == "aten::is_set_to") known.touches.assign(known.arity, Touch::none);
+  if (kMatmuls.count(name)) known.check = &check_matmul;
+  if (name == "aten::_int_mm") known.check = &check_int_mm;
+  if (name == "aten::_scaled_mm") known.check = &check_scaled_mm;
+  known.host_numbers = !kNoHostNumbers.count(name);
+  known.waits = kWaitForSize.count(name) > 0;
+  known.indexing = kIndexing.count(name) > 0;
+  known.puts = known.indexing && name != "aten::index";  // index: torch itself turns masks into positions
+  known.dropout = name == "aten::native_dropout";
+  known.multinomial = name == "aten::multinomial";
+  known.repeats = name == "aten::repeat_interleave";
+  known.packs = name == "aten::_pack_padded_sequence" || name == "aten::_pad_packed_sequence";
+  return known;
+}
+
+static const Operator& known_of(const c10::OperatorHandle& op) {
+  static thread_local std::unordered_map<const void*, std::unique_ptr<Operator>> all;
+  auto& found = all[&op.schema()];
+  if (!found) found = std::make_unique<Operator>(look_at(op));
+  return *found;
 }
 
 // ---- the fallback -------------------------------------------------------------------------------
@@ -192,122 +284,167 @@ std::map<std::string, int64_t> op_counts() {
 }
 void count_ops(bool on) { counting = on; }
 
-static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& schema = op.schema();
-  const size_t arity = schema.arguments().size();
-  if (counting) {
-    std::lock_guard<std::mutex> lock(count_mutex);
-    counts[c10::toString(op.operator_name())]++;
-  }
-  TORCH_CHECK(
-      op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional),
-      "emulated CUDA: no CPU kernel for ", c10::toString(op.operator_name()));
-  Call call(op);
-  const size_t first = stack->size() - arity;
-  const bool mixed = kMixed.count(schema.name());
-  bool strangers = false;
-  auto stranger = [&](const Tensor& t, const c10::Argument& arg) {
-    if (!t.defined() || t.is_cuda()) return;
-    const bool written = arg.alias_info() && arg.alias_info()->isWrite();
-    if (t.device().is_cpu() && !written && (t.dim() == 0 || mixed)) return;
-    strangers = true;
-    call.meet(t.device());
-  };
-  // Devices first, so that a mismatch is told before anything ran.
-  for (size_t i = 0; i < arity; ++i) {
-    const auto& value = (*stack)[first + i];
+static void count(const std::string& name) {
+  std::lock_guard<std::mutex> lock(count_mutex);
+  counts[name]++;
+}
+
+// The one device of all tensors, before anything is done to any of them.
+static void find_device(Call& call, Arguments args) {
+  for (auto& value : args) {
     if (value.isTensor()) {
-      if (value.toTensor().defined() && value.toTensor().is_cuda()) call.meet(value.toTensor().device());
+      const Tensor& t = value.toTensor();
+      if (t.defined() && t.is_cuda()) call.meet(t.device());
     } else if (value.isTensorList()) {
-      for (const Tensor& t : value.toTensorVector())
+      for (const Tensor& t : value.toTensorList())
         if (t.defined() && t.is_cuda()) call.meet(t.device());
+    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+      Device d = value.toDevice();
+      if (d.index() < 0) d = Device(DeviceType::CUDA, static_cast<DeviceIndex>(current_device()));
+      check_device(d.index());
+      call.meet(d);
     }
   }
-  for (size_t i = 0; i < arity; ++i) {
-    auto& value = (*stack)[first + i];
-    const auto& arg = schema.arguments()[i];
+}
+
+// A tensor that is not on the device: a number, or indices, or a mistake.
+static void meet_stranger(Call& call, const Operator& known, const Tensor& t, Touch touch) {
+  if (!t.defined() || t.is_cuda()) return;
+  if (t.device().is_cpu() && touch != Touch::write && known.host_numbers && t.dim() == 0) return;
+  if (t.device().is_cpu() && known.packs && t.scalar_type() == at::kLong) return;
+  call.meet(t.device());
+}
+
+static void arguments_to_cpu(
+    Call& call, const Operator& known, Launch& launch, std::span<c10::IValue> args) {
+  auto one = [&](const Tensor& t, Touch touch) {
+    meet_stranger(call, known, t, touch);
+    if (touch == Touch::read) launch.reads(t);
+    if (touch == Touch::write) launch.writes(t);
+    return call.to_cpu(t);
+  };
+  for (size_t i = 0; i < known.arity; ++i) {
+    auto& value = args[i];
+    const Touch touch = known.touches[i];
     if (value.isTensor()) {
-      stranger(value.toTensor(), arg);
-      value = c10::IValue(call.to_cpu(value.toTensor()));
+      value = c10::IValue(one(value.toTensor(), touch));
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& t : value.toTensorVector()) {
-        stranger(t, arg);
-        list.push_back(call.to_cpu(t));
-      }
+      for (const Tensor& t : value.toTensorVector()) list.push_back(one(t, touch));
       value = c10::IValue(std::move(list));
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
       for (const std::optional<Tensor>& t : value.toOptionalTensorVector()) {
-        if (!t) {
-          list.push_back(std::nullopt);
-          continue;
+        const bool host_indices = t && t->defined() && known.indexing && t->is_cpu();
+        if (!t || host_indices) {
+          list.push_back(t);
+        } else {
+          list.push_back(one(*t, touch));
         }
-        stranger(*t, arg);
-        list.push_back(call.to_cpu(*t));
       }
       value = c10::IValue(std::move(list));
-    } else if (value.isDevice()) {
-      Device d = value.toDevice();
-      if (d.is_cuda()) {
-        if (d.index() < 0) d = Device(DeviceType::CUDA, current_device());
-        check_device(d.index());
-        call.meet(d);
-        value = c10::IValue(Device(DeviceType::CPU));
-      }
+    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+      value = c10::IValue(Device(DeviceType::CPU));
     }
   }
-  if (!call.device) call.device = Device(DeviceType::CUDA, current_device());
-  check_like_cuda(schema.name(), torch::jit::Stack(stack->begin() + first, stack->end()));
-  at::Generator swapped;
-  for (size_t i = 0; i < arity; ++i) {
-    auto& value = (*stack)[first + i];
-    const auto& type = schema.arguments()[i].type();
+}
+
+static void generators_to_cpu(
+    const Call& call, const Operator& known, std::span<c10::IValue> args) {
+  for (size_t i = 0; i < known.arity; ++i) {
+    auto& value = args[i];
     if (value.isGenerator()) {
       auto generator = value.toGenerator();
       TORCH_CHECK(
           generator.device() == *call.device || generator.device() == Device(DeviceType::CUDA),
           "Expected a 'cuda' device type for generator but found '", generator.device().type(), "'");
       value = c10::IValue(inner_generator(generator));
-    } else if (value.isNone() && type->kind() == c10::TypeKind::OptionalType &&
-               type->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType) {
-      auto& generator = default_generator(call.device->index());
-      value = c10::IValue(inner_generator(generator));
+    } else if (known.generators[i] && value.isNone()) {
+      value = c10::IValue(inner_generator(default_generator(call.device->index())));
     }
   }
-  // This one asks for no generator, and takes the CPU's.
-  const bool dropout = schema.name() == "aten::native_dropout";
-  std::optional<Tensor> kept;
-  if (dropout) {
-    auto mine = inner_generator(default_generator(call.device->index()));
-    auto cpu = at::detail::getDefaultCPUGenerator();
-    kept = cpu.get_state();
-    cpu.set_state(mine.get_state());
+}
+
+// Why the host would wait for the device here, or null.
+static const char* why_it_waits(const Operator& known, Arguments args) {
+  if (known.waits) return known.name;
+  if (known.multinomial && (args[1].toInt() == 1 || !args[2].toBool())) return known.name;
+  if (known.repeats && args.size() == 2 && args[1].isNone()) return known.name;
+  if (!known.puts) return nullptr;
+  bool masked = false, hosted = false;
+  const auto indices = args[1].toOptionalTensorVector();
+  for (const std::optional<Tensor>& t : indices) {
+    if (!t || !t->defined()) continue;
+    masked |= t->scalar_type() == at::kBool || t->scalar_type() == at::kByte;
+    hosted |= t->is_cpu();
   }
+  // self[mask] = number fills, and needs no positions.
+  if (masked && indices.size() == 1 && args.size() > 3 && args[2].isTensor()) {
+    const Tensor& to = args[2].toTensor();
+    if (to.numel() == 1 && to.is_cpu() && !args[3].toBool()) masked = false;
+  }
+  // By the names of what torch would run for it.
+  if (hosted) return "aten::copy_ to the device";
+  return masked ? "aten::nonzero" : nullptr;
+}
+
+// The CPU's dropout asks for no generator and takes the default one.
+class BorrowedGenerator {
+ public:
+  BorrowedGenerator(bool borrow, int device) : borrow_(borrow) {
+    if (!borrow_) return;
+    mine_ = inner_generator(default_generator(device));
+    cpu_ = at::detail::getDefaultCPUGenerator();
+    kept_ = cpu_.get_state();
+    cpu_.set_state(mine_.get_state());
+  }
+  ~BorrowedGenerator() {
+    if (!borrow_) return;
+    mine_.set_state(cpu_.get_state());
+    cpu_.set_state(kept_);
+  }
+
+ private:
+  bool borrow_;
+  at::Generator mine_, cpu_;
+  Tensor kept_;
+};
+
+static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Operator& known = known_of(op);
+  if (counting) count(c10::toString(op.operator_name()));
+  TORCH_CHECK(
+      known.on_cpu, "emulated CUDA: no CPU kernel for ", c10::toString(op.operator_name()));
+  Call call(known.name);
+  std::span<c10::IValue> args(
+      stack->data() + stack->size() - known.arity, known.arity);
+  find_device(call, args);
+  if (!call.device)
+    call.device = Device(DeviceType::CUDA, static_cast<DeviceIndex>(current_device()));
+  const char* waits = why_it_waits(known, args);
+  if (waits) about_to_synchronize();
+  const int stream = current_stream(call.device->index());
+  Launch launch(stream, known.name);
+  arguments_to_cpu(call, known, launch, args);
+  if (known.check) known.check(args);
+  generators_to_cpu(call, known, args);
   {
+    BorrowedGenerator borrowed(known.dropout, call.device->index());
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
-  if (dropout) {
-    auto mine = inner_generator(default_generator(call.device->index()));
-    auto cpu = at::detail::getDefaultCPUGenerator();
-    mine.set_state(cpu.get_state());
-    cpu.set_state(*kept);
-  }
-  call.settle();
-  const size_t returns = schema.returns().size();
-  for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
+  call.settle(launch);
+  for (size_t i = stack->size() - known.returns; i < stack->size(); ++i) {
     auto& value = (*stack)[i];
     if (value.isTensor()) {
-      value = c10::IValue(call.to_cuda(value.toTensor()));
+      value = c10::IValue(call.to_cuda(value.toTensor(), launch));
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& t : value.toTensorVector()) list.push_back(call.to_cuda(t));
+      for (const Tensor& t : value.toTensorVector()) list.push_back(call.to_cuda(t, launch));
       value = c10::IValue(std::move(list));
     }
   }
+  if (waits) host_wait(record_clock(stream), waits);
 }
 
 // ---- native kernels -----------------------------------------------------------------------------
@@ -337,31 +474,85 @@ static Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
-// Between any two devices. What a copy from the host that does not wait reads later, is read now.
+// On the stream of the source's device, as torch does; another device's stream comes before and after.
+static void copy_on_devices(Tensor& self, const Tensor& from) {
+  const int stream = current_stream(from.device().index());
+  const int other = current_stream(self.device().index());
+  if (other != stream) wait_clock(stream, record_clock(other));
+  Launch launch(stream, "aten::copy_");
+  launch.reads(from);
+  launch.writes(self);
+  Tensor to = on_cpu(self), source = on_cpu(from);
+  // One memory seen as two tensors: the CPU kernel must know.
+  if (self.storage().is_alias_of(from.storage()))
+    source = make_tensor_on(to.storage(), false, from.unsafeGetTensorImpl());
+  at::AutoDispatchBelowADInplaceOrView below;
+  to.copy_(source);
+  if (other != stream) wait_clock(other, record_clock(stream));
+}
+
+// Whether CUDA does such a copy without the host, in one piece.
+static bool is_late(const Tensor& host, const Tensor& device, bool non_blocking) {
+  return non_blocking && host.numel() && host.dtype() == device.dtype() && host.is_contiguous() &&
+      host.sizes() == device.sizes() && is_pinned(host.const_data_ptr());
+}
+
+static void copy_to_host(Tensor& self, const Tensor& from, bool non_blocking) {
+  const bool late = is_late(self, from, non_blocking);
+  if (!non_blocking) about_to_synchronize();
+  const int stream = current_stream(from.device().index());
+  Launch launch(stream, "aten::copy_");
+  launch.reads(from);
+  order_host_memory(self, true, stream, launch.time());
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (late) {
+    Tensor snapshot = on_cpu(from).clone(at::MemoryFormat::Contiguous);
+    return copy_late_to_host(self, std::move(snapshot), stream, launch.time());
+  }
+  self.copy_(on_cpu(from));
+  host_wait(record_clock(stream), "aten::copy_ from the device");
+}
+
+static void copy_to_device(Tensor& self, const Tensor& from, bool non_blocking) {
+  const bool late = is_late(from, self, non_blocking) && self.is_contiguous();
+  if (!non_blocking) about_to_synchronize();
+  const int stream = current_stream(self.device().index());
+  Launch launch(stream, "aten::copy_");
+  launch.writes(self);
+  order_host_memory(from, false, stream, launch.time());
+  if (late) return copy_late_to_device(self, from, stream, launch.time());
+  at::AutoDispatchBelowADInplaceOrView below;
+  on_cpu(self).copy_(from);
+  if (!non_blocking) host_wait(record_clock(stream), "aten::copy_ to the device");
+}
+
 static Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   if (self.is_same(from)) return self;
-  if (counting) {
-    std::lock_guard<std::mutex> lock(count_mutex);
-    counts[c10::str("copy ", from.device().type(), ">", self.device().type())]++;
+  if (counting) count(c10::str("copy ", from.device().type(), ">", self.device().type()));
+  if (self.is_cuda() && from.is_cuda()) {
+    copy_on_devices(self, from);
+  } else if (self.is_cuda()) {
+    copy_to_device(self, from, non_blocking);
+  } else {
+    copy_to_host(self, from, non_blocking);
   }
-  Tensor to = on_cpu(self), source = on_cpu(from);
-  at::AutoDispatchBelowADInplaceOrView below;
-  if (self.is_same(from)) return self;
-  // One memory seen as two tensors: the CPU kernel must know.
-  if (self.is_cuda() && from.is_cuda() && self.storage().is_alias_of(from.storage()))
-    source = make_tensor_on(to.storage(), false, from.unsafeGetTensorImpl());
-  to.copy_(source);
   return self;
 }
 
 static c10::Scalar local_scalar(const Tensor& self) {
+  about_to_synchronize();
+  const int stream = current_stream(self.device().index());
+  Launch(stream, "aten::_local_scalar_dense").reads(self);
   at::AutoDispatchBelowADInplaceOrView below;
-  return at::_local_scalar_dense(on_cpu(self));
+  auto value = at::_local_scalar_dense(on_cpu(self));
+  host_wait(record_clock(stream), "aten::_local_scalar_dense");
+  return value;
 }
 
 static const Tensor& resize_(
     const Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(self.device());
+  land_into(self);
   return at::native::resize_(self, size, format);
 }
 
@@ -378,11 +569,16 @@ static Tensor& set_storage(Tensor& self, c10::Storage storage) {
 
 static Tensor& set_nothing(Tensor& self) {
   c10::DeviceGuard guard(self.device());
-  c10::Storage none(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
+  c10::Storage none(
+      c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
   return set_storage_offset(self, none, 0, {0}, {});
 }
 
-static void record_stream(Tensor&, c10::Stream) {}
+static void record_stream(Tensor& self, c10::Stream stream) {
+  record_use(
+      self.storage().unsafeGetStorageImpl()->data_ptr(),
+      stream_number(stream.device_index(), stream.id()));
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);

@@ -1,165 +1,167 @@
-// Device memory, counted; memory that processes share; pinned host memory.
-#include "device.h"
+// The allocators: device memory that is host memory, memory that processes share, pinned memory.
+#include "memory.h"
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/CPUAllocator.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
 #include <cstdlib>
-#include <map>
 #include <cstring>
+#include <map>
+#include <memory>
 #include <mutex>
-#include <vector>
+
+#include "device.h"
+#include "late.h"
 
 namespace emu {
 
-using at::Tensor;
 using c10::Device;
-using c10::DeviceIndex;
 using c10::DeviceType;
 
-struct Stats {
-  std::atomic<int64_t> current{0}, peak{0}, reserved{0}, allocations{0};
-};
-static Stats stats_[kMaxDevices];
+namespace {
 
-std::array<int64_t, 4> memory_counts(int device) {
-  auto& s = stats_[device];
-  return {s.current.load(), s.peak.load(), s.reserved.load(), s.allocations.load()};
-}
-void reset_peak(int device) { stats_[device].peak = stats_[device].current.load(); }
-void empty_cache() {
-  for (int i = 0; i < device_count(); ++i) stats_[i].reserved = stats_[i].current.load();
-}
-
-static int64_t rounded(size_t n) { return static_cast<int64_t>((n + 511) / 512 * 512); }
-
-static void took(int device, size_t n) {
-  auto& s = stats_[device];
-  int64_t now = s.current.fetch_add(rounded(n)) + rounded(n);
-  s.allocations++;
-  int64_t peak = s.peak.load();
-  while (now > peak && !s.peak.compare_exchange_weak(peak, now)) {
-  }
-  int64_t reserved = s.reserved.load();
-  while (now > reserved && !s.reserved.compare_exchange_weak(reserved, now)) {
-  }
-}
-
-static void gave(int device, size_t n) { stats_[device].current -= rounded(n); }
-
-static int64_t limit() {
-  static const int64_t bytes = static_cast<int64_t>(
-      (std::getenv("EMULATED_CUDA_MEMORY_GB") ? std::atof(std::getenv("EMULATED_CUDA_MEMORY_GB"))
-                                              : 80.0) * (1 << 30));
-  return bytes;
-}
-
-int64_t memory_total() { return limit(); }
-
-struct Block {
-  size_t bytes;
-  int device;
-  c10::intrusive_ptr<c10::StorageImpl> cpu;  // whose memory it is; null: from posix_memalign
-  bool shared = false;                       // a mapped file
-  std::string path;                          // to unlink, where this process made it
-};
-
-static std::mutex blocks_mutex;
-static std::unordered_map<const void*, int> device_of_ptr;
-
-static void free_block(void* context);
-
-static void* raw_of(void* data) { return data; }
-
-struct Owned {
-  Block block;
-  void* data;
-};
-
-static void free_block(void* context) {
-  auto* owned = static_cast<Owned*>(context);
-  gave(owned->block.device, owned->block.bytes);
-  if (owned->block.shared) {
-    munmap(owned->data, std::max<size_t>(owned->block.bytes, 1));
-    if (!owned->block.path.empty()) unlink(owned->block.path.c_str());
-  } else if (!owned->block.cpu) {
-    std::free(raw_of(owned->data));
-  }
-  delete owned;
-}
-
-static bool poison() {
+bool poison() {
   static const bool on = env_int("EMULATED_CUDA_POISON", 0) != 0;
   return on;
 }
 
-static void check_room(int device, size_t n) {
-  TORCH_CHECK_WITH(
-      OutOfMemoryError,
-      stats_[device].current.load() + rounded(n) <= limit(),
-      "CUDA out of memory. Tried to allocate ", n, " bytes. GPU ", device,
-      " (emulated) has a total capacity of ", limit(), " bytes of which ",
-      limit() - stats_[device].current.load(), " are free.");
+void free_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  forget_late(block);
+  if (block->place)
+    give_place(block->place, block->accesses.history(static_cast<int64_t>(block->bytes)));
+  if (block->mapped) {
+    munmap(block->data, block->bytes);
+    if (!block->path.empty()) unlink(block->path.c_str());
+  } else if (!block->cpu) {
+    std::free(block->data);
+  }
+  delete block;
 }
 
-struct CudaAllocator final : c10::Allocator {
+// A block with its place in the books; what used the place before comes before its own work.
+std::unique_ptr<Block> new_block(int device, size_t bytes) {
+  auto block = std::make_unique<Block>();
+  block->bytes = bytes;
+  block->device = device;
+  block->stream = current_stream(device);
+  block->place = take_place(device, block->stream, bytes);
+  if (races_matter()) {
+    block->accesses.entries = history_of(block->place);
+    for (auto& one : block->accesses.entries)
+      block->accesses.last.emplace_back(one.stream, one.time);
+  }
+  return block;
+}
+
+c10::DataPtr data_ptr(std::unique_ptr<Block> block) {
+  Device where(DeviceType::CUDA, static_cast<c10::DeviceIndex>(block->device));
+  void* data = block->data;
+  return c10::DataPtr(data, block.release(), &free_block, where);
+}
+
+struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    int device = current_device();
+    const int device = current_device();
     check_device(device);
-    Device where(DeviceType::CUDA, static_cast<DeviceIndex>(device));
-    if (n == 0) return c10::DataPtr(nullptr, where);
-    check_room(device, n);
-    void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, 512, rounded(n)) == 0, "host memory is exhausted");
-    if (poison()) memset(data, 0xff, n);
-    took(device, n);
-    auto* owned = new Owned{{n, device, {}, false, {}}, data};
-    return c10::DataPtr(data, owned, &free_block, where);
+    if (n == 0)
+      return c10::DataPtr(nullptr, Device(DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+    auto block = new_block(device, n);
+    if (posix_memalign(&block->data, 512, n) != 0) {
+      give_place(block->place, {});
+      TORCH_CHECK(false, "host memory is exhausted");
+    }
+    if (poison()) std::memset(block->data, 0xff, n);
+    return data_ptr(std::move(block));
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, std::size_t n) const override { memcpy(to, from, n); }
+  void copy_data(void* to, const void* from, std::size_t n) const override {
+    std::memcpy(to, from, n);
+  }
 };
 
-static CudaAllocator cuda_allocator;
-c10::Allocator* device_allocator() { return &cuda_allocator; }
+DeviceAllocator the_device_allocator;
 
-// CPU memory that a kernel made becomes device memory without a copy.
-c10::Storage adopt(const c10::Storage& cpu, int device) {
-  check_room(device, cpu.nbytes());
-  void* data = const_cast<void*>(cpu.data());
-  took(device, cpu.nbytes());
-  auto* owned = new Owned{
-      {cpu.nbytes(), device, cpu.getWeakStorageImpl().lock(), false, {}}, data};
-  return c10::Storage(
-      c10::Storage::use_byte_size_t(),
-      cpu.nbytes(),
-      c10::DataPtr(data, owned, &free_block, Device(DeviceType::CUDA, device)),
-      &cuda_allocator,
-      true);
+struct RegisterAllocator {
+  RegisterAllocator() { c10::SetAllocator(DeviceType::CUDA, &the_device_allocator, 1); }
+} register_allocator;
+
+}  // namespace
+
+c10::Allocator* device_allocator() { return &the_device_allocator; }
+
+Block* block_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &free_block ? static_cast<Block*>(data.get_context()) : nullptr;
 }
 
-// Storage of the device that other processes can map: moves its bytes into a file of /dev/shm.
-std::pair<std::string, size_t> share(const c10::Storage& storage) {
-  TORCH_CHECK(storage.device().is_cuda(), "_share_cuda_: only available on CUDA");
-  auto* impl = storage.unsafeGetStorageImpl();
-  auto* owned = static_cast<Owned*>(impl->data_ptr().get_context());
-  if (owned && owned->block.shared) return {owned->block.path, owned->block.bytes};
-  static std::atomic<int> number{0};
-  std::string path = c10::str("/dev/shm/emucuda-", getpid(), "-", number++);
-  size_t n = std::max<size_t>(storage.nbytes(), 1);
-  int file = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
-  TORCH_CHECK(file >= 0 && ftruncate(file, n) == 0, "cannot make ", path);
+void record_use(const c10::DataPtr& data, int stream) {
+  Block* block = block_of(data);
+  if (block && block->place) use_place(block->place, stream);
+}
+
+c10::Storage adopt(const c10::Storage& cpu, int device) {
+  c10::DataPtr data(nullptr, Device(DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+  if (cpu.nbytes()) {
+    auto block = new_block(device, cpu.nbytes());
+    block->data = const_cast<void*>(cpu.data());
+    block->cpu = cpu.getWeakStorageImpl().lock();
+    data = data_ptr(std::move(block));
+  }
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(), cpu.nbytes(), std::move(data), &the_device_allocator, true);
+}
+
+// -- memory that processes share -------------------------------------------------------------------
+
+namespace {
+
+void* map_file(int file, size_t n, const std::string& path) {
   void* data = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   TORCH_CHECK(data != MAP_FAILED, "cannot map ", path);
-  memcpy(data, storage.data(), storage.nbytes());
-  int device = storage.device().index();
-  took(device, n);
-  impl->set_data_ptr(c10::DataPtr(
-      data, new Owned{{n, device, {}, true, path}, data}, &free_block, storage.device()));
+  return data;
+}
+
+}  // namespace
+
+std::pair<std::string, size_t> share(const c10::Storage& storage) {
+  TORCH_CHECK(storage.device().is_cuda(), "_share_cuda_: only available on CUDA");
+  auto* impl = storage.unsafeGetStorageImpl();
+  land_into_block(block_of(impl));
+  Block* old = block_of(impl);
+  if (old && old->mapped) return {old->path, old->bytes};
+  static std::atomic<int> number{0};
+  const std::string path = c10::str("/dev/shm/emulated-cuda-", getpid(), "-", number++);
+  const size_t n = std::max<size_t>(storage.nbytes(), 1);
+  int file = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+  TORCH_CHECK(file >= 0 && ftruncate(file, static_cast<off_t>(n)) == 0, "cannot make ", path);
+  if (!old) {
+    auto made = new_block(storage.device().index(), n);
+    made->data = map_file(file, n, path);
+    made->mapped = true;
+    made->path = path;
+    impl->set_data_ptr(data_ptr(std::move(made)));
+    return {path, n};
+  }
+  // Same block, other bytes: the device's memory does not move when it is shared.
+  void* data = map_file(file, n, path);
+  std::memcpy(data, old->data, storage.nbytes());
+  if (old->cpu) {
+    old->cpu.reset();
+  } else {
+    std::free(old->data);
+  }
+  old->data = data;
+  old->bytes = n;
+  old->mapped = true;
+  old->path = path;
+  auto same = impl->set_data_ptr(c10::DataPtr(nullptr, storage.device()));
+  same.release_context();
+  impl->set_data_ptr(data_ptr(std::unique_ptr<Block>(old)));
   return {path, n};
 }
 
@@ -167,32 +169,27 @@ c10::Storage open_shared(const std::string& path, size_t n, int device) {
   check_device(device);
   int file = open(path.c_str(), O_RDWR);
   TORCH_CHECK(file >= 0, "CUDA error: invalid resource handle (emulated: ", path, " is gone)");
-  void* data = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  close(file);
-  TORCH_CHECK(data != MAP_FAILED, "cannot map ", path);
-  // The memory is the sender's; here it is not counted, as in CUDA.
-  struct Mapped { void* data; size_t n; };
-  auto* mapped = new Mapped{data, n};
-  auto unmap = [](void* context) {
-    auto* m = static_cast<Mapped*>(context);
-    munmap(m->data, m->n);
-    delete m;
-  };
+  auto block = std::make_unique<Block>();
+  block->data = map_file(file, n, path);
+  block->bytes = n;
+  block->device = device;
+  block->mapped = true;  // the memory is the sender's: here it has no place, as in CUDA
   return c10::Storage(
-      c10::Storage::use_byte_size_t(), n,
-      c10::DataPtr(data, mapped, +unmap, Device(DeviceType::CUDA, device)), &cuda_allocator, false);
+      c10::Storage::use_byte_size_t(), n, data_ptr(std::move(block)), &the_device_allocator, false);
 }
 
-// ---- pinned memory ------------------------------------------------------------------------------
+// -- pinned memory ---------------------------------------------------------------------------------
 
-static std::mutex pinned_mutex;
-static std::map<const char*, size_t> pinned;
+namespace {
+
+std::mutex pinned_mutex;
+std::map<const char*, size_t> pinned;
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     void* data = nullptr;
     if (n) {
-      TORCH_CHECK(posix_memalign(&data, 512, rounded(n)) == 0, "host memory is exhausted");
+      TORCH_CHECK(posix_memalign(&data, 512, n) == 0, "host memory is exhausted");
       std::lock_guard<std::mutex> lock(pinned_mutex);
       pinned[static_cast<char*>(data)] = n;
     }
@@ -207,10 +204,15 @@ struct PinnedAllocator final : c10::Allocator {
     std::free(data);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, std::size_t n) const override { memcpy(to, from, n); }
+  void copy_data(void* to, const void* from, std::size_t n) const override {
+    std::memcpy(to, from, n);
+  }
 };
 
-static PinnedAllocator the_pinned_allocator;
+PinnedAllocator the_pinned_allocator;
+
+}  // namespace
+
 c10::Allocator* pinned_allocator() { return &the_pinned_allocator; }
 
 bool is_pinned(const void* data) {
@@ -220,4 +222,5 @@ bool is_pinned(const void* data) {
   --next;
   return static_cast<const char*>(data) < next->first + next->second;
 }
+
 }  // namespace emu

@@ -15,6 +15,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,11 +43,63 @@ class Launch {
   Launch(int stream, const char* op);
   void reads(const at::Tensor& tensor);
   void writes(const at::Tensor& tensor);
+  int64_t time() const { return time_; }
 
  private:
   int stream_;
   int64_t time_;
   const char* op_;
 };
+
+// An event of CUDA: a moment on a stream, and the host's time of it.
+struct Event {
+  Clock clock;
+  std::chrono::steady_clock::time_point at;
+  bool recorded = false;
+  void record(int stream);
+  double milliseconds_until(const Event& end) const;
+};
+
+// -- what the other sources of the device use -------------------------------------------------------
+
+// Who touched which bytes of one storage, or of one piece of pinned memory.
+struct Access {
+  int64_t low, high;  // bytes from the start of the memory
+  int stream;
+  int64_t time;
+  const char* op;
+  bool write;
+};
+
+struct Accesses {
+  std::vector<Access> entries;
+  std::vector<std::pair<int, int64_t>> last;  // by stream: time of its last access
+  size_t recent = 0;                          // entry found last: loops touch them in turn
+
+  // What somebody who gets this memory next must come after; nothing the host has waited for.
+  std::vector<Access> history(int64_t bytes) const;
+};
+
+bool races_matter();
+void report_race(const std::string& message);  // throws, warns or says nothing
+// Memory [low, high) of `accesses` is touched by work at `time` on `stream`; throws on a race.
+void touch(
+    Accesses& accesses, int64_t low, int64_t high, bool write, int stream, int64_t time,
+    const char* op, int64_t bytes);
+int64_t launched(int stream);  // a piece of work starts on the stream; its time
+bool comes_before(int stream, int64_t time, int later);  // is it done before later work of `later`?
+bool host_has_waited(int stream, int64_t time);
+void set_current_stream(int device, int64_t id);
+int64_t current_stream_id(int device);
+int64_t next_stream_id(int device);
+Clock device_clock(int device);
+void host_poll(const Clock& clock);  // the host saw that it is done, without having waited
+
+// How often the host waited for the device, by operator; what torch.cuda.set_sync_debug_mode asks.
+std::map<std::string, int64_t> synchronizations();
+void reset_synchronizations();
+void set_sync_debug_mode(int mode);
+int sync_debug_mode();
+void about_to_synchronize();  // warns or throws, as the debug mode says
 
 }  // namespace emu

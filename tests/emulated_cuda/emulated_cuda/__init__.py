@@ -78,6 +78,15 @@ def _install() -> None:
         distributed.install(lib)
 
 
+def synchronizations() -> dict[str, int]:
+    """How often the host waited for the device in this process, by operator."""
+    return native().synchronizations()
+
+
+def reset_synchronizations() -> None:
+    native().reset_synchronizations()
+
+
 def _pretend_device_nodes() -> None:
     """``glob`` finds /dev/nvidia0 and so on, by which programs choose to spawn instead of fork."""
     plain = glob.glob

@@ -8,6 +8,7 @@ Takes about a minute, once. Exit code 2 and one sentence where it cannot be buil
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def _compile(compiler: str, root: Path, source: Path, scratch: str) -> Path:
         f"-I{sysconfig.get_paths()['include']}",
     ]
     digest = hashlib.sha256(" ".join((torch_version(), *flags)).encode())
-    for part in (source, *sorted(SOURCES.glob("*.h"))):
+    for part in sorted({source, *_included(source)}):
         digest.update(part.read_bytes())
     made = CACHE / f"{source.stem}-{digest.hexdigest()[:12]}.o"
     if not made.exists():
@@ -92,6 +93,15 @@ def _compile(compiler: str, root: Path, source: Path, scratch: str) -> Path:
             old.unlink(missing_ok=True)
         os.replace(aside, made)
     return made
+
+
+def _included(source: Path) -> set[Path]:
+    """Our own headers that a source includes, directly or not."""
+    found = set()
+    for name in re.findall(r'#include "(\w+\.h)"', source.read_text()):
+        if (SOURCES / name).exists():
+            found |= {SOURCES / name, *_included(SOURCES / name)}
+    return found
 
 
 def _torch_of_the_cpu() -> Path:

@@ -47,7 +47,6 @@ def install(lib) -> None:
     c._cuda_setDevice = lib.set_device
     c._cuda_exchangeDevice = c._cuda_maybeExchangeDevice = exchange
     c._cuda_isInBadFork = lambda: forked
-    c._cuda_synchronize = lambda: None
     c._cuda_canDeviceAccessPeer = lambda a, b: True
     c._cuda_getCompiledVersion = lambda: 12080
     c._cuda_getArchFlags = lambda: "sm_80 sm_90"
@@ -61,7 +60,7 @@ def install(lib) -> None:
         cudaError=types.SimpleNamespace(success=0),
         cudaGetErrorString=lambda code: str(code),
         cudaMemGetInfo=lambda device: (
-            lib.memory_total() - lib.memory(device)[0],
+            lib.memory_total() - lib.memory_reserved(device),
             lib.memory_total(),
         ),
         cudaProfilerStart=lambda: 0,

@@ -1,34 +1,67 @@
-"""Streams and events."""
+"""Streams and events: their order is kept by the library, which says where there is none."""
+
+import ctypes
 
 import torch
 
+CUDA = 1  # c10::DeviceType::CUDA
+
 
 def install(lib) -> None:
-    cuda = 1  # c10::DeviceType::CUDA
+    stream, event = _stream_class(lib), _event_class(lib)
 
+    def ids(device: int, number: int) -> tuple[int, int, int]:
+        return number, device, CUDA
+
+    def given(device: int | None) -> int:
+        return lib.current_device() if device is None or device < 0 else device
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        lib.set_device(device_index)
+        lib.stream_choose(device_index, stream_id)
+
+    c = torch._C
+    c._cuda_getCurrentStream = lambda d: ids(given(d), lib.stream_current(given(d)))
+    c._cuda_getDefaultStream = lambda d: ids(given(d), 0)
+    c._cuda_getCurrentRawStream = lambda d: lib.stream_current(given(d))
+    c._cuda_setStream = set_stream
+    c._cuda_synchronize = lambda: lib.device_synchronize(lib.current_device())
+    c._cuda_set_sync_debug_mode = lib.set_sync_debug_mode
+    c._cuda_get_sync_debug_mode = lib.sync_debug_mode
+    c._CudaStreamBase, c._CudaEventBase = stream, event
+    for module in (torch.cuda, torch.cuda.streams):
+        module.Stream, module.Event = stream, event
+
+
+def _stream_class(lib) -> type:
     class Stream(torch.Stream):
         def __new__(cls, device=None, priority=0, **ids):
             if ids:
                 return super().__new__(cls, **ids)
             index = torch.cuda._get_device_index(device, optional=True)
-            return super().__new__(cls, device=torch.device("cuda", index))
+            return super().__new__(
+                cls, stream_id=lib.stream_new(index), device_index=index, device_type=CUDA
+            )
 
         def wait_event(self, event) -> None:
-            pass
+            event.wait(self)
 
         def wait_stream(self, stream) -> None:
-            pass
+            lib.stream_wait(
+                self.device_index, self.stream_id, stream.device_index, stream.stream_id
+            )
 
         def record_event(self, event=None):
-            event = Event() if event is None else event
+            event = torch.cuda.Event() if event is None else event
             event.record(self)
             return event
 
         def query(self) -> bool:
+            lib.stream_poll(self.device_index, self.stream_id)
             return True
 
         def synchronize(self) -> None:
-            pass
+            lib.stream_synchronize(self.device_index, self.stream_id)
 
         @property
         def cuda_stream(self) -> int:
@@ -36,52 +69,40 @@ def install(lib) -> None:
 
         @property
         def _as_parameter_(self):
-            import ctypes
-
             return ctypes.c_void_p(self.cuda_stream)
 
         @staticmethod
-        def priority_range():
+        def priority_range() -> tuple[int, int]:
             return (0, -5)
 
-    class Event:
-        """Knows when it was recorded."""
+    return Stream
 
+
+def _event_class(lib) -> type:
+    class Event:
         def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
-            self.timing, self.at = enable_timing, None
+            self.timing, self._event = enable_timing, lib.Event()
 
         def record(self, stream=None) -> None:
-            import time
-
-            self.at = time.perf_counter()
+            stream = torch.cuda.current_stream() if stream is None else stream
+            self._event.record(stream.device_index, stream.stream_id)
 
         def wait(self, stream=None) -> None:
-            pass
+            stream = torch.cuda.current_stream() if stream is None else stream
+            self._event.wait(stream.device_index, stream.stream_id)
 
         def query(self) -> bool:
+            self._event.poll()
             return True
 
         def synchronize(self) -> None:
-            pass
+            self._event.synchronize()
 
-        def elapsed_time(self, end) -> float:
-            assert self.timing and end.timing, "both events need enable_timing=True"
-            return 1000 * (end.at - self.at)
+        def elapsed_time(self, end_event) -> float:
+            if not (self.timing and end_event.timing):
+                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            if not (self._event.recorded and end_event._event.recorded):
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
+            return self._event.milliseconds_until(end_event._event)
 
-    def ids(device: int, stream: int = 0):
-        return stream, lib.current_device() if device is None or device < 0 else device, cuda
-
-    chosen: dict[int, int] = {}
-    c = torch._C
-    c._cuda_getCurrentStream = lambda d: ids(d, chosen.get(ids(d)[1], 0))
-    c._cuda_getDefaultStream = lambda d: ids(d)
-    c._cuda_getCurrentRawStream = lambda d: chosen.get(d, 0)
-
-    def set_stream(stream_id, device_index, device_type) -> None:
-        lib.set_device(device_index)
-        chosen[device_index] = stream_id
-
-    c._cuda_setStream = set_stream
-    c._CudaStreamBase, c._CudaEventBase = Stream, Event
-    for module in (torch.cuda, torch.cuda.streams):
-        module.Stream, module.Event = Stream, Event
+    return Event
