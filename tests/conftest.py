@@ -32,10 +32,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("crossed"):
             crossed.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = {item for cases in crossed.values() for item in set(cases) - covering(cases)}
-    left_out |= {item for item in items if item.get_closest_marker("thorough")}
+    left_out |= {item for item in items if repeats(item)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def repeats(item: pytest.Item) -> bool:
+    """Marked thorough; or for a backend, which is the one that it runs on."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return any(
+        not mark.args or params.get("backend") in mark.args
+        for mark in item.iter_markers("thorough")
+    )
 
 
 def covering(cases: list[pytest.Item]) -> set[pytest.Item]:

@@ -85,9 +85,11 @@ def run(plan: Plan) -> int:
 
     from qurl_megatron.model.policy import Policy
     from qurl_megatron.rollout.fleet import Fleet
+    from qurl_megatron.rollout.transport.facts import settle_nccl
     from qurl_megatron.runtime.megatron import megatron_runtime
 
     torch.set_num_threads(1)
+    settle_nccl()  # for the group transport
     parallel = ParallelConfig(tensor=TRAINERS)
     with megatron_runtime(parallel) as ranks:
         model = ModelConfig(path=str(plan.model), dtype="bfloat16")

@@ -104,6 +104,11 @@ class RunConfig:
             "come from the wrong version",
         )
         require(
+            not (self.rollout.colocate and self.sync.transport == "group"),
+            "sync.transport=group needs engines on GPUs of their own: with rollout.colocate both "
+            "ends would be on one GPU, which NCCL refuses; set sync.transport=auto",
+        )
+        require(
             self.quant.scheme not in ("int6", "int5", "int4") or self.rollout.backend == "embedded",
             f"quant.scheme={self.quant.scheme} is simulated by the embedded engine alone; set "
             "rollout.backend=embedded, or quant.scheme to int8 or fp8",

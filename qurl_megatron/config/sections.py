@@ -383,11 +383,12 @@ class RolloutConfig:
     max_staleness: int = 0
     """Weight versions that the tokens of a batch may be behind the policy trained on them. 0
     generates and trains in turn; 1 generates one step off; more let several batches be in flight.
-    Beyond 0 a run no longer repeats bit for bit."""
+    Beyond 0 a run no longer repeats bit for bit, as it does with embedded engines alone."""
 
     requests_per_engine: int = 256
     """Responses in flight per SGLang engine; the others wait here, to go where there is room.
-    Embedded engines get all of their work at once, so that a run repeats bit for bit."""
+    Embedded engines get all of their work at once, so that a run repeats bit for bit; SGLang's
+    sums depend on who shares a batch."""
 
     straggler_s: float = 0.0
     """Seconds after which a request is aborted and continued elsewhere from the tokens it has,
@@ -642,7 +643,15 @@ class SyncConfig:
     keep: int = 2
     """Newest published versions that are kept."""
 
+    receipt_wait_s: float = 90.0
+    """Seconds until the trainer sees, on the shared folder of files, that an engine has loaded a
+    version: more than a network filesystem remembers a folder (NFS: up to 60)."""
+
     def __post_init__(self) -> None:
+        require(
+            self.receipt_wait_s > 0,
+            f"sync.receipt_wait_s must be positive, got {self.receipt_wait_s}",
+        )
         require(self.keep >= 1, f"sync.keep must be 1 or more, got {self.keep}")
         require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
 

@@ -20,6 +20,24 @@ from qurl_megatron.algo.log_probs import SCRATCH_BYTES
 from qurl_megatron.weights import Arch, is_quantized, stage_ops
 from qurl_megatron.weights.checkpoint import hf_shapes
 
+GIB = 1 << 30
+
+DRIVER = round(0.9 * GIB)
+"""What an 80 GB H100 keeps from programs: torch finds 79.1 GiB of it."""
+
+CONTEXT = round(0.6 * GIB)
+"""One process on one GPU: its CUDA context and the kernels it has loaded, 0.5 to 0.7 GiB."""
+
+NCCL = GIB
+"""Buffers of a process' communicators: tens of MiB a peer and channel, in several groups."""
+
+ENGINE_RUNTIME = 6 * GIB
+"""An engine's CUDA graphs, workspaces and activations: 4 to 6 GiB, which it keeps while it lends
+its weights' and cache's memory. (SGLang's own rule for a GPU of this size leaves 10 for them.)"""
+
+GAPS = 0.05
+"""Share of a trainer's memory that lies unused between its allocations."""
+
 CODE_BYTES = {"int8": 1, "fp8": 1}
 """Bytes of a quantized weight; each output channel has a float32 scale besides."""
 
@@ -29,6 +47,7 @@ class Held:
     """What a rank keeps for one model that it trains."""
 
     parameters: int  # their number, not bytes
+    largest: int  # numbers in the largest of them
     weights: int
     gradients: int
     masters: int
@@ -40,28 +59,29 @@ class Held:
 
 
 def held(model: DistributedDataParallel, optimizer: Any) -> Held:
-    """Add up the storages of a wrapped model and its optimizer, padding of their buffers included.
-
-    Adam makes its two moments in the first step; they are counted as if it had been.
-    """
+    """Add up the storages of a wrapped model and its optimizer, with their buffers' padding."""
     parameters = list(model.module.parameters())
     weights = _storages(p.data for p in parameters)
     buffers = [*model.buffers, *model.expert_parallel_buffers]
     gradients = _storages(buffer.grad_data for buffer in buffers)
-    updated = [
-        p
-        for one in getattr(optimizer, "chained_optimizers", [optimizer])
-        for group in one.optimizer.param_groups
+    adams = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    updated = [p for adam in adams for group in adam.param_groups for p in group["params"]]
+    moments = _storages(
+        adam.state[p][moment]
+        for adam in adams
+        for group in adam.param_groups
         for p in group["params"]
-    ]
+        for moment in ("exp_avg", "exp_avg_sq")
+    )
     # Models in FP32 are updated in place: their masters are the weights.
     masters = {key: size for key, size in _storages(updated).items() if key not in weights}
     return Held(
         parameters=sum(p.numel() for p in parameters),
+        largest=max(p.numel() for p in parameters),
         weights=sum(weights.values()),
         gradients=sum(gradients.values()),
         masters=sum(masters.values()),
-        moments=sum(2 * p.nbytes for p in updated),
+        moments=sum(moments.values()),
     )
 
 
@@ -157,3 +177,83 @@ def cached_token(arch: Arch, tensor: int, itemsize: int) -> int:
     """One token's keys and values on one engine rank."""
     heads = max(1, arch.kv_heads // tensor)
     return 2 * arch.num_layers * heads * arch.head_dim * itemsize
+
+
+def publishing(largest: int, bucket: int, *, slots: int) -> int:
+    """What a rank needs besides while it publishes.
+
+    Of one parameter, ``largest`` numbers at most: the FP32 value, its Hugging Face tensors, and two
+    more of them while it is quantized. Of what it becomes: a bucket, and the transport's slots.
+    """
+    filled = max(bucket, 2 * largest)  # replicas do not divide a parameter
+    return 4 * 4 * largest + (1 + slots) * filled
+
+
+def loading(held: Held) -> int:
+    """What a rank needs besides while it resumes, at most; engines start after it.
+
+    Weights that another rank read arrive beside this rank's own. Transformer Engine's Adam takes
+    its moments over into new memory. Masters and moments are read into place.
+    """
+    return held.weights + held.moments
+
+
+def engine_free(gpu: int, at_rest: int | None) -> int:
+    """Bytes an engine rank finds free when it starts.
+
+    Args:
+        at_rest: of the trainer on its GPU; None where there is none.
+    """
+    trainer = 0 if at_rest is None else CONTEXT + NCCL + round((1 + GAPS) * at_rest)
+    return max(0, gpu - DRIVER - CONTEXT - NCCL - trainer)
+
+
+def phases(
+    at_rest: int,
+    step: int,
+    publishing: int,
+    loading: int,
+    *,
+    engine: int | None = None,
+    strangers: int = 0,
+) -> dict[str, dict[str, int]]:
+    """What lies on a trainer's GPU in each phase of a run, by name.
+
+    Args:
+        at_rest: what the trainer keeps between steps.
+        step: what it has at most in one, ``at_rest`` included.
+        publishing, loading: what these take besides ``at_rest``.
+        engine: weights and cache of the engine rank on the same GPU; None: there is none.
+        strangers: engine ranks of other GPUs that map the trainer's slots on this one.
+    """
+    common = {"driver": DRIVER, "trainer's context": CONTEXT, "trainer's NCCL": NCCL}
+    asleep = {"other engines' contexts": strangers * CONTEXT} if strangers else {}
+    awake = asleep
+    if engine is not None:
+        own = {
+            "engine's context": CONTEXT,
+            "engine's NCCL": NCCL,
+            "engine's graphs, workspaces": ENGINE_RUNTIME,
+        }
+        asleep = own | asleep
+        awake = asleep | {"engine's weights, cache": engine}
+
+    def phase(passing: int, engines: dict[str, int]) -> dict[str, int]:
+        gaps = round(GAPS * (at_rest + passing))
+        rows = {"trainer at rest": at_rest, "what the phase takes": passing, "gaps": gaps}
+        return {**common, **rows, **engines}
+
+    published = phase(publishing, awake)
+    # Writing takes nothing, but the allocator still has what publishing took.
+    return {
+        "resume": phase(loading, {}),
+        "train": phase(step - at_rest, asleep),
+        "publish": published,
+        "save": published,
+    }
+
+
+def host(held: Held) -> dict[str, int]:
+    """Host memory of a rank, by what it does: the FP32 weights while they load; one tensor at a
+    time, with the bytes it is read from or written as, for a checkpoint."""
+    return {"start": 4 * held.parameters, "save": 2 * 4 * held.largest}

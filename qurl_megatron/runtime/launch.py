@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 
 import psutil
@@ -119,6 +119,15 @@ def _address_towards(goal: str) -> str | None:
             probe.connect(address)
             return probe.getsockname()[0]
     return None
+
+
+def ranks_here(env: Mapping[str, str]) -> int:
+    """Ranks on the leading one's machine, as torchrun, srun or ``launch`` told them."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return int(env["LOCAL_WORLD_SIZE"])
+    if "SLURM_STEP_TASKS_PER_NODE" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return int(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])  # such as 8(x2),4
+    return int(env.get("WORLD_SIZE", "1"))
 
 
 def _check_count(launcher: str, started: int, needed: int | None) -> None:

@@ -55,7 +55,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
         private_folder(root)
     root = _shared(root)
     name = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-copy{ranks.copies.rank}"
-    return FilesSender(root, name, leads=ranks.leads)
+    return FilesSender(root, name, leads=ranks.leads, receipt_wait_s=sync.receipt_wait_s)
 
 
 def _group_sender(

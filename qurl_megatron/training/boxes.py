@@ -1,11 +1,11 @@
 """A distributed optimizer's state in a checkpoint: read and written where it lies.
 
-Each data-parallel rank owns a run of a flat buffer: of a parameter, some of its elements in row-major
+Each data-parallel rank owns a run of a flat buffer: of a parameter, some elements in row-major
 order. A checkpoint holds masters and moments in the parameters' own shapes, so that any layout can
-load them. Megatron gathers whole buffers for that, on the GPU and several times over in host memory.
-But a run of elements *is* a few boxes of its tensor: part of a row, whole rows, part of a row. Each
-rank writes its own boxes and reads them in place, under the keys that Megatron's format
-"fully_reshardable" has. Nothing is gathered or copied, and older checkpoints load.
+load them. For that Megatron gathers whole buffers, two or three times over on the GPU and five to
+eight in host memory. But a run of elements *is* a few boxes of its tensor: part of a row, whole
+rows, part of a row. Each rank writes its own boxes and reads them in place, under the keys of
+Megatron's format "fully_reshardable". Nothing is gathered or copied, and older checkpoints load.
 """
 
 import math

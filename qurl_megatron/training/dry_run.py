@@ -19,7 +19,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model import memory
 from qurl_megatron.model.build import build_model, transformer_config
 from qurl_megatron.model.critic import ValueHead
-from qurl_megatron.model.memory import Held, Pass
+from qurl_megatron.model.memory import GIB, Held, Pass
 from qurl_megatron.model.trained import with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
@@ -30,10 +30,12 @@ from qurl_megatron.weights.checkpoint import description_of
 SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"
 """config.json of the models that recipes name, for machines without their weights."""
 
-GIB = 1 << 30
-ROOM = 0.9
-"""Share of a GPU that may be planned: its CUDA context, NCCL's buffers and the gaps between
-allocations take the rest."""
+MIB = 1 << 20
+SLOTS = 2
+"""Buckets that a transport holds at a time (``sync.bucket_mb``)."""
+
+NODE = 8
+"""GPUs of a machine, at most."""
 
 STATIC = 0.85
 """What SGLang takes for weights and cache where no --mem-fraction-static says so; its own default
@@ -52,6 +54,7 @@ class Stage:
     activations: int  # of all of them
     working: int  # the layer that is being gone through: its activations or their gradients
     logits: int
+    publishing: int  # for as long as a version is published
 
     @property
     def at_rest(self) -> int:
@@ -61,6 +64,10 @@ class Stage:
     @property
     def total(self) -> int:
         return self.at_rest + self.activations + self.working + self.logits
+
+    @property
+    def loading(self) -> int:
+        return memory.loading(self.policy) + (memory.loading(self.critic) if self.critic else 0)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,28 @@ class DryRun:
     @property
     def largest(self) -> Stage:
         return max(self.stages, key=lambda stage: stage.total)
+
+    def phases(self, stage: Stage) -> dict[str, dict[str, int]]:
+        """What lies on a GPU of a stage in each phase, by name."""
+        engine = self.engine.room if self.engine and self.engine.colocated else None
+        return memory.phases(
+            stage.at_rest,
+            stage.total,
+            stage.publishing,
+            stage.loading,
+            engine=engine,
+            strangers=_strangers(self.config),
+        )
+
+    @property
+    def fullest(self) -> tuple[Stage, str, int]:
+        """The stage and the phase with most on a GPU, and how much that is."""
+        sums = [
+            (stage, name, sum(rows.values()))
+            for stage in self.stages
+            for name, rows in self.phases(stage).items()
+        ]
+        return max(sums, key=lambda found: found[2])
 
 
 def dry_run(config: RunConfig, model_config: Path | None = None, *, gpu_gib: float = 80) -> DryRun:
@@ -199,6 +228,9 @@ def _stage(config: RunConfig, arch: Arch, passed: Pass, index: int) -> Stage:
         # Made anew, and its gradients; without recomputation these alone.
         working=2 * one_layer if recompute else one_layer,
         logits=memory.logits(arch, passed) if last else 0,
+        publishing=memory.publishing(
+            policy.largest, round(config.sync.bucket_mb * MIB), slots=SLOTS
+        ),
     )
 
 
@@ -243,7 +275,7 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
             f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
         )
     colocated = config.rollout.colocate
-    free = max(0, gpu - trainer) if colocated else gpu
+    free = memory.engine_free(gpu, trainer if colocated else None)
     itemsize = getattr(torch, config.model.dtype).itemsize
     return Engine(
         weights={
@@ -254,6 +286,15 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
         room=int(free * _static_fraction(config)),
         colocated=colocated,
     )
+
+
+def _strangers(config: RunConfig) -> int:
+    """Engine ranks that map, by the memory transport, a trainer's slots on a GPU not their own."""
+    rollout = config.rollout
+    elsewhere = rollout.urls or rollout.rendezvous or rollout.backend != "sglang"
+    if elsewhere or config.sync.transport not in ("auto", "memory"):
+        return 0
+    return min(NODE, rollout.engines * rollout.engine_tensor) - rollout.colocate
 
 
 def _static_fraction(config: RunConfig) -> float:
@@ -267,16 +308,15 @@ def _static_fraction(config: RunConfig) -> float:
 
 def _notes(run: DryRun, longest: int) -> list[str]:
     config, notes = run.config, []
-    if run.largest.total > ROOM * run.gpu:
-        notes.append(
-            f"{run.largest.total / GIB:.1f} GiB do not fit: of {run.gpu / GIB:g} GiB leave "
-            f"{1 - ROOM:.0%} for the CUDA context, NCCL and the allocator"
+    _, phase, needed = run.fullest
+    if needed > run.gpu:
+        mend = (
+            "give --mem-fraction-static in rollout.engine_args less"
+            if run.engine and run.engine.colocated and phase in ("publish", "save")
+            else "raise parallel.tensor, parallel.pipeline or parallel.data"
         )
-    if run.engine and run.engine.colocated and run.largest.total + run.engine.room > ROOM * run.gpu:
         notes.append(
-            f"what a step took, {run.largest.total / GIB:.1f} GiB, stays reserved while the "
-            f"engines take {run.engine.room / GIB:.1f}: together more than {ROOM:.0%} of "
-            f"{run.gpu / GIB:g}; give --mem-fraction-static in rollout.engine_args less"
+            f"{needed / GIB:.1f} GiB do not fit in {run.gpu / GIB:g} in phase {phase}: {mend}"
         )
     if run.engine and run.engine.tokens(config.quant.scheme) < longest:
         notes.append(
@@ -313,6 +353,7 @@ def render(run: DryRun) -> str:
     label = max(len(name) for name, _ in rows)
     for name, cells in rows:
         lines.append(f"  {name:{label}}" + "".join(f"{cell:>9}" for cell in cells).rstrip())
+    lines += ["", *_phase_lines(run)]
     if run.engine:
         lines += ["", *_engine_lines(config, run.engine)]
     lines += [f"note: {note}" for note in run.notes]
@@ -352,6 +393,32 @@ def _stage_rows(run: DryRun) -> list[tuple[str, list[str]]]:
         ("sum at rest", gib(lambda s: s.at_rest)),
     ]
     return rows
+
+
+def _phase_lines(run: DryRun) -> list[str]:
+    """The fullest rank's GPU and host, phase by phase."""
+    stage, _, _ = run.fullest
+    phases = run.phases(stage)
+    names = list(dict.fromkeys(name for rows in phases.values() for name in rows))
+    label = max(map(len, names))
+    index = run.stages.index(stage)
+    lines = [
+        f"GiB on a GPU of stage {index}, of {run.gpu / GIB:g}",
+        f"  {'phase':{label}}" + "".join(f"{phase:>9}" for phase in phases),
+    ]
+    for name in names:
+        cells = [rows.get(name, 0) / GIB for rows in phases.values()]
+        lines.append(f"  {name:{label}}" + "".join(f"{cell:9.2f}" for cell in cells))
+    sums = [sum(rows.values()) / GIB for rows in phases.values()]
+    lines.append(f"  {'sum':{label}}" + "".join(f"{cell:9.2f}" for cell in sums))
+    host = memory.host(stage.policy)
+    ranks = min(NODE, run.config.parallel.world_size)
+    lines.append(
+        f"host memory of a rank: {host['start'] / GIB:.1f} GiB while weights load, "
+        f"{host['save'] / GIB:.1f} while a checkpoint is written or read; of {ranks} ranks on a "
+        f"machine: {ranks * host['start'] / GIB:.0f} and {ranks * host['save'] / GIB:.0f}"
+    )
+    return lines
 
 
 def _engine_lines(config: RunConfig, engine: Engine) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from qurl_megatron.rewards import RewardPool, overlong_penalty
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.runtime.launch import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.guard import Guard, Verdict
 from qurl_megatron.training.rank import StopRequest
@@ -85,6 +87,7 @@ class Lead:
                     scheme=self.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",
+                    trainer_ranks=ranks_here(os.environ),
                 )
             )
             self.rewards = stack.enter_context(RewardPool(config.reward))

@@ -5,10 +5,12 @@ others what it collected; everything between is the same program on all of them.
 
 A synchronous run is reproducible: prompts, seeds and the order of samples follow from the recipe
 and the step, and a checkpoint holds the state between two steps. Interrupted and resumed, a run
-writes the same metrics as one that was left alone, bit for bit on the same layout and machine:
-collectives and matrix products add in an order of their own on another.
+writes the same metrics as one that was left alone, bit for bit on the same layout and machine with
+embedded engines: collectives and matrix products add in an order of their own on another, and what
+SGLang computes depends on who shares a batch.
 """
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
+from qurl_megatron.rollout.transport.facts import settle_nccl
 from qurl_megatron.runtime.files import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, megatron_runtime, share
 from qurl_megatron.sync.publisher import Publisher
@@ -47,6 +50,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         True when all steps are done, False after a clean stop with a checkpoint.
     """
     run_dir = Path(config.train.run_dir)
+    if config.sync.transport == "group":
+        settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
         lock = claim(run_dir, config) if ranks.leads else nullcontext()
         newest = _newest(run_dir, ranks)
@@ -70,6 +75,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             else None
         )
         state = _resume(newest, policy, critic)
+        _make_room()
         with (
             lock,
             Lead(config, run_dir, stop, state) if ranks.leads else nullcontext() as lead,
@@ -93,6 +99,17 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if lead:
                 lead.finish(state)
     return state.step >= config.train.steps
+
+
+def _make_room() -> None:
+    """Let go of the device memory that no tensor uses; no rank goes on before all have.
+
+    Engines are sized by the memory they find free, and the leading rank starts those on all GPUs.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    dist.barrier()
 
 
 def _run(
@@ -123,14 +140,14 @@ def _run(
         if rollout is None:
             break
         metrics = improve(policy, rollout.samples, config, step=step, timer=timer, critic=critic)
+        if config.rollout.colocate:
+            _make_room()  # for engines that take their memory back, or are started anew
         measured = _over_ranks(metrics)
         state = replace(state, step=step)
         state, noted, failure = _guarded(
             lead, publisher, state, values(merge([measured, rollout.metrics])), timer
         )
         published: dict[str, Metric] = {}
-        if config.rollout.colocate:
-            torch.cuda.empty_cache()  # what the allocator keeps for itself, the engines need
         if failure is None:
             with timer.phase("publish"):
                 published, failure = _publish(lead, publisher, step)

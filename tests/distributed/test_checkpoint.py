@@ -1,5 +1,7 @@
 """Saved and loaded, a policy goes on as if nothing had happened, in another layout too."""
 
+import functools
+
 import pytest
 import torch
 
@@ -212,3 +214,131 @@ def test_an_unfinished_checkpoint_does_not_exist(tmp_path):
     TrainState(step=1).write(whole)
     assert latest(tmp_path) == whole
     assert latest(tmp_path / "empty") is None
+
+
+class LazyAdam(torch.optim.Optimizer):
+    """AdamW as Transformer Engine and apex have it: state is made in the first step, and only if
+    there is none; steps are counted per group; loading takes the state over into new tensors."""
+
+    def __init__(self, params, adam_w_mode=True, **options):
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            bias1, bias2 = (1 - beta ** group["step"] for beta in group["betas"])
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                gradient = parameter.grad
+                state["exp_avg"].lerp_(gradient, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = (state["exp_avg_sq"] / bias2).sqrt().add_(group["eps"])
+                parameter.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / bias1)
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            self.state[parameter] = {name: value.clone() for name, value in state.items()}
+
+
+def fused_adam():
+    """Have Megatron find a lazy Adam in this process, as it finds Transformer Engine's."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = LazyAdam, False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def save_at(device, config, run_dir, out, *, lazy, step):
+    from qurl_megatron.training import checkpoint
+
+    if lazy:
+        fused_adam()
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        for index in range(step):
+            improve_at(policy, config, 1 + index)
+        checkpoint.save(run_dir, policy, TrainState(step=step), keep=1)
+        improve_at(policy, config, step + 1)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
+def load_at(device, config, run_dir, out, *, lazy, step):
+    from qurl_megatron.training import checkpoint
+
+    if lazy:
+        fused_adam()
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        improve_at(policy, config, 7)  # what was there before must not shine through
+        checkpoint.load(latest(run_dir), policy)
+        improve_at(policy, config, step + 1)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("lazy, distributed", [(True, True), (True, False), (False, True)], ids=str)
+def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(
+    lazy, distributed, step, tmp_path
+):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = recipe(folder, dict(data=2), dtype="bfloat16", distributed=distributed)
+    run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
+    for body, out in ((save_at, a), (load_at, b)):
+        body = functools.partial(body, lazy=lazy, step=step)
+        run_on_ranks(body, 2, "gloo", tmp_path, config, run, out)
+    expected, actual = torch.load(a), torch.load(b)
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+
+
+def optimizer_tensors(policy):
+    """Masters and moments of this rank, in the order of the parameters."""
+    return [
+        part._get_main_param_and_optimizer_states(parameter)[kind].clone()
+        for part in policy.optimizer.chained_optimizers
+        for parameter in part.model_param_gbuf_map
+        for kind in ("param", "exp_avg", "exp_avg_sq")
+    ]
+
+
+def save_by_megatron_alone_and_load(device, config, folder):
+    from megatron.core import dist_checkpointing
+
+    from qurl_megatron.training import checkpoint
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        improve_at(policy, config, 1)
+        expected = optimizer_tensors(policy)
+        metadata = checkpoint._metadata(policy)
+        model = policy.gpt.sharded_state_dict(metadata=metadata)
+        state = policy.optimizer.sharded_state_dict(model, metadata=metadata)
+        dist_checkpointing.save({"model": model, "optimizer": state}, str(folder))
+
+        improve_at(policy, config, 2)  # changes all of it
+        state = checkpoint._sharded(policy, loading=True)
+        del state["scheduler"]
+        loaded = dist_checkpointing.load(state, str(folder))
+        policy.optimizer.load_state_dict(loaded["optimizer"])
+        for found, value in zip(optimizer_tensors(policy), expected, strict=True):
+            assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize("layout", [dict(data=2), dict(tensor=2, data=2)], ids=str)
+def test_checkpoints_of_megatrons_own_form_load(layout, tmp_path):
+    config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), layout, dtype="bfloat16")
+    world, folder = config.parallel.world_size, tmp_path / "checkpoint"
+    folder.mkdir()
+    run_on_ranks(save_by_megatron_alone_and_load, world, "gloo", tmp_path, config, folder)

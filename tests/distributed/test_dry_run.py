@@ -35,7 +35,7 @@ def recipe(folder: Path, *, dtype="bfloat16", optimizer=None, algo=None, **paral
 
 
 def what_is_held(model) -> dict[str, int]:
-    """Counted over the tensors themselves, after a step has made Adam's moments."""
+    """Counted over the tensors themselves, after a step."""
     inner = [
         one.optimizer for one in getattr(model.optimizer, "chained_optimizers", [model.optimizer])
     ]
@@ -44,6 +44,7 @@ def what_is_held(model) -> dict[str, int]:
     masters = [p for one in inner for group in one.param_groups for p in group["params"]]
     return {
         "parameters": sum(p.numel() for p in model.gpt.parameters()),
+        "largest": max(p.numel() for p in model.gpt.parameters()),
         "weights": sum(storage.nbytes() for storage in weights.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "masters": sum(p.nbytes for p in masters if p.untyped_storage().data_ptr() not in weights),

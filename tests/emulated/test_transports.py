@@ -1,11 +1,5 @@
-"""Weights on their way from GPU to GPU: by a handle of CUDA's, and over NCCL."""
+"""Weights on their way from trainer to engine over NCCL, by the communicators they take."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,22 +8,8 @@ from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_
 from qurl_megatron.rollout.wire import checksum, piece_of
 from qurl_megatron.testing.ranks import run_on_ranks
 
-UNIT = Path(__file__).parents[1] / "unit"
 HOST = "127.0.0.1"
 TRAINERS = 2
-
-
-@pytest.mark.parametrize("cases", ["test_transport.py", "test_transport_group.py"])
-def test_what_holds_on_the_cpu_holds_on_gpus(cases, gpus):
-    """The very tests of the transports, in a process that has GPUs."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", UNIT / cases, "-k", "gpu or cuda"],
-        env={**os.environ, **gpus},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert " passed" in done.stdout and " skipped" not in done.stdout
 
 
 def send_versions(device, port: int) -> None:

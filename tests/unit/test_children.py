@@ -11,6 +11,7 @@ from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rollout.process import EngineProcess
 from qurl_megatron.rollout.sglang.launch import Launch
 from qurl_megatron.runtime.children import expandable_segments, job_cores, without_launcher
+from qurl_megatron.runtime.launch import ranks_here
 
 TORCHRUN = {
     "RANK": "0",
@@ -75,6 +76,27 @@ def test_nothing_of_a_rank_is_left_and_all_else_stays():
 )
 def test_expandable_segments_are_recognised(env, found):
     assert expandable_segments(env) == found
+
+
+@pytest.mark.parametrize(
+    "env,ranks",
+    [
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, 8),
+        ({"WORLD_SIZE": "4"}, 4),
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "12",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2),2(x2)",
+                "WORLD_SIZE": "12",
+            },
+            4,
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "WORLD_SIZE": "4"}, 4),
+        ({}, 1),
+    ],
+)
+def test_how_many_ranks_are_on_the_leading_ones_machine(env, ranks):
+    assert ranks_here(env) == ranks
 
 
 @pytest.mark.parametrize(

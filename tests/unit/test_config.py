@@ -31,6 +31,14 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
     assert load(again) == config
 
 
+def test_group_is_refused_where_both_ends_would_be_on_one_gpu(recipe):
+    colocated = ["rollout.backend=sglang", "rollout.colocate=true"]
+    assert load(recipe, [*colocated, "sync.transport=auto"]).rollout.colocate
+    message = "sync.transport=group needs engines on GPUs of their own.*set sync.transport=auto"
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, [*colocated, "sync.transport=group"])
+
+
 @pytest.mark.parametrize(
     "override, message",
     [

@@ -141,19 +141,58 @@ def test_a_reference_is_one_more_copy_of_the_weights_unless_it_waits_on_the_host
 def test_engines_on_the_trainers_gpus_get_what_it_leaves(tmp_path):
     text = '[rollout]\nbackend = "sglang"\nengine_args = ["--mem-fraction-static=0.5"]\n'
     alone = dry_run(recipe(tmp_path, "parallel.tensor=8", text=text))
-    assert alone.engine.room == 40 * GIB
+    own = memory.DRIVER + memory.CONTEXT + memory.NCCL
+    assert alone.engine.room == (80 * GIB - own) // 2
     shared = dry_run(recipe(tmp_path, "parallel.tensor=8", "rollout.colocate=true", text=text))
-    assert shared.engine.room == (80 * GIB - shared.stages[0].at_rest) // 2
+    trainer = shared.stages[0].at_rest * (1 + memory.GAPS) + memory.CONTEXT + memory.NCCL
+    assert shared.engine.room == pytest.approx((80 * GIB - own - trainer) / 2, abs=1)
     per_token = 2 * 48 * 8 * 128 * 2
-    assert (
-        alone.engine.tokens("none") == (40 * GIB - 2 * memory.parameters(alone.arch)) // per_token
-    )
+    room = alone.engine.room - 2 * memory.parameters(alone.arch)
+    assert alone.engine.tokens("none") == room // per_token
+
+
+def test_the_phases_of_a_run_add_up():
+    """Hand-worked, in units of a GiB."""
+    G = GIB
+    alone = memory.phases(20 * G, 24 * G, 2 * G, 10 * G)
+    trainer = memory.DRIVER + memory.CONTEXT + memory.NCCL
+    sums = {name: sum(rows.values()) for name, rows in alone.items()}
+    assert sums == {
+        "resume": trainer + round(30 * 1.05 * G),
+        "train": trainer + round(24 * 1.05 * G),
+        "publish": trainer + round(22 * 1.05 * G),
+        "save": trainer + round(22 * 1.05 * G),
+    }
+    beside = memory.phases(20 * G, 24 * G, 2 * G, 10 * G, engine=30 * G, strangers=7)
+    more = {name: sum(rows.values()) - sums[name] for name, rows in beside.items()}
+    asleep = memory.CONTEXT + memory.NCCL + memory.ENGINE_RUNTIME + 7 * memory.CONTEXT
+    awake = asleep + 30 * G
+    # Nobody is there yet when a trainer resumes, and engines sleep while it trains.
+    assert more == {"resume": 0, "train": asleep, "publish": awake, "save": awake}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "strangers"),
+    [
+        (["rollout.backend=sglang", "rollout.engines=4", "rollout.engine_tensor=2"], 8),
+        (["rollout.backend=sglang", "rollout.engines=8", "rollout.colocate=true"], 7),
+        (["rollout.backend=sglang", "rollout.engines=8", "sync.transport=files"], 0),
+        (["rollout.backend=sglang", "rollout.engines=8", "rollout.rendezvous=somewhere"], 0),
+        (["rollout.engines=8"], 0),  # embedded, on the CPU
+    ],
+)
+def test_engines_that_map_memory_have_a_context_on_every_trainers_gpu(
+    overrides, strangers, tmp_path
+):
+    run = dry_run(recipe(tmp_path, "parallel.tensor=8", *overrides))
+    rows = run.phases(run.stages[0])["publish"]
+    assert rows.get("other engines' contexts", 0) == strangers * memory.CONTEXT
 
 
 def test_what_does_not_fit_is_said(tmp_path):
     run = dry_run(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=48)
     assert "do not fit" in render(run)
-    assert "do not fit" not in render(dry_run(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=100))
+    assert "do not fit" not in render(dry_run(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=110))
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def row(name: str) -> str:
         f"{parallel.tensor} x {parallel.pipeline} x {parallel.data}",
         f"{max(stage.at_rest for stage in run.stages) / GIB:.1f}",
         f"{run.largest.total / GIB:.1f}",
+        f"{run.fullest[2] / GIB:.1f}",
         f"{rollout.engines} x {rollout.engine_tensor}",
         f"{engine.room / GIB:.1f}",
         f"{engine.weights['int8'] / GIB:.1f}",
@@ -76,7 +77,16 @@ def test_a_recipe_fits_its_gpus(name):
     # Qwen2.5-Math-7B's published config allows 4096 tokens; the recipe says what to do about it.
     notes = [note for note in run.notes if "max_position_embeddings" not in note]
     assert notes == []
+    for stage in run.stages:
+        for phase, rows in run.phases(stage).items():
+            assert sum(rows.values()) < run.gpu, f"{phase}: {rows}"
     assert run.described_by.is_relative_to(ROOT / "launch" / "models")
+
+
+def test_a_recipe_that_leaves_too_little_beside_its_engines_is_noted():
+    engines = 'rollout.engine_args=["--mem-fraction-static=0.75"]'
+    run = dry_run(recipe("grpo_qwen2.5_14b", engines))
+    assert any("in phase publish: give --mem-fraction-static" in note for note in run.notes)
 
 
 @pytest.mark.parametrize("name", ON_GPUS)

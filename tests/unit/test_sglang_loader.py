@@ -24,7 +24,11 @@ class Wire:
 
     def open(self, transport: dict, rank: int) -> "Wire":
         self.opened += 1
+        self.transport = transport
         return self
+
+    def follow(self, transport: dict) -> bool:
+        return transport == self.transport
 
     def put(self, parts: list[tuple]) -> Blob:
         pieces, size = lay_out(parts)

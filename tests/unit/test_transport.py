@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qurl_megatron.config import SyncConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.transport import open_receiver
+from qurl_megatron.rollout.transport import facts, open_receiver
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.transport.memory import MemorySender
+from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.version import MANIFEST, Manifest, manifest_of, read_version
 from qurl_megatron.rollout.wire import (
     Message,
@@ -137,6 +139,56 @@ def test_a_receipt_that_comes_late_is_waited_for_and_one_that_is_missing_is_an_e
     lost, there = sender.receipts("v2", 2)
     thread.join()
     assert "rank 0 left no receipt" in lost.error and there.error == "boom"
+
+
+class Nfs:
+    """What a client of a network filesystem remembers: listings, and the absence of names, until
+    their folder is opened again, and synchronised."""
+
+    def __init__(self, monkeypatch):
+        self._absent: set[str] = set()
+        self._read, self._fsync = Path.read_text, os.fsync
+        monkeypatch.setattr(os, "listdir", lambda folder=".": [])
+        monkeypatch.setattr(Path, "iterdir", lambda folder: iter(()))
+        monkeypatch.setattr(Path, "read_text", lambda path, **given: self.read_text(path, **given))
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def read_text(self, path, **given):
+        if str(path) in self._absent:
+            raise FileNotFoundError(2, "remembered as absent", str(path))
+        try:
+            return self._read(path, **given)
+        except FileNotFoundError:
+            self._absent.add(str(path))
+            raise
+
+    def fsync(self, file):
+        self._fsync(file)
+        self._absent.clear()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3], ids=["before the first look", "later"])
+def test_a_receipt_is_found_where_listings_and_absences_are_remembered(
+    after_s, tmp_path, monkeypatch
+):
+    folder = tmp_path / "receipts"
+    folder.mkdir()
+    Nfs(monkeypatch)
+    thread = threading.Timer(after_s, leave, (folder, Receipt("v2", 0, None, 1, 0.0)))
+    thread.start()
+    if not after_s:
+        thread.join()
+    start = time.monotonic()
+    (receipt,) = collect(folder, "v2", 1, 30.0)
+    assert receipt.error is None and time.monotonic() - start < 10
+    thread.join()
+
+
+def test_files_wait_for_receipts_longer_than_nfs_remembers_a_folder(tmp_path):
+    assert FilesSender(tmp_path / "v", "r", leads=True).receipt_wait_s > 60
+    assert SyncConfig().receipt_wait_s > 60
+    with pytest.raises(ConfigError, match="sync.receipt_wait_s must be positive, got 0"):
+        SyncConfig(receipt_wait_s=0.0)
 
 
 def test_an_unknown_transport_is_refused():
@@ -347,6 +399,22 @@ def test_too_little_memory_is_told_before_a_byte_is_written():
         sender.put(0, parts(0))
     finally:
         sender.close()
+
+
+def test_expandable_segments_cannot_be_shared_and_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
+        MemorySender("test", 0, leads=True, device="cuda", root=tmp_path)
+    MemorySender("test", 0, leads=True, root=tmp_path).close()
+
+
+def test_memory_of_another_version_of_the_package_is_refused(tmp_path, monkeypatch):
+    sender = MemorySender("test", 0, leads=True, root=tmp_path)
+    told = sender.describe("a")
+    sender.close()
+    monkeypatch.setattr(facts, "FORMAT", "qurl-update-0")
+    with pytest.raises(ConfigError, match="the engine protocol qurl-update-0 .*; install the same"):
+        open_receiver(told, 0)
 
 
 @pytest.mark.gpu

@@ -19,31 +19,30 @@ HOST = "127.0.0.1"
 TIMEOUT_S = 3.0
 LARGE = 64 << 20  # far more than sockets hold
 
-# With GPUs, real or emulated, all of it again over NCCL; each process has one of its own.
-GPUS = torch.cuda.device_count()
-DEVICES = ["cpu"] + (["cuda"] if GPUS >= 4 else [])
 
-
-def here() -> torch.device:
-    """Where this process has its tensors."""
-    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-
-
-def on_gpu(index: int, make, *args):
-    torch.cuda.set_device(index)
-    torch.cuda.init()
-    return make(*args)
+GPUS = 6  # of the longest cast
+BACKENDS = [
+    "gloo",
+    pytest.param(
+        "nccl",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} GPUs"),
+        ],
+    ),
+]
 
 
 class Trainer:
     """A training rank that sends random codes."""
 
-    def __init__(self, rank: int, port: int, connect_timeout_s: float = 20.0) -> None:
+    def __init__(self, device, rank: int, port: int, connect_timeout_s: float = 20.0) -> None:
+        use(device)
         self.sender = GroupSender(
             join_store(HOST, port, 20.0),
             rank,
             2,
-            device=here(),
+            device=device,
             timeout_s=TIMEOUT_S,
             connect_timeout_s=connect_timeout_s,
             receipt_wait_s=1.0,
@@ -72,7 +71,8 @@ class Trainer:
 class Engine:
     """A tensor rank of an engine."""
 
-    def __init__(self, rank: int, protocol: str = facts.FORMAT) -> None:
+    def __init__(self, device, rank: int, protocol: str = facts.FORMAT) -> None:
+        use(device)
         self.rank, self.receiver = rank, None
         facts.FORMAT = protocol
 
@@ -83,7 +83,8 @@ class Engine:
     def fetch(self, blob):
         memory = self.receiver.fetch(blob)
         assert all(checksum(piece_of(memory, p)) == p.checksum for p in blob.pieces)
-        return memory.cpu().numpy().tobytes() if blob.bytes < 1 << 20 else checksum(memory)
+        memory = memory.cpu()
+        return memory.numpy().tobytes() if blob.bytes < 1 << 20 else checksum(memory)
 
     def report(self, session):
         self.receiver.report(Receipt(session, self.rank, None, 7, 0.5))
@@ -97,19 +98,23 @@ def codes(rank, index, tp, engine_rank, size):
     generator = torch.Generator().manual_seed(rank * 1000 + index * 100 + tp * 10 + engine_rank)
     weight = torch.randint(-127, 128, (size // 64, 64), dtype=torch.int8, generator=generator)
     scale = torch.rand(3, 1, generator=generator)
-    return [("weight", weight.to(here()), 0, 5), ("scale", scale.to(here()), None, 0)]
+    return [("weight", weight, 0, 5), ("scale", scale, None, 0)]
 
 
-@pytest.fixture(params=DEVICES)
+def use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@pytest.fixture(params=BACKENDS)
 def cast(request):
-    """Makes processes; ends them all."""
+    """Makes processes, over NCCL each on a GPU of its own; ends them all."""
     made = []
     store = host_store(HOST, 20.0)
 
     def remote(make, *args):
-        if request.param == "cuda":
-            args, make = (len(made) % GPUS, make, *args), on_gpu
-        made.append(Remote(make, *args))
+        gpu = torch.device("cuda", len(made))
+        made.append(Remote(make, gpu if request.param == "nccl" else torch.device("cpu"), *args))
         return made[-1]
 
     def trainers(**options):

@@ -44,7 +44,7 @@ class FilesSender(AtOnce):
     kind = "files"
     cut = False
 
-    def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 10.0) -> None:
+    def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 90.0) -> None:
         """
         Args:
             root: versions go to ``root/v000012``; engines see it under the same path.

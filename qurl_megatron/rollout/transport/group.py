@@ -40,6 +40,8 @@ from qurl_megatron.rollout.transport.memory import SLOTS
 from qurl_megatron.rollout.transport.receipts import missing
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 
+CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
+
 
 def host_store(host: str, timeout_s: float) -> dist.TCPStore:
     """The leading rank's meeting point, on a free port of the address ``host`` and no other."""
@@ -74,7 +76,7 @@ class GroupSender:
         *,
         device: torch.device | str = "cpu",
         timeout_s: float = 300.0,
-        connect_timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         receipt_wait_s: float = 2.0,
     ) -> None:
         """
@@ -83,11 +85,13 @@ class GroupSender:
             rank, size: of all training ranks.
             device: where the weights are; decides between gloo and NCCL.
             timeout_s: an engine that has not taken a bucket by then is dropped.
-            connect_timeout_s: one that has not come to its link by then, likewise.
+            connect_timeout_s: one that has not come to its link by then, likewise; NCCL takes its
+                time for many links at once.
         """
         self.store, self.rank, self.size = store, rank, size
         self.device = torch.device(device)
-        self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
+        self.timeout_s = timeout_s
+        self.connect_timeout_s = connect_timeout_s or CONNECT_S[self.device.type]
         self.receipt_wait_s = receipt_wait_s
         self.opened = 0  # links so far
         self._run = secrets.token_hex(4)  # told to engines by the leading rank alone

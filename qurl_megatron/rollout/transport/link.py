@@ -52,11 +52,7 @@ class Link:
             return []
         if self.device.type == "cpu":
             return [self.group.send([memory], rank, tag) for rank, memory in messages]
-        # One after another they would wait for each other: a communicator has one stream.
-        self.group._start_coalescing()
-        for rank, memory in messages:
-            self.group.send([memory], rank, tag)
-        return [self.group._end_coalescing()]
+        return self._at_once(self.group.send, messages, tag)
 
     def receive(self, messages: Sequence[tuple[int, Tensor]], tag: int, deadline: float) -> None:
         """
@@ -66,12 +62,21 @@ class Link:
         if self.device.type == "cpu":
             works = [self.group.recv([memory], rank, tag) for rank, memory in messages]
         else:
-            self.group._start_coalescing()
-            for rank, memory in messages:
-                self.group.recv([memory], rank, tag)
-            works = [self.group._end_coalescing()]
+            works = self._at_once(self.group.recv, messages, tag)
         for work in works:
             self.finish(work, deadline)
+
+    def _at_once(
+        self, move: Callable, messages: Sequence[tuple[int, Tensor]], tag: int
+    ) -> list[dist.Work]:
+        """One after another they would wait for each other: a communicator has one stream."""
+        self.group._start_coalescing()
+        try:
+            for rank, memory in messages:
+                move([memory], rank, tag)
+        finally:  # a group of calls left open would swallow this thread's next collective
+            work = self.group._end_coalescing()
+        return [work]
 
     def finish(self, work: dist.Work, deadline: float) -> None:
         """Wait until bytes are sent or here.

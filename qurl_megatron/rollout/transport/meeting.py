@@ -79,7 +79,7 @@ class Meeting:
             self.store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             late = [self.who(each) for each, key in enumerate(keys) if not self.store.check([key])]
-            raise LinkError(f"{', '.join(late) or 'the store'} did not come: {error}") from None
+            raise LinkError(f"{', '.join(late)} did not come" if late else str(error)) from None
         return [Hello.from_json(text.decode()) for text in self.store.multi_get(keys)]
 
     def who(self, rank: int) -> str:

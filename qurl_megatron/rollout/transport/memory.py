@@ -9,7 +9,7 @@ import base64
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.transport import AtOnce, Part, Rank
+from qurl_megatron.rollout.transport.facts import check, own_facts
 from qurl_megatron.rollout.transport.files import RECEIPTS, mapped, refusing
 from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
+from qurl_megatron.runtime.children import expandable_segments
 
 SLOTS = 2
 
@@ -61,18 +63,30 @@ class MemorySender(AtOnce):
             leads: this rank removes the folder at the end.
 
         Raises:
-            ConfigError: the folder cannot be made, or is another user's.
+            ConfigError: the folder cannot be made, or is another user's; torch's allocator makes
+                memory that cannot be shared.
         """
         self.folder = memory_folder(token, root)
         self.leads, self.receipt_wait_s = leads, receipt_wait_s
+        self._facts = own_facts()
         private_folder(self.folder)
         with refusing(self.folder, 0):
             (self.folder / RECEIPTS).mkdir(exist_ok=True)
-        slot = _CudaSlot if torch.device(device).type == "cuda" else _FileSlot
+        on_gpu = torch.device(device).type == "cuda"
+        if on_gpu and (setting := expandable_segments(os.environ)):
+            raise ConfigError(
+                "sync.transport=memory shares GPU memory by CUDA IPC, which engines cannot open "
+                f"with {setting}; leave expandable_segments out, or set sync.transport=files"
+            )
+        slot = _CudaSlot if on_gpu else _FileSlot
         self._slots = [slot(self.folder / f"rank{rank}-{i}", device) for i in range(SLOTS)]
 
     def describe(self, engine: str) -> dict[str, Any]:
-        return {"kind": self.kind, "receipts": str(self.folder / RECEIPTS)}
+        return {
+            "kind": self.kind,
+            "receipts": str(self.folder / RECEIPTS),
+            "facts": self._facts,
+        }
 
     def begin(self, version: int) -> None:
         pass  # its first buckets overwrite whatever is there
@@ -99,6 +113,7 @@ class MemorySender(AtOnce):
 class MemoryReceiver:
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         self._transport = transport
+        check("memory", transport["facts"])
         self._receipts = Path(transport["receipts"])
         self._open: dict[str, tuple[dict[str, Any], Tensor]] = {}
 
@@ -110,7 +125,10 @@ class MemoryReceiver:
         where, memory = self._open.get(key, (None, None))
         if where != blob.where:  # it grew, or a trainer was started anew
             self._open.pop(key, None)
-            memory = _open_cuda(blob.where) if "cuda" in blob.where else _open_file(blob.where)
+            if "cuda" in blob.where:
+                memory = _open_cuda(blob.where, self._transport["facts"])
+            else:
+                memory = _open_file(blob.where)
             self._open[key] = (blob.where, memory)
         if blob.bytes > len(memory):
             raise ConfigError(f"{key} holds {len(memory)} bytes, the blob says {blob.bytes}")
@@ -209,7 +227,7 @@ def _open_file(where: dict[str, Any]) -> Tensor:
         os.close(file)
 
 
-def _open_cuda(where: dict[str, Any]) -> Tensor:
+def _open_cuda(where: dict[str, Any], trainer: Mapping[str, str]) -> Tensor:
     uuids = [
         str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
     ]
@@ -221,7 +239,16 @@ def _open_cuda(where: dict[str, Any]) -> Tensor:
     index = uuids.index(where["cuda"])
     torch.cuda._lazy_init()
     shared = [base64.b64decode(x) if isinstance(x, str) else x for x in where["shared"]]
-    storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
+    except (RuntimeError, TypeError) as error:
+        # Each torch knows the handles of its own version, and most others.
+        raise ConfigError(
+            f"the trainer's GPU memory (torch {trainer['torch']}, CUDA {trainer['cuda']}) cannot "
+            f"be opened in the engine (torch {torch.__version__}, CUDA {torch.version.cuda}): "
+            f"{str(error).partition(chr(10))[0]}; install the same torch in both environments, or "
+            "set sync.transport=files"
+        ) from None
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,5 +1,6 @@
 """Receipts as small files, for the transports that have no connection to send them back on."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.wire import Receipt
 
 POLL_S = 0.01
+SLOWEST_POLL_S = 1.0  # a folder that is remembered for a minute is not asked for ever faster
 
 
 def leave(folder: Path, receipt: Receipt) -> None:
@@ -29,22 +31,37 @@ def leave(folder: Path, receipt: Receipt) -> None:
 
 
 def collect(folder: Path, session: str, ranks: int, wait_s: float) -> list[Receipt]:
-    """Take the receipts of a session; one that is not there after ``wait_s`` is an error."""
+    """Take the receipts of a session; one that is not there after ``wait_s`` is an error.
+
+    Names are never used twice, so the first look for one asks the server of a network filesystem:
+    it is there, for an engine leaves it before it answers. A listing may be a minute old, and so
+    may the answer that a name is absent, unless the folder is opened again before the next look.
+    """
     deadline = time.monotonic() + wait_s
     found: dict[int, Receipt] = {}
-    while len(found) < ranks:
-        # A listing asks the server of a network filesystem; a look for one name may be answered
-        # from what this machine remembers.
-        names = set(os.listdir(folder))
-        for rank in set(range(ranks)) - found.keys():
-            name = _name(session, rank)
-            if name in names:
-                found[rank] = Receipt.from_json((folder / name).read_text(encoding="utf-8"))
-                (folder / name).unlink()
-        if time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S)
-    return [found.get(rank) or missing(session, rank) for rank in range(ranks)]
+    pause_s = POLL_S
+    while True:
+        for rank in sorted(set(range(ranks)) - found.keys()):
+            path = folder / _name(session, rank)
+            with contextlib.suppress(FileNotFoundError):
+                found[rank] = Receipt.from_json(path.read_text(encoding="utf-8"))
+                path.unlink()
+        if len(found) == ranks or time.monotonic() > deadline:
+            return [found.get(rank) or missing(session, rank) for rank in range(ranks)]
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, SLOWEST_POLL_S)
+        _refresh(folder)
+
+
+def _refresh(folder: Path) -> None:
+    """Have a network filesystem forget what it remembers of a folder's names."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some filesystems have nothing to do for a folder
+            os.fsync(opened)
+        os.fstat(opened)
+    finally:
+        os.close(opened)
 
 
 def missing(session: str, rank: int) -> Receipt:

@@ -1,0 +1,91 @@
+"""What the phases of a run take besides, on a GPU and its host, against the formulas."""
+
+import contextlib
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+from torch import Tensor
+
+from qurl_megatron.config import QuantConfig, SyncConfig
+from qurl_megatron.model import memory
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.training.dry_run import dry_run
+from qurl_megatron.training.state import TrainState
+from tests.distributed.test_dry_run import recipe
+from tests.emulated.test_phases import SLACK, Phases, _build, _save_and_load, _train_and_publish
+
+SIZES = dict(hidden_size=128, intermediate_size=512, vocab_size=2051)
+
+
+class Staged:
+    """Bytes of tensors that were copied from the GPU and are still there: now, and at most."""
+
+    def __init__(self) -> None:
+        self.live = self.most = 0
+
+    def _counting(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def copied(tensor: Tensor, *args, **kwargs) -> Tensor:
+            copy = plain(tensor, *args, **kwargs)
+            if tensor.is_cuda and copy.device.type == "cpu":
+                self.live += copy.nbytes
+                self.most = max(self.most, self.live)
+                weakref.finalize(copy, self._gone, copy.nbytes)
+            return copy
+
+        return copied
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+    @contextlib.contextmanager
+    def watch(self):
+        with contextlib.ExitStack() as stack:
+            for name in ("cpu", "to"):
+                counting = self._counting(getattr(Tensor, name))
+                stack.enter_context(mock.patch.object(Tensor, name, counting))
+            yield self
+
+
+def count_all(device, config, out: Path) -> None:
+    from qurl_megatron.training import checkpoint
+
+    with megatron_runtime(config.parallel) as ranks:
+        phase = Phases()
+        policy, critic = _build(phase, config, ranks)
+        _train_and_publish(phase, config, policy, critic, out)
+        with Staged().watch() as staged:
+            checkpoint.save(out, policy, TrainState(step=2), keep=1)
+        _save_and_load(phase, policy, critic, out)
+        found = {**vars(phase), "staged": staged.most}
+        (out / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
+
+
+def test_what_a_phase_takes_is_what_the_formulas_say(nccl, tmp_path):
+    """The formulas are bounds: what they say is enough, and no more than a few times too much."""
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", **SIZES)
+    config = replace(
+        recipe(folder, tensor=2, data=2),
+        quant=QuantConfig(scheme="int8"),
+        sync=SyncConfig(bucket_mb=0.25, keep=1, dir=str(tmp_path / "versions")),
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    run_on_ranks(count_all, config.parallel.world_size, nccl, tmp_path, config, out)
+    stage = dry_run(config).stages[0]
+    for rank in range(config.parallel.world_size):
+        real = json.loads((out / f"rank-{rank}.json").read_text())
+        most = {name: size - stage.at_rest for name, size in real["most"].items()}
+        print(rank, most, real["staged"], stage)
+        # Moments are there before the first step, so that engines find what will stay free.
+        assert abs(real["after"]["build"] - stage.at_rest) < SLACK
+        for publication in ("publish 1", "publish 2"):
+            assert stage.publishing / 4 < most[publication] < stage.publishing + SLACK
+        assert most["save"] < SLACK
+        assert most["load"] < stage.loading + SLACK
+        assert 0 < real["staged"] <= memory.host(stage.policy)["save"]

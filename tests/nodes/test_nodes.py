@@ -1,0 +1,179 @@
+"""``qurl train`` on two nodes with the engine on a third, as torchrun and as srun start it.
+
+The nodes call themselves 127.0.1.1, Slurm's own commands are absent, and when the run is resumed,
+the second node sees the run's folder as it was before the last checkpoint.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config import load
+from qurl_megatron.training.warmstart import warmstart
+from tests.nodes.network import CannotMake, Node, network
+from tests.runs import RECIPE
+
+ROOT = Path(__file__).parents[2]
+QURL = [sys.executable, "-m", "qurl_megatron.cli"]
+LIMIT_S = 300
+STALE_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    try:
+        with network(tmp_path_factory.mktemp("network"), "train1", "train2", "rollout") as made:
+            yield made
+    except CannotMake as error:
+        pytest.skip(f"no network namespaces can be made here ({error}); they need root on Linux")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    path = root / "recipe.toml"
+    path.write_text(RECIPE.format(root=root))
+    config = load(path, ["warmstart.steps=2"])
+    warmstart(root / "model", config.data, config.warmstart, log=lambda line: None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(nodes, recipe) -> str:
+    """The URL of an engine on the third node."""
+    node, log = nodes[2], recipe.parent / "engine.log"
+    ready = recipe.parent / "port"
+    serve = [*QURL, "serve", recipe.parent / "model", "--host", "0.0.0.0", "--port", "30000"]
+    serve += ["--dtype", "float32", "--threads", "1", "--port-file", ready]
+    with log.open("w") as file:
+        process = start(node, serve, {}, file)
+    deadline = time.monotonic() + LIMIT_S
+    while not ready.exists():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return "http://rollout:30000"
+
+
+def start(node: Node, command: list, environment: dict[str, str], log) -> subprocess.Popen:
+    # As a fresh login has it: what a launcher sets is the test's to say.
+    strange = ("SLURM_", "TORCHELASTIC_", "MASTER_", "GLOO_", "NCCL_")
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(strange)}
+    return subprocess.Popen(
+        node.command(*command, cwd=ROOT),
+        env={**plain, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def on_both(
+    nodes: list[Node],
+    commands: list,
+    environments: list[dict],
+    folder: Path,
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> str:
+    """Run a command on each of two nodes; what they print, once both have ended well."""
+    logs = [folder / f"{node.name}.log" for node in nodes]
+    started = []
+    for node, command, environment, log in zip(nodes, commands, environments, logs, strict=True):
+        with log.open("w") as file:
+            started.append(start(node, command, environment, file))
+    deadline = time.monotonic() + LIMIT_S
+    while any(process.poll() is None for process in started):
+        told = "\n".join(log.read_text() for log in logs)
+        assert time.monotonic() < deadline, told
+        assert not any(process.poll() for process in started), told
+        meanwhile()
+        time.sleep(0.2)
+    told = "\n".join(log.read_text() for log in logs)
+    assert not any(process.returncode for process in started), told
+    return told
+
+
+def train(recipe: Path, engine: str, steps: int) -> list[str]:
+    """Arguments of ``qurl`` for a run whose folders all nodes share."""
+    shared = recipe.parent
+    return [
+        *("train", str(recipe), f"train.run_dir={shared / 'run'}", f"train.steps={steps}"),
+        *(f"rollout.urls=['{engine}']", "parallel.tensor=2", f"sync.dir={shared}"),
+        *("rollout.samples_per_prompt=4", "data.prompts_per_step=4", "train.micro_batch=8"),
+    ]
+
+
+def steps(recipe: Path) -> list[int]:
+    lines = (recipe.parent / "run/metrics.jsonl").read_text().splitlines()
+    return sorted({json.loads(line)["step"] for line in lines})
+
+
+@pytest.fixture(scope="module")
+def two_steps(nodes, recipe, engine) -> str:
+    """What a first run under torchrun prints."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--master-addr=train1", "--master-port=29500"]
+    commands = [
+        [*torchrun, f"--node-rank={rank}", "-m", "qurl_megatron.cli", *train(recipe, engine, 2)]
+        for rank in (0, 1)
+    ]
+    return on_both(nodes[:2], commands, [{}, {}], recipe.parent)
+
+
+def test_under_torchrun_two_nodes_train_with_an_engine_on_a_third(nodes, recipe, engine, two_steps):
+    assert steps(recipe)[-2:] == [1, 2]
+    ask = f"import httpx; print(httpx.get('{engine}/server_info').text)"
+    answer = subprocess.run(
+        nodes[0].command(sys.executable, "-c", ask), capture_output=True, text=True, check=True
+    )
+    assert json.loads(answer.stdout)["weight_version"] in (2, "2")
+
+
+def test_under_srun_they_resume_where_rank_0_says_though_one_sees_old_folders(
+    nodes, recipe, engine, two_steps
+):
+    """The second node finds the checkpoints of a while ago, which were none."""
+    old = recipe.parent / "as-it-was"
+    old.mkdir()
+    checkpoints = recipe.parent / "run/checkpoints"
+    nodes[1].do("mount", "--bind", old, checkpoints)
+    written = recipe.parent / "run/config.toml"  # by rank 0, once the ranks have met
+    before, seen_again = written.stat().st_mtime, []
+
+    def see_again() -> None:
+        met = written.stat().st_mtime
+        if not seen_again and before < met < time.time() - STALE_S:
+            nodes[1].do("umount", "-l", checkpoints)
+            seen_again.append(steps(recipe)[-1])
+
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "train[1-2]",
+        "SLURM_JOB_ID": "77",
+        "SLURM_LOCALID": "0",
+    }
+    environments = [{**slurm, "SLURM_PROCID": str(rank)} for rank in (0, 1)]
+    command = [*QURL, *train(recipe, engine, 3)]
+    told = on_both(nodes[:2], [command, command], environments, recipe.parent, meanwhile=see_again)
+    assert "after step 2" in told
+    assert seen_again == [2]  # nobody went on meanwhile
+    assert steps(recipe)[-1] == 3
+
+
+def test_nothing_is_left_of_a_network(tmp_path):
+    """Also where what went on in it failed."""
+    try:
+        with network(tmp_path, "left1", "left2") as made, pytest.raises(ZeroDivisionError):
+            busy = subprocess.Popen(made[0].command("sleep", "1000"))
+            1 / 0  # noqa: B018
+    except CannotMake as error:
+        pytest.skip(f"no network namespaces can be made here ({error}); they need root on Linux")
+    assert busy.wait(10) and not Path(f"/proc/{made[0].pid}").exists()
+    assert "left1" not in Path("/etc/hosts").read_text()

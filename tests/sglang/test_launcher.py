@@ -1,0 +1,27 @@
+"""An engine that a rank under torchrun starts."""
+
+import time
+
+from qurl_megatron.rollout.process import EngineProcess, port_file, stop
+from qurl_megatron.rollout.sglang.launch import engine_launch
+from qurl_megatron.testing.models import tiny_checkpoint
+from tests.sglang.engines import PYTHON, START_S
+from tests.unit.test_children import TORCHRUN
+
+
+def test_an_engine_starts_under_torchrun(tmp_path, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    model = tiny_checkpoint(tmp_path / "model", "qwen2")
+    port = port_file(tmp_path, "engine")
+    launch = engine_launch(PYTHON, model, scheme="none", dtype="float32", port_file=port)
+    engine = EngineProcess("engine", launch, tmp_path)
+    engine.start()
+    try:
+        end = time.monotonic() + START_S
+        while engine.port() is None:
+            assert engine.exited() is None, engine.exited()
+            assert time.monotonic() < end, engine.last_line()
+            time.sleep(0.1)
+    finally:
+        stop([engine], 10.0)

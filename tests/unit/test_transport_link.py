@@ -1,0 +1,122 @@
+"""The NCCL side of a link, on a scripted backend: what it is asked, and that no wait is endless."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.rollout.transport import link as link_module
+from qurl_megatron.rollout.transport.link import Link, within
+from qurl_megatron.rollout.transport.meeting import LinkError
+
+KEY = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Work:
+    def __init__(self, done: bool) -> None:
+        self.done, self.waited = done, False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+class Backend:
+    """Records calls; ``broken`` refuses to send, ``stuck`` never comes back from an abort."""
+
+    def __init__(self, *, broken: bool = False, stuck: bool = False) -> None:
+        self.calls: list = []
+        self.broken, self.stuck = broken, stuck
+
+    def send(self, tensors, rank, tag):
+        self.calls.append(("send", rank))
+        if self.broken:
+            raise RuntimeError("NCCL error: remote process exited")
+
+    def recv(self, tensors, rank, tag):
+        self.calls.append(("recv", rank))
+
+    def _start_coalescing(self):
+        self.calls.append("start")
+
+    def _end_coalescing(self):
+        self.calls.append("end")
+        return Work(done=False)
+
+    def abort(self):
+        self.calls.append("abort")
+        if self.stuck:
+            threading.Event().wait()
+
+
+def nccl_link(backend: Backend) -> Link:
+    return Link("a/1", backend, torch.device("cuda", 0), [0, 0])
+
+
+def test_what_goes_to_several_ranks_goes_in_one_group_of_calls():
+    backend = Backend()
+    works = nccl_link(backend).send([(2, torch.zeros(1)), (3, torch.zeros(1))], 0)
+    assert backend.calls == ["start", ("send", 2), ("send", 3), "end"] and len(works) == 1
+    assert nccl_link(backend).send([], 0) == []
+
+
+def test_a_group_of_calls_is_closed_where_one_of_them_fails():
+    backend = Backend(broken=True)
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        nccl_link(backend).send([(2, torch.zeros(1)), (3, torch.zeros(1))], 0)
+    assert backend.calls == ["start", ("send", 2), "end"]
+
+
+def test_what_never_comes_is_given_up_at_the_deadline():
+    begun = time.monotonic()
+    with pytest.raises(LinkError, match="timed out"):
+        nccl_link(Backend()).receive([(0, torch.zeros(1))], 0, begun + 0.2)
+    assert time.monotonic() - begun < 5
+
+
+def test_an_abort_that_does_not_come_back_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(link_module, "ABORT_S", 0.2)
+    backend = Backend(stuck=True)
+    begun = time.monotonic()
+    nccl_link(backend).abort()
+    assert backend.calls == ["abort"] and time.monotonic() - begun < 5
+
+
+def test_a_call_without_a_deadline_gets_one_and_is_undone_when_it_comes_back_late():
+    released, undone = threading.Event(), threading.Event()
+    with pytest.raises(LinkError, match=r"not done within 0.1 s"):
+        within(0.1, released.wait, late=undone.set)
+    assert not undone.is_set()
+    released.set()
+    assert undone.wait(10)
+    assert within(10, lambda: 7, late=undone.set) == 7
+    with pytest.raises(KeyError):
+        within(10, lambda: {}["none"])
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_groups_that_are_made_side_by_side_leave_the_environment_as_it_was(before, monkeypatch):
+    seen = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *arguments):
+            time.sleep(0.01)
+            seen.append(os.environ.get(KEY))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    if before is None:
+        monkeypatch.delenv(KEY, raising=False)
+    else:
+        monkeypatch.setenv(KEY, before)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rank: link_module._nccl_group(None, rank, 8), range(32)))
+    assert seen == ["0"] * 32 and os.environ.get(KEY) == before
