@@ -50,7 +50,7 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
 
     samples = random_samples(16)
     samples[3] = dataclasses.replace(samples[3], finish_reason="length")
-    whole = Responses.of(samples)
+    responses = Responses.of(samples)
     done = {}
     configs = variants(folder, parallel)
     with megatron_runtime(next(iter(configs.values())).parallel) as ranks:
@@ -62,7 +62,9 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
                     config.model, config.parallel, config.critic, config.optimizer, ranks
                 )
             for step in (1, 2):
-                metrics = improve(policy, whole, config, step=step, timer=Timer(), critic=critic)
+                metrics = improve(
+                    policy, responses, config, step=step, timer=Timer(), critic=critic
+                )
             gathered: list = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, metrics)
             done[name] = {"weights": whole(policy), "metrics": values(merge(gathered))}
