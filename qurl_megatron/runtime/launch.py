@@ -96,8 +96,7 @@ def _interface(problem: str) -> str:
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6)
-        and not ipaddress.ip_address(address.address).is_loopback
+        if address.family in (socket.AF_INET, socket.AF_INET6) and _leads_on(address.address)
     }
     # Of the last two the documents say that they are nobody's: the default route leads to them.
     for goal in (os.environ["MASTER_ADDR"], "192.0.2.1", "2001:db8::1"):
@@ -109,6 +108,11 @@ def _interface(problem: str) -> str:
         f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
         f"interface that leads to them, of {sorted(set(names.values()))}"
     )
+
+
+def _leads_on(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local)
 
 
 def _address_towards(goal: str) -> str | None:
