@@ -107,9 +107,9 @@ class MegatronReader:
         return self._found(op) is not None
 
     def cuts(self, op: Op) -> int:
-        """How many chunks a parameter is stored in."""
+        """How many chunks a parameter is stored in; its master's are cut by data ranks as well."""
         key, index = self._place(op)
-        return self.table.cuts(key, index)
+        return self.table.cuts(key.removeprefix(self.masters or ""), index)
 
     def check(self, ops: Iterable[Op], shapes: dict[str, tuple[int, ...]]) -> None:
         """Hold every tensor against the config.

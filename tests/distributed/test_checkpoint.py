@@ -252,7 +252,8 @@ def fused_adam():
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = LazyAdam, False
+    optimizer.Adam = distrib_optimizer.Adam = LazyAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 

@@ -2,19 +2,23 @@
 
 import contextlib
 import json
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
+import torch
 from torch import Tensor
 
 from qurl_megatron.config import QuantConfig, SyncConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.model import memory
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.testing.ranks import RankError, run_on_ranks
 from qurl_megatron.training.dry_run import dry_run
 from qurl_megatron.training.state import TrainState
 from tests.distributed.test_dry_run import recipe
@@ -89,3 +93,30 @@ def test_what_a_phase_takes_is_what_the_formulas_say(nccl, tmp_path):
         assert most["save"] < SLACK
         assert most["load"] < stage.loading + SLACK
         assert 0 < real["staged"] <= memory.host(stage.policy)["save"]
+
+
+def engines_are_started(*_arguments) -> None:
+    """What engines would find in the trainer's hands: tells it, and ends the run."""
+    idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    raise ConfigError(f"idle: {idle} bytes")
+
+
+def resume_until_engines_start(device, config) -> None:
+    from qurl_megatron.training import checkpoint, loop
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy, _ = _build(Phases(), config, ranks)
+        checkpoint.save(Path(config.train.run_dir), policy, TrainState(step=1), keep=1)
+    with mock.patch.object(loop, "Lead", engines_are_started):
+        loop.train(config, stop=False)
+
+
+def test_engines_find_what_the_trainer_does_not_hold(nccl, tmp_path):
+    """A resumed rank had its peer's half of the weights beside its own, 10 MiB."""
+    sizes = dict(hidden_size=256, intermediate_size=512, vocab_size=20000)
+    config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2", **sizes), data=2)
+    config = replace(config, train=replace(config.train, run_dir=str(tmp_path / "run")))
+    with pytest.raises(RankError, match="idle: ") as told:
+        run_on_ranks(resume_until_engines_start, 2, nccl, tmp_path, config)
+    # Small tensors lie in blocks of 2 MiB, of which a part may be idle.
+    assert int(re.search(r"idle: (\d+)", str(told.value))[1]) < 6 << 20

@@ -16,7 +16,9 @@ from qurl_megatron.weights import (
     stage_ops,
     unfold_uaq,
 )
+from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import FusedQKV, GateUp, HfTensor
+from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
 
 
 def test_qkv_rows_are_interleaved_per_group():
@@ -241,3 +243,32 @@ def test_checkpoints_that_are_not_there_or_not_safe(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ConfigError, match="cannot be read"):
         HfReader(tmp_path)
+
+
+def test_the_layout_of_a_checkpoint_is_the_models_not_its_masters(tmp_path):
+    """Data ranks cut a master where their shares end; tensor ranks cut the model."""
+    arch = read_arch(
+        {
+            "model_type": "qwen2",
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "vocab_size": 32,
+            "max_position_embeddings": 64,
+        }
+    )
+    name = "decoder.layers.self_attention.linear_proj.weight"
+    master, embedding = f"optimizer.state.param.{name}", "embedding.word_embeddings.weight"
+    columns = [Chunk(name, (1, 8, 8), (0, 0, at), (1, 8, 4), torch.float32) for at in (0, 4)]
+    runs = [((0, 0, 0), (1, 3, 8)), ((0, 3, 0), (1, 1, 2)), ((0, 3, 2), (1, 1, 6))]
+    runs.append(((0, 4, 0), (1, 4, 8)))
+    masters = [Chunk(master, (1, 8, 8), *box, torch.float32) for box in runs]
+    whole = Chunk(f"optimizer.state.param.{embedding}", (32, 8), (0, 0), (32, 8), torch.float32)
+    chunks = [(chunk, torch.zeros(chunk.sizes)) for chunk in (*columns, *masters, whole)]
+    write_table(tmp_path, {"__0_0.distcp": write_chunks(tmp_path / "__0_0.distcp", chunks)})
+    reader = MegatronReader(tmp_path, arch)
+    ops = stage_ops(arch, range(1), first=True, last=True, fused_norms=True)
+    attention = next(op for op in ops if op.megatron.endswith("linear_proj.weight"))
+    assert reader.cuts(attention) == 2
