@@ -332,7 +332,7 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(
     for blob in blobs:
         well.call("fetch", blob[0])
     failures = together(trainers, "settle")
-    assert time.monotonic() - begun < TIMEOUT_S + 5
+    assert time.monotonic() - begun < TIMEOUT_S + 15
     assert failures[0] == {} and failures[1].keys() == {"lost"}
     assert "training rank 1 within 3 s" in failures[1]["lost"]
 
@@ -382,7 +382,7 @@ def test_a_training_rank_that_is_lost_ends_the_wait_of_the_engine(cast, number):
     begun = time.monotonic()
     with pytest.raises(ConfigError, match=r"training rank 1 did not send 67.1 MB within 3 s"):
         engine.call("fetch", blobs[1][0])
-    assert time.monotonic() - begun < TIMEOUT_S + 5
+    assert time.monotonic() - begun < TIMEOUT_S + 15
 
 
 def test_an_engine_that_does_not_come_keeps_the_others_waiting_no_longer_than_agreed(cast):

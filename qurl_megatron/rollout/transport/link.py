@@ -27,6 +27,7 @@ from qurl_megatron.rollout.transport.meeting import POLL_S, LinkError
 
 GREETING = 2**30  # tag; far above the number of any bucket
 ABORT_S = 30.0
+GRACE_S = 0.1
 
 _making = threading.Lock()  # of NCCL groups: their options are read from the environment
 
@@ -88,7 +89,8 @@ class Link:
         if self.device.type == "cpu":
             work.wait(timedelta(seconds=left_s))
             return
-        # NCCL's own wait only makes the stream wait.
+        # NCCL's own wait only makes the stream wait. What arrived while nobody looked is not late.
+        deadline = max(deadline, time.monotonic() + GRACE_S)
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise LinkError("timed out")
