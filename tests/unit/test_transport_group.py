@@ -80,6 +80,9 @@ class Engine:
         if self.receiver is None or not self.receiver.follow(transport):
             self.receiver = open_receiver(transport, self.rank)
 
+    def follows(self, transport):
+        return self.receiver.follow(transport)
+
     def fetch(self, blob):
         memory = self.receiver.fetch(blob)
         assert all(checksum(piece_of(memory, p)) == p.checksum for p in blob.pieces)
@@ -210,6 +213,14 @@ def test_what_an_abandoned_version_left_in_a_link_is_not_taken_for_the_next_one(
     connect(trainers, {"a": engine})
     assert together(trainers, "links") == [{"a": "a/3"}] * 2
     carry(trainers, [engine], 7, 1280)
+
+
+def test_the_next_version_may_take_another_way_or_come_from_another_trainer(cast, tmp_path):
+    trainers, engine = cast.trainers(), cast(Engine, 0)
+    connect(trainers, {"a": [engine]})
+    group = trainers[0].call("describe", "a")
+    assert not engine.call("follows", {"kind": "files", "receipts": str(tmp_path)})
+    assert not engine.call("follows", {**group, "run": "another"})
 
 
 def test_a_link_that_one_end_has_dropped_is_opened_anew_by_all(cast):
