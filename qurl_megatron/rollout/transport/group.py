@@ -255,7 +255,7 @@ class GroupReceiver:
 
     def follow(self, transport: dict[str, Any]) -> bool:
         if self._of(transport) != self._run:
-            return False  # another trainer's
+            return False  # another trainer's, or another way
         self._meet(transport)
         return True
 
@@ -312,7 +312,9 @@ class GroupReceiver:
             link.abort()
 
     def _of(self, transport: Mapping[str, Any]) -> list:
-        return [transport[x] for x in ("host", "port", "run", "engine", "backend", "senders")]
+        """What a description has to agree in to be of the same sender, which may be of any kind."""
+        names = ("kind", "host", "port", "run", "engine", "backend", "senders")
+        return [transport.get(name) for name in names]
 
 
 class _Refused(LinkError):

@@ -27,8 +27,7 @@ from qurl_megatron.rollout.transport.meeting import POLL_S, LinkError
 
 GREETING = 2**30  # tag; far above the number of any bucket
 ABORT_S = 30.0
-
-_making = threading.Lock()  # of NCCL groups: their options are read from the environment
+GRACE_S = 0.1
 
 
 @dataclass
@@ -88,7 +87,8 @@ class Link:
         if self.device.type == "cpu":
             work.wait(timedelta(seconds=left_s))
             return
-        # NCCL's own wait only makes the stream wait.
+        # NCCL's own wait only makes the stream wait. What arrived while nobody looked is not late.
+        deadline = max(deadline, time.monotonic() + GRACE_S)
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise LinkError("timed out")
@@ -206,18 +206,43 @@ def _nccl_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     """``finish`` keeps the time, not NCCL's watchdog, which would end this process."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
-    # Read when a group is made, and for all that this process makes meanwhile.
-    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    with _making:
-        before = os.environ.get(key)
-        os.environ[key] = "0"
-        try:
-            return dist.ProcessGroupNCCL(store, rank, size, options)
-        finally:
-            if before is None:
-                del os.environ[key]
+    with _unwatched:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+class _Unwatched:
+    """Inside, NCCL groups are made whose watchdog ends no process.
+
+    torch reads that from the environment, which all threads share: the first one in sets it, the
+    last one out puts back what was there. Nobody waits for another here, since ranks that make
+    their groups in different orders would wait for each other.
+    """
+
+    KEY = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._before: str | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = os.environ.get(self.KEY)
+                os.environ[self.KEY] = "0"
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside:
+                return
+            if self._before is None:
+                del os.environ[self.KEY]
             else:
-                os.environ[key] = before
+                os.environ[self.KEY] = self._before
+
+
+_unwatched = _Unwatched()
 
 
 def own_address(host: str, port: int) -> str:
