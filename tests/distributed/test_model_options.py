@@ -85,7 +85,7 @@ def check_new_weights(device, config, samples) -> None:
 
 
 def test_after_an_update_every_rank_has_all_new_weights(tmp_path):
-    """Reference, checkpoints and versions read them then: no gather may be left to the next pass."""
+    """Reference, checkpoints and versions read them then; none may be left to the next pass."""
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = recipe(folder, dict(data=2), dtype="bfloat16")
     config = replace(config, optimizer=OptimizerConfig(lr=1e-2))

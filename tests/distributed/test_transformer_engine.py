@@ -56,7 +56,9 @@ def check_names(device, folder, expected) -> None:
         arch = read_arch(read_config(folder))
         config = transformer_config(arch, ModelConfig(path=str(folder)), parallel)
         model = build_model(arch, config, ranks)
-        assert any(isinstance(module, LayerNormLinear) for module in model.modules())
+        assert config.apply_rope_fusion
+        fused = [module for module in model.modules() if isinstance(module, LayerNormLinear)]
+        assert fused and all(module.fuse_wgrad_accumulation for module in fused)
         first = "decoder.layers.0."
         names = {n.removeprefix(first) for n, _ in model.named_parameters() if first in n}
         assert names == expected
