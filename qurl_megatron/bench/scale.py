@@ -31,21 +31,14 @@ import xxhash
 from qurl_megatron.bench.peers import tuples
 from qurl_megatron.bench.publish import MIB, machine
 from qurl_megatron.bench.publish_model import make_arch, tensors
-from qurl_megatron.config import (
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
+from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.pack import pack_samples
-from qurl_megatron.data.responses import Responses
+from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.rollout import plan
 from qurl_megatron.rollout.client import parsed, uncollected
 from qurl_megatron.rollout.collect import read_answer
 from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
-from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.runtime.launch import launch
 from qurl_megatron.types import Prompt, Sample
 
 RESPONSES, TOKENS, PROMPT_TOKENS, GROUP = 2048, 8192, 256, 16
@@ -126,17 +119,12 @@ def parsing(factor: int) -> tuple[dict, list, list]:
     )
 
 
-def recipe() -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(path="-"),
-        data=DataConfig(task="chain_sum", prompts_per_step=128),
-        rollout=RolloutConfig(samples_per_prompt=GROUP, max_new_tokens=TOKENS),
-        parallel=PARALLEL,
-        train=TrainConfig(max_tokens=16384, packed=True),
-    )
+def halves(summary: Summary) -> list[list[int]]:
+    """Every other response to each of two data-parallel ranks."""
+    return [list(range(rank, len(summary), PARALLEL.data)) for rank in range(PARALLEL.data)]
 
 
-def hand_over(device: torch.device, folder: Path, factor: int) -> None:
+def hand_over(folder: Path, factor: int) -> int:
     """On every rank: the leading one has the samples, then all have what they train on."""
     from qurl_megatron.runtime.megatron import megatron_runtime
     from qurl_megatron.training.delivery import deliver
@@ -153,7 +141,7 @@ def hand_over(device: torch.device, folder: Path, factor: int) -> None:
 
         def delivered() -> Responses:
             whole = Responses.of(new_samples) if ranks.leads else None
-            share = deliver(ranks, whole, recipe(), step=1)
+            share = deliver(ranks, whole, halves)
             dist.barrier()
             return share
 
@@ -170,12 +158,14 @@ def hand_over(device: torch.device, folder: Path, factor: int) -> None:
             }
             found = row(old, new, copied(size), factor, **numbers)
             (folder / "handed.json").write_text(json.dumps(found))
+    return 0
 
 
 def handing(folder: Path, old_samples: list, new_samples: list, factor: int) -> dict:
     """The samples to four ranks over gloo, TP2 x DP2, two of which train on the same half."""
     (folder / "samples.pickle").write_bytes(pickle.dumps((old_samples, new_samples)))
-    run_on_ranks(hand_over, PARALLEL.world_size, "gloo", folder, folder, factor, timeout_s=500)
+    if launch(hand_over, (folder, factor), PARALLEL.world_size):
+        raise RuntimeError("a rank failed; see above")
     return json.loads((folder / "handed.json").read_text())
 
 

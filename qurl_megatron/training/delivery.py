@@ -6,28 +6,28 @@ one passes it on to the others that train on the same responses (tensor, context
 ranks). All of it stays on the CPU.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.config import RunConfig
 from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.training.step import shares
+
+Split = Callable[[Summary], list[list[int]]]
+"""Which responses' tokens each data-parallel rank needs; the same on every rank."""
 
 
-def deliver(
-    ranks: Ranks, responses: Responses | None, config: RunConfig, *, step: int
-) -> Responses:
+def deliver(ranks: Ranks, responses: Responses | None, split: Split) -> Responses:
     """This rank's share of one step's responses; all ranks call it together.
 
     Args:
         responses: all of them, on the leading rank; None on the others.
     """
     summary = _summary(responses)
-    parts = shares(ranks, summary, config, step=step)
+    parts = split(summary)
     teams = _teams(ranks)
     team = teams[ranks.data.rank]
     mine = Responses.empty(summary, parts[ranks.data.rank])

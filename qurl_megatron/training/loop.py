@@ -13,6 +13,7 @@ SGLang computes depends on who shares a batch.
 import gc
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import STATE, TrainState, claim, latest, tell_done
-from qurl_megatron.training.step import improve
+from qurl_megatron.training.step import improve, shares
 
 HEALS = 3  # times that one step waits for engines to come back
 
@@ -238,8 +239,9 @@ def _samples(
             return None, None
         if failure is None:
             whole = collected and collected.samples
-            mine = deliver(publisher.policy.ranks, whole, config, step=step)
-            return replace(rollout, samples=mine), None
+            ranks = publisher.policy.ranks
+            split = partial(shares, ranks, config=config, step=step)
+            return replace(rollout, samples=deliver(ranks, whole, split)), None
         _, unhealed = _publish(lead, publisher, step - 1, failure)
         if unhealed is not None:
             return None, unhealed

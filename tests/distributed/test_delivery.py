@@ -3,6 +3,7 @@
 import math
 import pickle
 from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -48,13 +49,14 @@ def config(layout: dict, **train) -> RunConfig:
 
 def check_shares(device, layout: dict) -> None:
     from qurl_megatron.training.delivery import deliver
-    from qurl_megatron.training.step import lay_out
+    from qurl_megatron.training.step import lay_out, shares
 
     whole = Responses.of(SAMPLES)
     with megatron_runtime(ParallelConfig(**layout)) as ranks:
         for train in TRAIN:
             recipe = config(layout, **train)
-            share = deliver(ranks, whole if ranks.leads else None, recipe, step=3)
+            split = partial(shares, ranks, config=recipe, step=3)
+            share = deliver(ranks, whole if ranks.leads else None, split)
             for field in fields(whole.summary):
                 expected = getattr(whole.summary, field.name)
                 assert torch.equal(getattr(share.summary, field.name), expected), field.name
