@@ -12,7 +12,7 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from tests.distributed.test_policy import build, recipe, relative
+from tests.distributed.test_policy import build, recipe, relative, whole
 
 CORRECTIONS = {
     "rejection and normalised weights": dict(
