@@ -1,22 +1,49 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: quickstart test lint test-emulated test-sglang test-sglang-slice contracts test-gpu bench-gpu
+.PHONY: quickstart test test-emulated test-nodes test-sglang test-sglang-slice contracts
+.PHONY: test-gpu bench-gpu lint
 
 quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
 
-test: .venv/installed  ## run every test that needs no more than this environment
-	$(BIN)/python -m pytest -n 2 $(BY_FILE) tests/integration tests/distributed tests/unit
-
 # A file's tests share what it makes, so they stay together; the longest come first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-test-sglang: .venv/installed .venv-sglang/installed  ## run the tests on real SGLang servers, 15 minutes
+test: .venv/installed  ## run every test that needs no more than this environment
+	$(BIN)/python -m pytest -n 2 $(BY_FILE) tests/integration tests/distributed tests/unit
+
+# Tiers that need more; docs/gpu.md says what each shows.
+
+test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs; needs g++
+	tests/emulated_cuda/with-gpus 4 $(BIN)/python -m pytest -n 2 $(BY_FILE) -k nccl tests/distributed
+	$(BIN)/python -m pytest -n 2 $(BY_FILE) tests/emulated tests/emulated_cuda/checks
+
+test-nodes: .venv/installed  ## several nodes as network namespaces; needs root, iproute2
+	$(BIN)/python -m pytest tests/nodes
+
+test-sglang: .venv/installed .venv-sglang/installed  ## real SGLang servers without a GPU, 15 minutes
 	$(BIN)/python -m pytest tests/sglang
 
 test-sglang-slice: .venv/installed .venv-sglang/installed  ## those of them that CI has time for
 	$(BIN)/python -m pytest -m slice tests/sglang
+
+contracts: .venv/installed  ## look up in released packages whatever this one relies on
+	$(BIN)/python -m tests.contracts.wheels
+	$(BIN)/python -m pytest tests/contracts
+
+# On a node with GPUs, in an environment made from requirements/gpu-trainer.txt; SGLANG_PYTHON names
+# the Python of one made from requirements/gpu-sglang.txt.
+GPU_PYTHON ?= python
+
+test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
+	$(GPU_PYTHON) -m pytest -m gpu tests/unit
+	$(GPU_PYTHON) -m pytest -k nccl tests/distributed tests/unit
+	$(GPU_PYTHON) -m pytest tests/gpu
+
+bench-gpu:  ## loss at TP 1, 2, 4 and 8; versions that engines serve; the leading rank's work
+	$(GPU_PYTHON) -m qurl_megatron.bench.loss --device cuda --tensor 1 2 4 8 --out docs/results/loss_gpu.json
+	$(GPU_PYTHON) -m qurl_megatron.bench.scale --out docs/results/scale_gpu.json
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
