@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -206,6 +207,8 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
     """Megatron's own writer, without copying all that a rank saves into host memory first."""
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
+        # Megatron would start a process that serves such a queue to writers in other processes.
+        filesystem_async._results_queue = queue.Queue()
         request = super().async_save(sharded_state_dict, checkpoint_dir)
         if request.async_fn is None:  # nothing to write on this rank
             return request
