@@ -121,8 +121,14 @@ def load_both_and_go_on(device, config, run_dir, out):
     "before, after, dtype, distributed",
     [
         (dict(tensor=2, data=2), dict(tensor=2, data=2), "bfloat16", True),
-        (dict(pipeline=2), dict(pipeline=2), "bfloat16", False),
-        (dict(tensor=2, pipeline=2), dict(data=2), "float32", True),
+        pytest.param(
+            *(dict(pipeline=2), dict(pipeline=2), "bfloat16", False),
+            marks=pytest.mark.thorough("nccl"),
+        ),
+        pytest.param(
+            *(dict(tensor=2, pipeline=2), dict(data=2), "float32", True),
+            marks=pytest.mark.thorough("nccl"),
+        ),
     ],
 )
 def test_a_loaded_critic_takes_the_same_next_step(
