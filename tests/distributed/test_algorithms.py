@@ -14,6 +14,9 @@ from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import build, recipe, relative, whole
 
+# Arithmetic on few numbers, and much of it.
+pytestmark = pytest.mark.thorough("nccl")
+
 CORRECTIONS = {
     "rejection and normalised weights": dict(
         reject_low=0.2, reject_high=8.0, veto=1e-4, normalise=True
@@ -89,7 +92,7 @@ def test_algorithms_differ(alone):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(dict(tensor=2, data=2), marks=pytest.mark.thorough("nccl")),
+        dict(tensor=2, data=2),
         dict(pipeline=2, context=2),
     ],
     ids=str,
