@@ -158,10 +158,13 @@ def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
     # Every rank would take all cores for itself.
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-    port = _free_port()
+    from torch.distributed import TCPStore
+
+    # The ranks meet at a store of this process, which listens before its port is told to anybody.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         context.Process(
-            target=_run, args=(target, args, rank, world_size, port), name=f"rank {rank}"
+            target=_run, args=(target, args, rank, world_size, store.port), name=f"rank {rank}"
         )
         for rank in range(world_size)
     ]
@@ -173,8 +176,7 @@ def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
 
 def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, port: int) -> None:
     os.setpgrp()
-    # What a launcher further out has set is not meant for these ranks; one of these variables says
-    # that a store for them to meet at is running already.
+    # What a launcher further out has set is not meant for these ranks.
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     # All ranks are on this machine; without it gloo looks the host's name up, which may fail.
@@ -185,6 +187,7 @@ def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, po
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 need not open one
     )
     sys.exit(target(*args))
 
@@ -229,9 +232,3 @@ class _forwarded:
         for rank in self.ranks:
             if rank.is_alive():
                 os.kill(rank.pid, number)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

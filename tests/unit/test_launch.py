@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import launch
@@ -145,6 +146,9 @@ def test_a_given_interface_stays(environment, network):
 
 
 def write_environment(folder) -> int:
+    dist.init_process_group("gloo")  # as the environment says
+    assert dist.get_world_size() == 2
+    dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
     return 0
 
@@ -155,15 +159,14 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, tmp_path, monkeypat
     monkeypatch.setattr(launch, "PRELOAD", [])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(10))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    # Set, it tells a rank that the store it should open for the others is there already.
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a launcher further out")
     try:
         assert launch.launch(write_environment, (tmp_path,), 2) == 0
     finally:
         os.environ.pop("OMP_NUM_THREADS", None)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert not [name for name in found if name.startswith("TORCHELASTIC_")]
+        assert "TORCHELASTIC_RUN_ID" not in found
         assert (found["LOCAL_RANK"], found["GLOO_SOCKET_IFNAME"]) == (str(rank), "lo")
         if gpus:  # a fork server's children have the environment that it began with
             assert found["OMP_NUM_THREADS"] == "5"
