@@ -20,12 +20,14 @@ static c10::Storage storage_of(const py::handle& object) {
 }
 
 static void bind_streams(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;  // collectives may be waited for
   py::class_<Event>(m, "Event")
       .def(py::init<>())
       .def("record", [](Event& e, int device, int64_t id) { e.record(stream_number(device, id)); })
       .def("wait", [](Event& e, int device, int64_t id) { wait_clock(stream_number(device, id), e.clock); })
-      .def("poll", [](Event& e) { host_poll(e.clock); })
-      .def("synchronize", [](Event& e) { host_wait(e.clock, "Event.synchronize"); })
+      .def("poll", [](Event& e) { return host_poll(e.clock); })
+      .def("synchronize", [](Event& e) { host_wait(e.clock, "Event.synchronize"); },
+           Released())
       .def("milliseconds_until", &Event::milliseconds_until)
       .def_readonly("recorded", &Event::recorded);
   m.def("stream_new", &next_stream_id);
@@ -35,15 +37,15 @@ static void bind_streams(py::module_& m) {
     wait_clock(stream_number(device, id), record_clock(stream_number(other_device, other)));
   });
   m.def("stream_poll", [](int device, int64_t id) {
-    host_poll(record_clock(stream_number(device, id)));
+    return host_poll(record_clock(stream_number(device, id)));
   });
   m.def("stream_synchronize", [](int device, int64_t id) {
     about_to_synchronize();
     host_wait(record_clock(stream_number(device, id)), "Stream.synchronize");
-  });
+  }, Released());
   m.def("device_synchronize", [](int device) {
     host_wait(device_clock(device), "torch.cuda.synchronize");
-  });
+  }, Released());
   m.def("synchronizations", &synchronizations);
   m.def("reset_synchronizations", &reset_synchronizations);
   m.def("set_sync_debug_mode", &set_sync_debug_mode);
@@ -52,6 +54,7 @@ static void bind_streams(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_nccl(m);
+  bind_gloo(m);
   m.def("visible", [] { return visible(); });
   m.def("device_count", &device_count);
   m.def("current_device", &current_device);

@@ -245,8 +245,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) wait_clock(number_of(s), static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
-    if (event) host_poll(static_cast<Event*>(event)->clock);
-    return true;
+    return !event || host_poll(static_cast<Event*>(event)->clock);
   }
   void synchronizeEvent(void* event) const override {
     if (event) host_wait(static_cast<Event*>(event)->clock, "Event.synchronize");
@@ -258,8 +257,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return static_cast<Event*>(begin)->milliseconds_until(*static_cast<Event*>(end));
   }
   bool queryStream(const c10::Stream& s) const override {
-    host_poll(record_clock(number_of(s)));
-    return true;
+    return host_poll(record_clock(number_of(s)));
   }
   void synchronizeStream(const c10::Stream& s) const override {
     about_to_synchronize();

@@ -1,452 +1,937 @@
-// A backend that behaves like NCCL towards its callers and lets gloo do the work on the same bytes.
+// ProcessGroupNCCL as torch knows it, over communicators in shared memory.
+//
+// Operations are put on a stream, and the host runs on; wait() orders streams and does not block.
+// Which communicator an operation uses, when one is made, what is refused, and what happens when
+// time is over, follow torch's ProcessGroupNCCL.
 #include "nccl.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
-#include <condition_variable>
-#include <thread>
+#include <cstring>
+#include <map>
+#include <set>
 
+#include "collectives.h"
+#include "communicator.h"
 #include "device.h"
+#include "late.h"
+#include "memory.h"
+#include "streams.h"
+
+namespace py = pybind11;
 
 namespace emu {
 
+namespace {
+
 using at::Tensor;
-using c10d::Work;
-using WorkPtr = c10::intrusive_ptr<Work>;
-using Post = std::function<void()>;
+using c10d::OpType;
+using Tensors = std::vector<Tensor>;
+using Millis = std::chrono::milliseconds;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// Gloo knows of a send or receive that it is done only when somebody waits: a thread that does.
-struct Waiting {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  std::exception_ptr error;
-  static std::shared_ptr<Waiting> on(std::vector<WorkPtr> works, std::vector<Tensor> kept) {
-    auto state = std::make_shared<Waiting>();
-    std::thread([state, works, kept] {
-      std::exception_ptr error;
-      try {
-        for (auto& w : works) w->wait(kNoTimeout);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      std::lock_guard<std::mutex> lock(state->mutex);
-      state->error = error;
-      state->done = true;
-      state->changed.notify_all();
-    }).detach();
-    return state;
+// ---- what NCCL refuses ---------------------------------------------------------------------------
+
+bool is_float8(at::ScalarType type) {
+  return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2;
+}
+
+void check_type(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kChar:
+    case at::kByte:
+    case at::kBool:
+    case at::kInt:
+    case at::kLong:
+    case at::kHalf:
+    case at::kFloat:
+    case at::kDouble:
+    case at::kBFloat16:
+    case at::kFloat8_e4m3fn:
+    case at::kFloat8_e5m2:
+      return;
+    default:
+      TORCH_CHECK_TYPE(
+          false, "Input tensor data type is not supported for NCCL process group: ",
+          t.scalar_type());
   }
+}
+
+// Complex numbers travel as pairs of reals.
+Tensor as_reals(const Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
+
+Tensor checked(const Tensor& given) {
+  TORCH_CHECK_VALUE(given.is_cuda() && !given.is_sparse(), "Tensors must be CUDA and dense");
+  TORCH_CHECK_VALUE(
+      given.is_contiguous(given.suggest_memory_format()), "Tensors must be contiguous");
+  Tensor t = as_reals(given);
+  check_type(t);
+  return t;
+}
+
+Tensor checked(const Tensors& one) {
+  TORCH_CHECK_VALUE(
+      one.size() == 1, "Expecting one tensor only but got ", one.size());
+  return checked(one[0]);
+}
+
+Reduce checked_reduce(const c10d::ReduceOp& op, at::ScalarType type) {
+  auto kind = static_cast<c10d::ReduceOp::RedOpType>(op);
+  TORCH_CHECK_TYPE(!is_float8(type), "Float8 dtypes are not currently supported for NCCL reductions");
+  TORCH_CHECK_TYPE(
+      kind != c10d::ReduceOp::AVG || type != at::kBool, "Cannot use ReduceOp.AVG with boolean inputs");
+  TORCH_CHECK_VALUE(
+      kind <= c10d::ReduceOp::MAX,
+      "Cannot use ReduceOp.BAND, BOR or BXOR with NCCL, and the emulated one has no PREMUL_SUM");
+  // Bytes that are 0 or 1: their sum must not become 2.
+  if (type == at::kBool && kind == c10d::ReduceOp::SUM) return Reduce::kMax;
+  return static_cast<Reduce>(kind);
+}
+
+at::ScalarType summed_as(at::ScalarType type) { return type == at::kBool ? at::kByte : type; }
+
+// ---- bytes ---------------------------------------------------------------------------------------
+
+// Host tensors over the device's bytes: they keep the memory alive until the operation is done.
+Bytes bytes_of(const Tensor& host) {
+  return {static_cast<char*>(host.data_ptr()), static_cast<int64_t>(host.nbytes())};
+}
+
+std::vector<Bytes> bytes_of(const Tensors& hosts) {
+  std::vector<Bytes> all;
+  for (auto& host : hosts) all.push_back(bytes_of(host));
+  return all;
+}
+
+Tensors on_host(const Tensors& tensors) {
+  Tensors hosts;
+  for (auto& t : tensors) hosts.push_back(on_cpu(t));
+  return hosts;
+}
+
+std::vector<Bytes> pieces(Bytes whole, int count) {
+  std::vector<Bytes> all;
+  const int64_t size = whole.size / count;
+  for (int i = 0; i < count; ++i) all.push_back({whole.data + i * size, size});
+  return all;
+}
+
+std::vector<Bytes> pieces(Bytes whole, std::vector<int64_t> rows, int count, int64_t row) {
+  if (rows.empty()) return pieces(whole, count);
+  std::vector<Bytes> all;
+  char* at = whole.data;
+  for (int64_t n : rows) {
+    all.push_back({at, n * row});
+    at += n * row;
+  }
+  return all;
+}
+
+// ---- operations ----------------------------------------------------------------------------------
+
+// What the communicator's thread does: a collective, or one side of a message. It holds host tensors
+// alone, because that thread must not be the last owner of anything that Python knows.
+struct Step {
+  CallInfo call;
+  Body body;
+  std::optional<Letter> letter;
+  Tensor held;  // what the letter points into
 };
 
-struct NcclWork final : Work {
-  std::vector<WorkPtr> inner;
-  bool point_to_point = false;
-  std::shared_ptr<Waiting> polled;
-  std::vector<Tensor> keep, outputs;
-  Post post;
-  std::mutex mutex;
-  bool settled = false;
+// One call, ready to be put on a stream alone or together with others.
+struct Operation {
+  OpType type;
+  const char* label;  // of the launch; outlives everything
+  CallInfo call;
+  Tensors reads, writes, outputs;
+  Body body;
+  std::optional<Letter> letter;
+  Tensor held;
+};
 
-  NcclWork(std::vector<WorkPtr> works, std::vector<Tensor> kept, std::vector<Tensor> out, Post after)
-      : inner(std::move(works)), keep(std::move(kept)), outputs(std::move(out)), post(std::move(after)) {}
+CallInfo call_info(const char* name, const Tensor& in, int64_t numel_out = -1) {
+  CallInfo call;
+  std::strncpy(call.name, name, sizeof(call.name) - 1);
+  call.numel_in = in.numel();
+  call.numel_out = numel_out < 0 ? in.numel() : numel_out;
+  call.dtype = static_cast<int16_t>(in.scalar_type());
+  return call;
+}
 
-  void settle() {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (settled) return;
-    settled = true;
-    if (post) post();
+// Launches an operation on a communicator for its caller: between clocks, tensors and threads.
+struct Launched {
+  TaskPtr task;
+  Clock done;
+};
+
+Launched launch(
+    Communicator& communicator, const std::vector<Operation>& operations, CallInfo call,
+    bool async_op, Millis timeout) {
+  const int caller = current_stream(communicator.device);
+  const Clock before = record_clock(caller);
+  // An operation that nobody waits for separately runs on the caller's own stream.
+  const int stream = async_op ? communicator.stream : caller;
+  auto earlier = pending_in(before);
+  wait_clock(stream, before);
+  Launch launch(stream, operations.at(0).label, false);
+  for (auto& one : operations) {
+    for (auto& t : one.reads) land_into(t), launch.reads(t);
+    for (auto& t : one.writes) land_into(t), launch.writes(t);
   }
+  Clock done = record_clock(stream);
+  std::vector<Step> steps;
+  for (auto& one : operations) steps.push_back({one.call, one.body, one.letter, one.held});
+  auto body = [steps = std::move(steps)](Link& link) {
+    std::vector<Letter> letters;
+    for (auto& one : steps) {
+      if (one.body) link.next(one.call), one.body(link);
+      if (one.letter) letters.push_back(*one.letter);
+    }
+    if (!letters.empty()) link.exchange(letters);
+  };
+  const bool is_message = operations[0].letter.has_value();
+  auto task = communicator.enqueue(call, is_message, std::move(earlier), timeout, std::move(body));
+  put_pending(stream, done.at(stream), task);
+  return {std::move(task), std::move(done)};
+}
+
+// What the caller gets: it orders streams, and blocks the host only where NCCL's does.
+class NcclWork final : public c10d::Work {
+ public:
+  NcclWork(
+      int rank, OpType type, uint64_t number, std::shared_ptr<Communicator> communicator,
+      Launched launched, Tensors outputs, Tensors stash)
+      : Work(rank, type),
+        number_(number),
+        communicator_(std::move(communicator)),
+        task_(std::move(launched.task)),
+        done_(std::move(launched.done)),
+        outputs_(std::move(outputs)),
+        stash_(std::move(stash)) {}
+
+  // Nobody waited: as after record_stream, the memory is not given to others before it is done.
+  ~NcclWork() override {
+    for (auto& t : stash_) record_use(t.storage().unsafeGetStorageImpl()->data_ptr(), communicator_->stream);
+  }
+
   bool isCompleted() override {
-    if (point_to_point) {
-      if (!polled) polled = Waiting::on(inner, keep);
-      std::lock_guard<std::mutex> lock(polled->mutex);
-      return polled->done;
+    if (!task_->done()) return false;
+    // The host knows now, as after an event that it asked.
+    return task_->failed() || host_poll(done_);
+  }
+  bool isSuccess() const override { return task_->done() && !task_->failed(); }
+  std::exception_ptr exception() const override { return task_->error(); }
+  // What the operation uses stays here until somebody's stream waits for it.
+  void synchronize() override {
+    wait_clock(current_stream(communicator_->device), done_);
+    stash_.clear();
+  }
+  void blockCurrentStream() override { synchronize(); }
+  void abort() override { *communicator_->link().options().aborted = true; }
+  Tensors result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return number_; }
+
+  bool wait(Millis timeout) override {
+    synchronize();
+    if (communicator_->errors.blocking_wait || timeout != kNoTimeout) {
+      await_on_host(timeout == kNoTimeout ? task_->timeout : timeout);
+      host_poll(done_);
+    } else if (opType_ == OpType::BARRIER) {
+      host_wait(done_, "torch.distributed.barrier");
     }
-    for (auto& w : inner)
-      if (!w->isCompleted()) return false;
-    for (auto& w : inner)
-      if (w->exception()) return true;
-    settle();
+    if (auto error = task_->error()) std::rethrow_exception(error);
     return true;
   }
-  bool isSuccess() const override {
-    for (auto& w : inner)
-      if (w->exception()) return false;
-    return true;
-  }
-  std::exception_ptr exception() const override {
-    for (auto& w : inner)
-      if (auto e = w->exception()) return e;
-    return nullptr;
-  }
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (polled) {
-      std::unique_lock<std::mutex> lock(polled->mutex);
-      polled->changed.wait(lock, [this] { return polled->done; });
-      if (polled->error) std::rethrow_exception(polled->error);
-      return true;
-    }
-    for (auto& w : inner) w->wait(timeout);
-    settle();
-    return true;
-  }
-  void synchronize() override { wait(kNoTimeout); }
-  std::vector<Tensor> result() override { return outputs; }
-  int sourceRank() const override { return inner.at(0)->sourceRank(); }
+
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    wait(kNoTimeout);
-    auto future = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()),
-        std::vector<c10::Device>{c10::Device(c10::kCUDA, current_device())});
-    future->markCompleted(c10::IValue(outputs));
-    return future;
+    if (future_) return future_;
+    const c10::Device device(c10::kCUDA, communicator_->device);
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    // Complete already for the host; its event lies on a stream that waits for the operation.
+    const auto id = next_stream_id(device.index());
+    wait_clock(stream_number(device.index(), id), done_);
+    c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, device, id));
+    future_->markCompleted(c10::IValue(outputs_));
+    return future_;
   }
+
+ private:
+  void await_on_host(Millis limit) {
+    if (task_->wait_until(task_->began + limit)) return;
+    abort();
+    throw_backend_error(c10::str(
+        "Work ", c10d::opTypeToString(opType_), " number ", number_, " timed out in blocking wait after ",
+        limit.count(), " ms (emulated NCCL).\n", communicator_->link().report()));
+  }
+
+  const uint64_t number_;
+  const std::shared_ptr<Communicator> communicator_;
+  const TaskPtr task_;
+  const Clock done_;
+  const Tensors outputs_;
+  Tensors stash_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-struct Nccl final : c10d::Backend {
-  c10::intrusive_ptr<c10d::Backend> gloo;
-  c10::intrusive_ptr<Options> options;
-  const bool strict;  // NCCL; otherwise gloo as it is in a build with CUDA, for CUDA tensors
-  bool coalescing = false;
-  std::vector<WorkPtr> coalesced;
-  int bound = -1;  // the device of the first call; NCCL makes a communicator per device
+// ---- the group -----------------------------------------------------------------------------------
 
-  Nccl(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, std::chrono::milliseconds timeout, bool nccl)
-      : Backend(rank, size), gloo(std::move(inner)), strict(nccl) {
-    options = c10::make_intrusive<Options>(nccl ? "nccl" : "gloo", timeout);
+struct Config {  // of NCCL itself; kept for who reads them back
+  int blocking = 1, cga_cluster_size = 4, min_ctas = 1, max_ctas = 32, split_share = 0;
+  int traffic_class = 0;
+  std::string net_name;
+};
+
+struct NcclOptions final : c10d::Backend::Options {
+  explicit NcclOptions(bool high_priority = false)
+      : c10d::Backend::Options("nccl", Millis(10 * 60 * 1000)), is_high_priority_stream(high_priority) {}
+  bool is_high_priority_stream;
+  Config config;
+  c10::intrusive_ptr<c10d::Backend> split_from;
+  int split_color = -2;
+};
+
+// Who may talk over the same PCI bus: two ranks of one machine with one GPU number have one GPU.
+std::string gpu_name(int device) {
+  std::string machine;
+  if (const char* given = std::getenv("NCCL_HOSTID")) {
+    machine = given;
+  } else {
+    char host[256] = {}, network[256] = {};
+    gethostname(host, sizeof(host) - 1);
+    // Machines that are only pretended live in network namespaces of their own.
+    if (readlink("/proc/self/ns/net", network, sizeof(network) - 1) < 0) network[0] = 0;
+    machine = c10::str(host, " ", network);
   }
+  return c10::str(visible().at(device), " of ", machine);
+}
 
-  const std::string getBackendName() const override { return strict ? "nccl" : "gloo"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options; }
-  bool supportsCoalescing() const override { return strict; }
-  void setTimeout(std::chrono::milliseconds timeout) override { options->timeout = timeout; }
-  void setSequenceNumberForGroup() override { gloo->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return gloo->getSequenceNumberForGroup(); }
-  void abort() override { gloo->abort(); }
-  void shutdown() override { gloo->shutdown(); }
+class Nccl final : public c10d::Backend {
+ public:
+  Nccl(
+      c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+      c10::intrusive_ptr<NcclOptions> options)
+      : Backend(rank, size),
+        store_(std::move(store)),
+        options_(std::move(options)),
+        errors_(ErrorHandling::now()),
+        aborted_(std::make_shared<std::atomic<bool>>(false)) {
+    TORCH_CHECK_VALUE(
+        device_count() > 0,
+        "ProcessGroupNCCL is only supported with GPUs, no GPUs found!");
+  }
+  ~Nccl() override { *aborted_ = true; }
+
+  const std::string getBackendName() const override { return "nccl"; }
+  c10::intrusive_ptr<Backend::Options> getBackendOptions() override { return options_; }
+  c10::intrusive_ptr<NcclOptions> options() { return options_; }
+  bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override { return true; }
+  void setTimeout(Millis timeout) override { options_->timeout = timeout; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return collectives_; }
   c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+  uint64_t splits() const { return splits_; }
+  bool initialized() const { return !communicators_.empty(); }
 
-  // -- what NCCL refuses ---------------------------------------------------------------------------
+  void abort() override { *aborted_ = true; }
 
-  void check(const Tensor& t, bool contiguous = true) {
-    TORCH_CHECK(t.is_cuda() && !t.is_sparse(), "Tensors must be CUDA and dense (emulated NCCL, got ", t.device(), ")");
-    if (contiguous)
-      TORCH_CHECK(t.is_contiguous(t.suggest_memory_format()), "Tensors must be contiguous");
-    auto type = t.scalar_type();
-    TORCH_CHECK(
-        type != at::kShort && type != at::kUInt16 && type != at::kUInt32 && type != at::kUInt64,
-        "Unconvertible NCCL type ", type);
-    if (!strict) return;
-    if (bound < 0) bound = t.device().index();
-    TORCH_CHECK(
-        t.device().index() == bound,
-        "emulated NCCL: this process used the group with cuda:", bound, " and now with ", t.device());
-  }
-  void check(const std::vector<Tensor>& all, bool contiguous = true) {
-    TORCH_CHECK(!all.empty(), "Tensor list must be nonempty");
-    for (auto& t : all) check(t, contiguous);
+  // Finalizing a communicator waits for what is on its way.
+  void shutdown() override {
+    for (auto& [_, communicator] : communicators_) communicator->drain();
+    *aborted_ = true;
   }
 
-  // At the first collective, as NCCL does when it makes the communicator.
-  bool met = false;
-  void meet() {
-    if (met || !strict || getSize() == 1) return;
-    met = true;
-    Tensor mine = at::full({1}, visible().at(bound < 0 ? current_device() : bound), at::kLong);
-    std::vector<std::vector<Tensor>> all(1);
-    for (int i = 0; i < getSize(); ++i) all[0].push_back(at::empty({1}, at::kLong));
-    std::vector<Tensor> one{mine};
-    gloo->allgather(all, one, c10d::AllgatherOptions())->wait(kNoTimeout);
-    for (int i = 0; i < getSize(); ++i)
-      for (int j = 0; j < i; ++j)
-        TORCH_CHECK_WITH(
-            DistBackendError, all[0][i].item<int64_t>() != all[0][j].item<int64_t>(),
-            "NCCL error: invalid usage: Duplicate GPU detected : rank ", i, " and rank ", j,
-            " both on CUDA device ", all[0][i].item<int64_t>(), " (emulated)");
+  void eagerConnectSingleDevice(at::Device device) override {
+    communicator_of(device);
+    eager_ = true;
   }
 
-  static Tensor bytes(const Tensor& t) {
-    Tensor flat = on_cpu(t);
-    if (!flat.is_contiguous()) {  // channels last and the like: same bytes in storage order
-      flat = flat.as_strided({flat.numel()}, {1}, flat.storage_offset());
+  // Communicators of subgroups are split from one that all ranks have: all must come.
+  void take_part_in_split(at::Device device, int color) {
+    splits_++;
+    CallInfo call;
+    std::strncpy(call.name, "comm_split", sizeof(call.name) - 1);
+    call.numel_in = call.numel_out = -1;
+    communicator_of(device)
+        ->enqueue(call, false, {}, options_->timeout, [color](Link& link) { link.show(&color, sizeof(color)); })
+        ->wait();
+  }
+
+  c10::intrusive_ptr<Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Backend::Options>& opts) override {
+    const at::Device device = some_device();
+    auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+    if (mine == ranks.end()) {
+      take_part_in_split(device, -1);
+      return nullptr;
     }
-    if (t.numel() == 0) return at::empty({0}, at::kByte);
-    return flat.view({-1}).view(at::kByte);
-  }
-  static std::vector<Tensor> bytes(const std::vector<Tensor>& all) {
-    std::vector<Tensor> out;
-    for (auto& t : all) out.push_back(bytes(t));
-    return out;
+    auto options = c10::dynamic_intrusive_pointer_cast<NcclOptions>(opts);
+    TORCH_CHECK(options, "opts not a ProcessGroupNCCL::Options.");
+    std::vector<uint64_t> global;
+    for (int r : ranks)
+      global.push_back(
+          options->global_ranks_in_group.empty() ? r : options->global_ranks_in_group.at(r));
+    options->global_ranks_in_group = global;
+    options->split_from = c10::intrusive_ptr<Backend>::reclaim_copy(this);
+    options->split_color = ranks.at(0);
+    auto group = c10::make_intrusive<Nccl>(
+        store->clone(), static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
+    group->eagerConnectSingleDevice(device);
+    return group;
   }
 
-  WorkPtr done(std::vector<WorkPtr> works, std::vector<Tensor> kept, std::vector<Tensor> out, Post post = {}) {
-    auto work = c10::make_intrusive<NcclWork>(std::move(works), std::move(kept), std::move(out), std::move(post));
-    if (coalescing) coalesced.push_back(work);
-    return work;
-  }
+  // -- coalescing: what is called between these two goes together ----------------------------------
 
   void startCoalescing() override {
-    coalescing = true;
-    coalesced.clear();
+    coalescing_ = true;
+    coalesced_.clear();
+    coalesced_with_ = nullptr;
   }
+
   WorkPtr endCoalescing() override {
-    coalescing = false;
-    auto all = std::move(coalesced);
-    coalesced.clear();
-    return c10::make_intrusive<NcclWork>(std::move(all), std::vector<Tensor>{}, std::vector<Tensor>{}, Post{});
+    coalescing_ = false;
+    auto operations = std::exchange(coalesced_, {});
+    auto communicator = std::exchange(coalesced_with_, nullptr);
+    if (operations.empty()) return {};
+    CallInfo call;
+    if (operations.size() == 1) {
+      call = operations[0].call;
+    } else {
+      // Between pairs alone, so not all ranks need to call the same.
+      std::strncpy(call.name, "coalesced", sizeof(call.name) - 1);
+      call.numel_in = call.numel_out = operations.size();
+    }
+    const bool letters = operations[0].letter.has_value();
+    (letters ? letters_ : collectives_)++;
+    return submit(std::move(communicator), std::move(operations), call, OpType::COALESCED, true);
   }
 
   // -- collectives ---------------------------------------------------------------------------------
 
-  static c10d::ReduceOp plain(const c10d::ReduceOp& op) {
-    auto kind = static_cast<c10d::ReduceOp::RedOpType>(op);
-    TORCH_CHECK(kind != c10d::ReduceOp::PREMUL_SUM, "emulated NCCL: no PREMUL_SUM");
-    TORCH_CHECK(
-        kind != c10d::ReduceOp::BAND && kind != c10d::ReduceOp::BOR && kind != c10d::ReduceOp::BXOR,
-        "Cannot use ReduceOp.BAND, BOR or BXOR with NCCL");
-    if (kind == c10d::ReduceOp::AVG) return c10d::ReduceOp(c10d::ReduceOp::SUM);
-    return op;
-  }
-  static Tensor summand(const Tensor& t, c10d::ReduceOp& op) {  // NCCL sums bools as a maximum
-    Tensor cpu = on_cpu(t);
-    if (t.scalar_type() != at::kBool) return cpu;
-    if (op == c10d::ReduceOp::SUM) op = c10d::ReduceOp(c10d::ReduceOp::MAX);
-    return cpu.view(at::kByte);
-  }
-  void average(Tensor t, const c10d::ReduceOp& op) const {
-    if (static_cast<c10d::ReduceOp::RedOpType>(op) == c10d::ReduceOp::AVG) t.div_(getSize());
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    Tensor t = checked(tensors), host = on_cpu(t);
+    const int root = opts.rootRank;
+    auto call = call_info("broadcast", t);
+    call.root = root;
+    const bool mine = root == getRank();
+    return collective(
+        {OpType::BROADCAST, "nccl:broadcast", call, mine ? Tensors{t} : Tensors{},
+         mine ? Tensors{} : Tensors{t}, tensors,
+         [host, root](Link& link) { emu::broadcast(link, bytes_of(host), root); }},
+        opts.asyncOp);
   }
 
-  WorkPtr broadcast(std::vector<Tensor>& tensors, const c10d::BroadcastOptions& opts) override {
-    check(tensors);
-    meet();
-    auto cpu = bytes(tensors);
-    return done({gloo->broadcast(cpu, opts)}, tensors, tensors);
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return collective(allreduce_of(checked(tensors), opts.reduceOp, tensors), opts.asyncOp);
   }
 
-  WorkPtr allreduce(std::vector<Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
-    check(tensors);
-    meet();
-    auto given = opts;
-    given.reduceOp = plain(opts.reduceOp);
-    std::vector<Tensor> cpu{summand(tensors.at(0), given.reduceOp)};
-    auto op = opts.reduceOp;
-    return done({gloo->allreduce(cpu, given)}, tensors, tensors, [this, cpu, op] { average(cpu[0], op); });
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+    std::vector<Operation> all;
+    for (auto& t : tensors) all.push_back(allreduce_of(checked(t), opts.reduceOp, {t}));
+    return together(std::move(all), opts.asyncOp);
   }
 
-  WorkPtr allreduce_coalesced(std::vector<Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
-    check(tensors);
-    std::vector<WorkPtr> works;
-    for (auto& t : tensors) {
-      std::vector<Tensor> one{t};
-      bool before = coalescing;
-      coalescing = false;
-      works.push_back(allreduce(one, opts));
-      coalescing = before;
-    }
-    return done(works, tensors, tensors);
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    Tensor t = checked(tensors), host = on_cpu(t);
+    const auto type = t.scalar_type();
+    const auto op = checked_reduce(opts.reduceOp, type);
+    const int root = opts.rootRank;
+    auto call = call_info("reduce", t);
+    call.root = root;
+    call.reduce = static_cast<int16_t>(op);
+    return collective(
+        {OpType::REDUCE, "nccl:reduce", call, {t}, root == getRank() ? Tensors{t} : Tensors{},
+         tensors,
+         [host, type, op, root](Link& link) {
+           emu::reduce(link, bytes_of(host), summed_as(type), op, root);
+         }},
+        opts.asyncOp);
   }
 
-  WorkPtr reduce(std::vector<Tensor>& tensors, const c10d::ReduceOptions& opts) override {
-    check(tensors);
-    meet();
-    auto given = opts;
-    given.reduceOp = plain(opts.reduceOp);
-    std::vector<Tensor> cpu{summand(tensors.at(0), given.reduceOp)};
-    auto op = opts.reduceOp;
-    bool root = opts.rootRank == getRank();
-    return done({gloo->reduce(cpu, given)}, tensors, tensors, [this, cpu, op, root] { if (root) average(cpu[0], op); });
-  }
-
-  WorkPtr allgather(std::vector<std::vector<Tensor>>& outs, std::vector<Tensor>& ins, const c10d::AllgatherOptions& opts) override {
-    check(ins);
-    check(outs.at(0), false);
-    meet();
-    // Through contiguous memory, as NCCL does where the outputs are not one flat buffer.
-    Tensor in = bytes(ins.at(0)).clone();
-    std::vector<std::vector<Tensor>> cpu(1);
-    for (auto& t : outs[0]) {
-      TORCH_CHECK(t.numel() == ins[0].numel() && t.scalar_type() == ins[0].scalar_type(), "emulated NCCL: uneven all_gather");
-      cpu[0].push_back(at::empty({in.numel()}, at::kByte));
-    }
-    std::vector<Tensor> from{in};
-    auto targets = outs[0];
-    auto got = cpu[0];
-    return done({gloo->allgather(cpu, from, opts)}, ins, targets, [targets, got] {
-      for (size_t i = 0; i < got.size(); ++i) {
-        Tensor to = on_cpu(targets[i]);
-        if (got[i].numel()) to.copy_(got[i].view(to.scalar_type()).view(to.sizes()));
-      }
-    });
+  WorkPtr allgather(
+      std::vector<Tensors>& outs, Tensors& ins, const c10d::AllgatherOptions& opts) override {
+    Tensor in = checked(ins);
+    Tensors to = list_of(outs, in, "all_gather");
+    Tensor from = on_cpu(in);
+    Tensors hosts = on_host(to);
+    return collective(
+        {OpType::ALLGATHER, "nccl:all_gather", call_info("all_gather", in, in.numel() * getSize()),
+         {in}, to, outs[0],
+         [from, hosts](Link& link) { through_contiguous(link, from, hosts); }},
+        opts.asyncOp);
   }
 
   WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& opts) override {
-    check(in);
-    check(out);
-    meet();
-    TORCH_CHECK(in.dtype() == out.dtype(), "output tensor must have the same type as input tensor");
-    TORCH_CHECK(in.numel() * getSize() == out.numel(), "output tensor size must be equal to world_size times input tensor size");
-    Tensor to = bytes(out), from = bytes(in).clone();  // NCCL allows in place
-    return done({gloo->_allgather_base(to, from, opts)}, {out, in}, {out});
+    return collective(allgather_of(out, in), opts.asyncOp);
   }
 
-  WorkPtr allgather_into_tensor_coalesced(std::vector<Tensor>& outs, std::vector<Tensor>& ins, const c10d::AllgatherOptions& opts) override {
-    std::vector<WorkPtr> works;
-    bool before = coalescing;
-    coalescing = false;
-    for (size_t i = 0; i < outs.size(); ++i) works.push_back(_allgather_base(outs[i], ins[i], opts));
-    coalescing = before;
-    return done(works, outs, outs);
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& opts) override {
+    std::vector<Operation> all;
+    for (size_t i = 0; i < outs.size(); ++i) all.push_back(allgather_of(outs[i], ins.at(i)));
+    return together(std::move(all), opts.asyncOp);
   }
 
-  WorkPtr scattered(Tensor out, Tensor summed, const c10d::ReduceScatterOptions& opts, std::vector<Tensor> kept) {
-    c10d::AllreduceOptions given;
-    given.reduceOp = plain(opts.reduceOp);
-    given.timeout = opts.timeout;
-    std::vector<Tensor> all{summed};
-    auto op = opts.reduceOp;
-    return done({gloo->allreduce(all, given)}, kept, {out}, [this, out, summed, op] {
-      Tensor mine = summed.view({getSize(), -1})[getRank()];
-      average(mine, op);
-      Tensor to = on_cpu(out);
-      to.copy_(mine.view(to.sizes()));
-    });
+  WorkPtr _reduce_scatter_base(
+      Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& opts) override {
+    return collective(reduce_scatter_of(out, in, opts.reduceOp), opts.asyncOp);
   }
 
-  WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& opts) override {
-    check(in);
-    check(out);
-    meet();
-    TORCH_CHECK(in.dtype() == out.dtype(), "input tensor must be the same type as the output tensor.");
-    TORCH_CHECK(in.numel() == out.numel() * getSize(), "input tensor must be the same size as output size times world size");
-    return scattered(out, on_cpu(in).clone(at::MemoryFormat::Contiguous), opts, {out, in});
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& opts) override {
+    std::vector<Operation> all;
+    for (size_t i = 0; i < outs.size(); ++i)
+      all.push_back(reduce_scatter_of(outs[i], ins.at(i), opts.reduceOp));
+    return together(std::move(all), opts.asyncOp);
   }
 
-  WorkPtr reduce_scatter(std::vector<Tensor>& outs, std::vector<std::vector<Tensor>>& ins, const c10d::ReduceScatterOptions& opts) override {
-    check(outs);
-    check(ins.at(0), false);
-    meet();
-    std::vector<Tensor> flat;
-    for (auto& t : ins[0]) {
-      TORCH_CHECK(t.numel() == outs[0].numel(), "emulated NCCL: uneven reduce_scatter");
-      flat.push_back(on_cpu(t).reshape({-1}));
-    }
-    return scattered(outs[0], at::cat(flat), opts, outs);
+  WorkPtr reduce_scatter(
+      Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& opts) override {
+    Tensor out = checked(outs);
+    Tensors from = list_of(ins, out, "reduce_scatter");
+    const auto type = out.scalar_type();
+    const auto op = checked_reduce(opts.reduceOp, type);
+    auto call = call_info("reduce_scatter", out, out.numel());
+    call.reduce = static_cast<int16_t>(op);
+    Tensor to = on_cpu(out);
+    Tensors hosts = on_host(from);
+    return collective(
+        {OpType::REDUCE_SCATTER, "nccl:reduce_scatter", call, from, {out}, outs,
+         [to, hosts, type, op](Link& link) {
+           Tensors flat;
+           for (auto& t : hosts) flat.push_back(t.contiguous());
+           emu::reduce_scatter(link, bytes_of(to), bytes_of(flat), summed_as(type), op);
+         }},
+        opts.asyncOp);
   }
 
-  WorkPtr reduce_scatter_tensor_coalesced(std::vector<Tensor>& outs, std::vector<Tensor>& ins, const c10d::ReduceScatterOptions& opts) override {
-    std::vector<WorkPtr> works;
-    bool before = coalescing;
-    coalescing = false;
-    for (size_t i = 0; i < outs.size(); ++i) works.push_back(_reduce_scatter_base(outs[i], ins[i], opts));
-    coalescing = before;
-    return done(works, outs, outs);
+  WorkPtr gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& opts) override {
+    Tensor in = checked(ins);
+    const int root = opts.rootRank;
+    const bool mine = root == getRank();
+    Tensors to;
+    if (mine) to = list_of(outs, in, "gather");
+    auto call = call_info("gather", in);
+    call.root = root;
+    Tensor from = on_cpu(in);
+    Tensors hosts = on_host(to);
+    return collective(
+        {OpType::GATHER, "nccl:gather", call, {in}, to, to,
+         [from, hosts, root](Link& link) {
+           std::vector<Bytes> sent(link.size(), Bytes{nullptr, 0}), got = sent;
+           sent[root] = bytes_of(from);
+           if (!hosts.empty()) got = bytes_of(hosts);
+           emu::all_to_all(link, got, sent);
+         }},
+        opts.asyncOp);
   }
 
-  WorkPtr gather(std::vector<std::vector<Tensor>>& outs, std::vector<Tensor>& ins, const c10d::GatherOptions& opts) override {
-    check(ins);
-    meet();
-    auto from = bytes(ins);
-    std::vector<std::vector<Tensor>> to;
-    std::vector<Tensor> kept(ins);
-    for (auto& list : outs) {
-      check(list);
-      to.push_back(bytes(list));
-      kept.insert(kept.end(), list.begin(), list.end());
-    }
-    return done({gloo->gather(to, from, opts)}, kept, outs.empty() ? std::vector<Tensor>{} : outs[0]);
+  WorkPtr scatter(
+      Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& opts) override {
+    Tensor out = checked(outs);
+    const int root = opts.rootRank;
+    const bool mine = root == getRank();
+    Tensors from;
+    if (mine) from = list_of(ins, out, "scatter");
+    auto call = call_info("scatter", out);
+    call.root = root;
+    Tensor to = on_cpu(out);
+    Tensors hosts = on_host(from);
+    return collective(
+        {OpType::SCATTER, "nccl:scatter", call, from, {out}, outs,
+         [to, hosts, root](Link& link) {
+           std::vector<Bytes> sent(link.size(), Bytes{nullptr, 0}), got = sent;
+           got[root] = bytes_of(to);
+           if (!hosts.empty()) sent = bytes_of(hosts);
+           emu::all_to_all(link, got, sent);
+         }},
+        opts.asyncOp);
   }
 
-  WorkPtr scatter(std::vector<Tensor>& outs, std::vector<std::vector<Tensor>>& ins, const c10d::ScatterOptions& opts) override {
-    check(outs);
-    meet();
-    auto to = bytes(outs);
-    std::vector<std::vector<Tensor>> from;
-    std::vector<Tensor> kept(outs);
-    for (auto& list : ins) {
-      check(list);
-      from.push_back(bytes(list));
-      kept.insert(kept.end(), list.begin(), list.end());
-    }
-    return done({gloo->scatter(to, from, opts)}, kept, outs);
+  WorkPtr alltoall_base(
+      Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
+      const c10d::AllToAllOptions& opts) override {
+    Tensor to = checked(out), from = checked(in);
+    TORCH_CHECK_VALUE(
+        to.scalar_type() == from.scalar_type(), "Tensors are not equal in data type");
+    check_splits(in_splits, in, "input");
+    check_splits(out_splits, out, "output");
+    auto call = call_info("all_to_all_single", from);
+    call.numel_in = call.numel_out = -1;
+    Tensor to_host = on_cpu(to), from_host = on_cpu(from);
+    auto row = [](const Tensor& t) { return t.dim() && t.size(0) ? t.nbytes() / t.size(0) : 0; };
+    const int64_t to_row = row(to), from_row = row(from);
+    return collective(
+        {OpType::ALLTOALL_BASE, "nccl:all_to_all_single", call, {from}, {to}, {out},
+         [=](Link& link) {
+           emu::all_to_all(
+               link, pieces(bytes_of(to_host), out_splits, link.size(), to_row),
+               pieces(bytes_of(from_host), in_splits, link.size(), from_row));
+         }},
+        opts.asyncOp);
   }
 
-  WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& opts) override {
-    check(in);
-    check(out);
-    meet();
-    Tensor to = on_cpu(out), from = on_cpu(in);
-    return done({gloo->alltoall_base(to, from, out_splits, in_splits, opts)}, {out, in}, {out});
-  }
-
-  WorkPtr alltoall(std::vector<Tensor>& outs, std::vector<Tensor>& ins, const c10d::AllToAllOptions& opts) override {
-    check(outs);
-    check(ins);
-    meet();
-    std::vector<int64_t> in_splits, out_splits;
-    std::vector<Tensor> flat;
-    int64_t total = 0;
-    for (auto& t : ins) {
-      flat.push_back(on_cpu(t).reshape({-1}));
-      in_splits.push_back(t.numel());
-    }
-    for (auto& t : outs) {
-      out_splits.push_back(t.numel());
-      total += t.numel();
-    }
-    Tensor from = at::cat(flat), to = at::empty({total}, from.options());
-    auto targets = outs;
-    std::vector<Tensor> kept(outs);
-    kept.push_back(from);
-    return done({gloo->alltoall_base(to, from, out_splits, in_splits, opts)}, kept, outs, [targets, to, out_splits] {
-      auto parts = to.split_with_sizes(out_splits);
-      for (size_t i = 0; i < targets.size(); ++i) {
-        Tensor one = on_cpu(targets[i]);
-        one.copy_(parts[i].view(one.sizes()));
-      }
-    });
-  }
-
-  static WorkPtr peer(WorkPtr work) {
-    static_cast<NcclWork*>(work.get())->point_to_point = true;
-    return work;
-  }
-  // NCCL has no tags: what goes from one rank to another arrives in order.
-  WorkPtr send(std::vector<Tensor>& tensors, int to, int) override {
-    TORCH_CHECK(strict, "gloo sends CPU tensors alone (emulated)");
-    check(tensors);
-    auto cpu = bytes(tensors);
-    return peer(done({gloo->send(cpu, to, 0)}, tensors, tensors));
-  }
-  WorkPtr recv(std::vector<Tensor>& tensors, int from, int) override {
-    check(tensors);
-    auto cpu = bytes(tensors);
-    return peer(done({gloo->recv(cpu, from, 0)}, tensors, tensors));
-  }
-  WorkPtr recvAnysource(std::vector<Tensor>&, int) override {
-    TORCH_CHECK(false, "NCCL does not support recvAnysource");
+  WorkPtr alltoall(Tensors& outs, Tensors& ins, const c10d::AllToAllOptions& opts) override {
+    Tensors to, from;
+    for (auto& t : outs) to.push_back(checked(t));
+    for (auto& t : ins) from.push_back(checked(t));
+    auto call = call_info("all_to_all", from.at(0));
+    call.numel_in = call.numel_out = -1;
+    Tensors to_hosts = on_host(to), from_hosts = on_host(from);
+    return collective(
+        {OpType::ALLTOALL, "nccl:all_to_all", call, from, to, outs,
+         [=](Link& link) { emu::all_to_all(link, bytes_of(to_hosts), bytes_of(from_hosts)); }},
+        opts.asyncOp);
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
-    meet();
-    c10d::BarrierOptions given;
-    given.timeout = opts.timeout;
-    return done({gloo->barrier(given)}, {}, {});
+    at::Device device = some_device();
+    if (!opts.device_ids.empty())
+      device = at::Device(c10::kCUDA, opts.device_ids[0]);
+    else if (opts.device && opts.device->is_cuda())
+      device = *opts.device;
+    CallInfo call;
+    std::strncpy(call.name, "barrier", sizeof(call.name) - 1);
+    auto communicator = communicator_of(device);
+    collectives_++;
+    return submit(
+        communicator,
+        {{OpType::BARRIER, "nccl:barrier", call, {}, {}, {}, [](Link& link) { meet(link); }}},
+        call, OpType::BARRIER, opts.asyncOp);
   }
+
+  // -- from one rank to another --------------------------------------------------------------------
+
+  // NCCL has no tags: what goes from one rank to another arrives in order.
+  WorkPtr send(Tensors& tensors, int to, int) override { return message(checked(tensors), to, true); }
+  WorkPtr recv(Tensors& tensors, int from, int) override {
+    return message(checked(tensors), from, false);
+  }
+  WorkPtr recvAnysource(Tensors&, int) override {
+    TORCH_CHECK(false, "NCCL does not support recvAnysource");
+  }
+
+ private:
+  Operation allreduce_of(const Tensor& t, const c10d::ReduceOp& given, const Tensors& outputs) {
+    const auto type = t.scalar_type();
+    const auto op = checked_reduce(given, type);
+    auto call = call_info("all_reduce", t);
+    call.reduce = static_cast<int16_t>(op);
+    Tensor host = on_cpu(t);
+    return {OpType::ALLREDUCE, "nccl:all_reduce", call, {t}, {t}, outputs,
+            [host, type, op](Link& link) {
+              emu::all_reduce(link, bytes_of(host), summed_as(type), op);
+            }};
+  }
+
+  Operation allgather_of(const Tensor& out, const Tensor& in) {
+    Tensor from = checked(in), to = checked(out);
+    TORCH_CHECK_TYPE(
+        in.dtype() == out.dtype(), "output tensor must have the same type as input tensor");
+    TORCH_CHECK_VALUE(
+        in.numel() * getSize() == out.numel(),
+        "output tensor size must be equal to world_size times input tensor size");
+    Tensor from_host = on_cpu(from), to_host = on_cpu(to);
+    return {OpType::_ALLGATHER_BASE, "nccl:all_gather_into_tensor",
+            call_info("all_gather_into_tensor", from, to.numel()), {from}, {to}, {out},
+            [from_host, to_host](Link& link) {
+              // In place is allowed: the input may be this rank's part of the output.
+              Tensor kept = from_host.clone();
+              emu::all_gather(link, bytes_of(kept), pieces(bytes_of(to_host), link.size()));
+            }};
+  }
+
+  Operation reduce_scatter_of(const Tensor& out, const Tensor& in, const c10d::ReduceOp& given) {
+    Tensor from = checked(in), to = checked(out);
+    TORCH_CHECK_TYPE(
+        in.dtype() == out.dtype(), "input tensor must be the same type as the output tensor.");
+    TORCH_CHECK_VALUE(
+        in.numel() == out.numel() * getSize(),
+        "input tensor must be the same size as output size times world size");
+    const auto type = from.scalar_type();
+    const auto op = checked_reduce(given, type);
+    auto call = call_info("reduce_scatter_tensor", from, to.numel());
+    call.reduce = static_cast<int16_t>(op);
+    Tensor from_host = on_cpu(from), to_host = on_cpu(to);
+    return {OpType::_REDUCE_SCATTER_BASE, "nccl:reduce_scatter_tensor", call, {from}, {to}, {out},
+            [from_host, to_host, type, op](Link& link) {
+              // In place is allowed: parts still to be read must not be overwritten.
+              Tensor kept = from_host.clone();
+              emu::reduce_scatter(
+                  link, bytes_of(to_host), pieces(bytes_of(kept), link.size()), summed_as(type), op);
+            }};
+  }
+
+  // The one list of tensors, one for each rank, all of the size of `like`.
+  Tensors list_of(const std::vector<Tensors>& lists, const Tensor& like, const char* name) {
+    TORCH_CHECK_VALUE(
+        lists.size() == 1 && static_cast<int>(lists[0].size()) == getSize(), name,
+        " needs one tensor for each of the ", getSize(), " ranks");
+    Tensors all;
+    for (auto& given : lists[0]) {
+      TORCH_CHECK_VALUE(given.is_cuda() && !given.is_sparse(), "Tensors must be CUDA and dense");
+      TORCH_CHECK_VALUE(
+          given.is_non_overlapping_and_dense(), "Tensors must be non-overlapping and dense");
+      Tensor t = as_reals(given);
+      TORCH_CHECK(
+          t.numel() == like.numel() && t.scalar_type() == like.scalar_type(), "emulated NCCL: uneven ",
+          name, " (torch makes broadcasts of it, which this has not)");
+      all.push_back(t);
+    }
+    return all;
+  }
+
+  static void through_contiguous(Link& link, const Tensor& from, const Tensors& hosts) {
+    Tensor kept = from.clone();
+    Tensors flat;
+    for (auto& t : hosts) flat.push_back(t.is_contiguous() ? t : at::empty(t.sizes(), t.options()));
+    emu::all_gather(link, bytes_of(kept), bytes_of(flat));
+    for (size_t i = 0; i < hosts.size(); ++i)
+      if (!hosts[i].is_contiguous()) Tensor(hosts[i]).copy_(flat[i]);
+  }
+
+  void check_splits(const std::vector<int64_t>& splits, const Tensor& t, const char* which) {
+    if (splits.empty()) {
+      TORCH_CHECK(
+          t.size(0) % getSize() == 0, "Tensor's dim 0 does not divide equally across group size");
+      return;
+    }
+    int64_t sum = 0;
+    for (int64_t n : splits) sum += n;
+    TORCH_CHECK(
+        static_cast<int>(splits.size()) == getSize() && sum == t.size(0), "Split sizes of the ",
+        which, " doesn't match total dim 0 size");
+  }
+
+  WorkPtr collective(Operation operation, bool async_op) {
+    const auto& tensors = operation.reads.empty() ? operation.writes : operation.reads;
+    auto communicator = communicator_of(tensors.at(0).device());
+    if (coalescing_) return coalesce(std::move(operation), std::move(communicator));
+    collectives_++;
+    const auto call = operation.call;
+    const auto type = operation.type;
+    return submit(std::move(communicator), {std::move(operation)}, call, type, async_op);
+  }
+
+  // Several at once, of one kind, as one operation.
+  WorkPtr together(std::vector<Operation> operations, bool async_op) {
+    TORCH_CHECK_VALUE(!operations.empty(), "Tensor list must be nonempty");
+    auto communicator = communicator_of(operations[0].reads.at(0).device());
+    if (coalescing_) {
+      for (auto& one : operations) coalesce(std::move(one), communicator);
+      return {};
+    }
+    collectives_++;
+    auto call = operations[0].call;
+    for (size_t i = 1; i < operations.size(); ++i) {
+      call.numel_in += operations[i].call.numel_in;
+      call.numel_out += operations[i].call.numel_out;
+    }
+    const auto type = operations[0].type;
+    return submit(std::move(communicator), std::move(operations), call, type, async_op);
+  }
+
+  WorkPtr coalesce(Operation operation, std::shared_ptr<Communicator> communicator) {
+    TORCH_CHECK(
+        !coalesced_with_ || coalesced_with_ == communicator,
+        "Expecting one communicator in a coalesced group");
+    coalesced_with_ = std::move(communicator);
+    coalesced_.push_back(std::move(operation));
+    return {};
+  }
+
+  WorkPtr message(const Tensor& t, int peer, bool sends) {
+    TORCH_CHECK_VALUE(peer >= 0 && peer < getSize(), "invalid rank ", peer);
+    // Alone, a pair has a communicator of its own, unless the group was connected when it was made.
+    const bool pair = !coalescing_ && !eager_;
+    auto communicator = pair ? communicator_of_pair(t.device(), peer) : communicator_of(t.device());
+    Operation one{sends ? OpType::SEND : OpType::RECV, sends ? "nccl:send" : "nccl:recv"};
+    one.call = call_info(c10::str(sends ? "send to rank " : "recv from rank ", peer).c_str(), t);
+    (sends ? one.reads : one.writes) = {t};
+    one.outputs = {t};
+    one.held = on_cpu(t);
+    const int low = std::min(getRank(), peer);
+    one.letter = Letter{
+        sends, pair ? (peer == getRank() ? 0 : peer != low) : peer, one.held.data_ptr(), t.numel(),
+        static_cast<int16_t>(t.scalar_type()), static_cast<int64_t>(one.held.nbytes())};
+    if (coalescing_) return coalesce(std::move(one), std::move(communicator));
+    letters_++;
+    const auto call = one.call;
+    const auto type = one.type;
+    return submit(std::move(communicator), {std::move(one)}, call, type, true);
+  }
+
+  WorkPtr submit(
+      std::shared_ptr<Communicator> communicator, std::vector<Operation> operations, CallInfo call,
+      OpType type, bool async_op) {
+    Tensors outputs, stash;
+    for (auto& one : operations) {
+      outputs.insert(outputs.end(), one.outputs.begin(), one.outputs.end());
+      stash.insert(stash.end(), one.reads.begin(), one.reads.end());
+      stash.insert(stash.end(), one.writes.begin(), one.writes.end());
+    }
+    auto launched = launch(*communicator, operations, call, async_op, options_->timeout);
+    return c10::make_intrusive<NcclWork>(
+        getRank(), type, collectives_, std::move(communicator), std::move(launched),
+        std::move(outputs), std::move(stash));
+  }
+
+  // -- communicators -------------------------------------------------------------------------------
+
+  at::Device some_device() {
+    if (auto bound = getBoundDeviceId()) return *bound;
+    if (!used_.empty()) return at::Device(c10::kCUDA, *used_.begin());
+    return at::Device(c10::kCUDA, getRank() % device_count());
+  }
+
+  std::string name() const {
+    return options_->group_name.empty() ? getGroupUid() : options_->group_name;
+  }
+
+  // One for each device, made by the first operation, for which all ranks must come.
+  std::shared_ptr<Communicator> communicator_of(at::Device device) {
+    const auto key = std::to_string(device.index());
+    if (auto found = communicators_.find(key); found != communicators_.end()) return usable(found->second);
+    check_bound(device);
+    if (auto parent = c10::dynamic_intrusive_pointer_cast<Nccl>(options_->split_from))
+      parent->take_part_in_split(device, options_->split_color);
+    LinkOptions o;
+    o.key = std::to_string(count_++);
+    o.rank = getRank();
+    o.size = getSize();
+    for (int r = 0; r < o.size; ++r) o.names.push_back(r);
+    return connect(key, std::move(o), device);
+  }
+
+  std::shared_ptr<Communicator> communicator_of_pair(at::Device device, int peer) {
+    const int low = std::min(getRank(), peer), high = std::max(getRank(), peer);
+    const auto key = c10::str(low, ":", high);
+    if (auto found = communicators_.find(key); found != communicators_.end()) return usable(found->second);
+    check_bound(device);
+    LinkOptions o;
+    o.key = key;
+    o.rank = getRank() == low ? 0 : 1;
+    o.size = low == high ? 1 : 2;
+    o.names = {low, high};
+    return connect(key, std::move(o), device);
+  }
+
+  std::shared_ptr<Communicator> connect(
+      const std::string& key, LinkOptions options, at::Device device) {
+    check_not_aborted();
+    used_.insert(device.index());
+    options.group = name();
+    options.gpu = gpu_name(device.index());
+    options.timeout = options_->timeout;
+    options.aborted = aborted_;
+    auto made = std::make_shared<Communicator>(*store_, std::move(options), device.index(), errors_);
+    communicators_[key] = made;
+    return made;
+  }
+
+  std::shared_ptr<Communicator> usable(std::shared_ptr<Communicator> communicator) const {
+    check_not_aborted();
+    return communicator;
+  }
+
+  void check_not_aborted() const {
+    if (*aborted_)
+      throw_backend_error(c10::str("NCCL communicator was aborted on rank ", getRank(), "."));
+  }
+
+  void check_bound(at::Device device) const {
+    if (auto bound = getBoundDeviceId(); bound && *bound != device)
+      throw_backend_error(c10::str(
+          "Attempt to perform collective on tensor not on device passed to init_process_group: ",
+          device, ", not ", *bound));
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<NcclOptions> options_;
+  const ErrorHandling errors_;
+  const std::shared_ptr<std::atomic<bool>> aborted_;
+  std::map<std::string, std::shared_ptr<Communicator>> communicators_;
+  std::set<int> used_;
+  int count_ = 0;
+  bool eager_ = false;
+  uint64_t collectives_ = 0, letters_ = 0, splits_ = 0;
+  bool coalescing_ = false;
+  std::vector<Operation> coalesced_;
+  std::shared_ptr<Communicator> coalesced_with_;
 };
 
-static c10::intrusive_ptr<c10d::Backend> make_nccl(
-    c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, double timeout_s, bool nccl) {
-  return c10::make_intrusive<Nccl>(
-      std::move(gloo), rank, size, std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)), nccl);
-}
+}  // namespace
 
-void bind_nccl(pybind11::module_& m) {
-  m.def("make_nccl", &make_nccl);
+void bind_nccl(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<Config>(m, "NCCLConfig")
+      .def(py::init<>())
+      .def_readwrite("blocking", &Config::blocking)
+      .def_readwrite("cga_cluster_size", &Config::cga_cluster_size)
+      .def_readwrite("min_ctas", &Config::min_ctas)
+      .def_readwrite("max_ctas", &Config::max_ctas)
+      .def_readwrite("split_share", &Config::split_share)
+      .def_readwrite("traffic_class", &Config::traffic_class)
+      .def_readwrite("net_name", &Config::net_name);
+
+  using Pointer = c10::intrusive_ptr<Nccl>;
+  py::class_<Nccl, c10d::Backend, Pointer> group(m, "ProcessGroupNCCL");
+  py::class_<NcclOptions, c10d::Backend::Options, c10::intrusive_ptr<NcclOptions>>(group, "Options")
+      .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
+      .def_readwrite("is_high_priority_stream", &NcclOptions::is_high_priority_stream)
+      .def_readwrite("config", &NcclOptions::config)
+      .def_readwrite("split_from", &NcclOptions::split_from)
+      .def_readwrite("split_color", &NcclOptions::split_color)
+      .def("__copy__", [](const NcclOptions& o) { return c10::make_intrusive<NcclOptions>(o); })
+      .def("__deepcopy__", [](const NcclOptions& o, const py::dict&) {
+        return c10::make_intrusive<NcclOptions>(o);
+      });
+
+  auto with_timeout = [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                         const Millis& timeout) {
+    auto options = c10::make_intrusive<NcclOptions>();
+    options->timeout = timeout;
+    return c10::make_intrusive<Nccl>(store, rank, size, options);
+  };
+  auto with_options = [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                         const c10::intrusive_ptr<NcclOptions>& options) {
+    return c10::make_intrusive<Nccl>(
+        store, rank, size, options ? options : c10::make_intrusive<NcclOptions>());
+  };
+  group
+      .def(py::init(with_options), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("options") = c10::intrusive_ptr<NcclOptions>(), Released())
+      .def(py::init(with_timeout), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout"), Released())
+      // Groups of NCCL calls exist so that aborts cannot block each other; here none blocks.
+      .def("_group_start", [](Nccl&) {})
+      .def("_group_end", [](Nccl&) {})
+      .def("comm_split_count", &Nccl::splits)
+      .def("_set_default_timeout", &Nccl::setTimeout, py::arg("timeout"))
+      .def("_is_initialized", &Nccl::initialized)
+      .def("perform_nocolor_split",
+           [](Nccl& self, at::Device device) { self.take_part_in_split(device, -1); }, Released())
+      .def_property_readonly("options", &Nccl::options)
+      .def_property_readonly("uid", &Nccl::getID)
+      .def_property("bound_device_id", &Nccl::getBoundDeviceId, &Nccl::setBoundDeviceId);
+
+  m.def("communicators", [] {
+    std::vector<std::tuple<std::string, std::string, int, int>> all;
+    for (auto& one : communicators_made())
+      all.emplace_back(one.group, one.key, one.size, one.device);
+    return all;
+  });
 }
 
 }  // namespace emu

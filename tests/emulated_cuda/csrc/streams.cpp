@@ -11,6 +11,7 @@
 #include "device.h"
 #include "late.h"
 #include "memory.h"
+#include "pending.h"
 
 namespace emu {
 
@@ -134,13 +135,15 @@ bool host_has_waited(int stream, int64_t time) {
   return at(host, stream) >= time;
 }
 
-void host_poll(const Clock& clock) {
+bool host_poll(const Clock& clock) {
+  if (anything_pending() && !clock_done(clock)) return false;
   {
     std::lock_guard<std::mutex> lock(order);
     merge(host, clock);
     ++host_version;
   }
   land_what_is_done();
+  return true;
 }
 
 // -- host synchronisations -------------------------------------------------------------------------
@@ -156,6 +159,7 @@ void host_wait(const Clock& clock, const char* what) {
     std::lock_guard<std::mutex> lock(counts_mutex);
     counts[what]++;
   }
+  if (anything_pending()) await_clock(clock);
   host_poll(clock);
 }
 
@@ -307,7 +311,10 @@ std::vector<Access> Accesses::history(int64_t bytes) const {
   return by_stream;
 }
 
-Launch::Launch(int stream, const char* op) : stream_(stream), time_(launched(stream)), op_(op) {}
+Launch::Launch(int stream, const char* op, bool now)
+    : stream_(stream), time_(launched(stream)), op_(op) {
+  if (now && anything_pending()) await_clock(record_clock(stream));
+}
 
 static void note(const at::Tensor& t, bool write, int stream, int64_t time, const char* op) {
   if (!t.defined() || !t.is_cuda() || t.numel() == 0) return;

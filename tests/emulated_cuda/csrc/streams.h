@@ -40,7 +40,8 @@ void host_wait(const Clock& clock, const char* what);
 // One piece of work on a stream and the memory it touches; `op` must outlive the process's storages.
 class Launch {
  public:
-  Launch(int stream, const char* op);
+  // `now`: it runs in this call, so collectives that it comes after must be done. Blocks.
+  Launch(int stream, const char* op, bool now = true);
   void reads(const at::Tensor& tensor);
   void writes(const at::Tensor& tensor);
   int64_t time() const { return time_; }
@@ -93,7 +94,8 @@ void set_current_stream(int device, int64_t id);
 int64_t current_stream_id(int device);
 int64_t next_stream_id(int device);
 Clock device_clock(int device);
-void host_poll(const Clock& clock);  // the host saw that it is done, without having waited
+// Does the host see that it is done? Then it knows, without having waited.
+bool host_poll(const Clock& clock);
 
 // How often the host waited for the device, by operator; what torch.cuda.set_sync_debug_mode asks.
 std::map<std::string, int64_t> synchronizations();

@@ -1,54 +1,72 @@
-"""The NCCL backend of ``torch.distributed``, and gloo with CUDA tensors."""
+"""The NCCL backend of ``torch.distributed``, gloo with CUDA tensors, and counts of their use."""
 
-import os
-import types
+import collections
+import functools
+import inspect
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
+NCCL_VERSION = (2, 27, 5)
+OBJECT_COLLECTIVES = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+
+
+class Communicator(NamedTuple):
+    """A connection that this process made, with the GPU memory that NCCL takes for it."""
+
+    group: str  # the group's name; groups made by hand have none
+    key: str  # "0" for all ranks, "1:3" for a pair
+    ranks: int
+    device: int
+
+
+_objects: collections.Counter[str] = collections.Counter()
+
+
+def communicators(group: str | None = None) -> list[Communicator]:
+    """All that this process ever made, in order; those of one group where it is named."""
+    from emulated_cuda import native
+
+    made = [Communicator(*row) for row in native().communicators()]
+    return [one for one in made if group in (None, one.group)]
+
+
+def object_collectives() -> collections.Counter[str]:
+    """How often each function pickled Python objects onto NCCL: a host wait on every rank."""
+    return _objects.copy()
+
 
 def install(lib) -> None:
-    from torch.distributed import constants
     from torch.distributed import distributed_c10d as c10d
 
-    class _IsNccl(type):
-        def __instancecheck__(cls, other) -> bool:
-            return isinstance(other, torch._C._distributed_c10d.Backend) and (
-                type(other) is torch._C._distributed_c10d.Backend and other.name() == "nccl"
-            )
+    _offer_nccl(lib, c10d)
+    _let_gloo_take_cuda(lib)
+    for name in OBJECT_COLLECTIVES:
+        _count(c10d, name)
 
-    class Options:
-        def __init__(self, is_high_priority_stream: bool = False) -> None:
-            self.is_high_priority_stream = is_high_priority_stream
-            self._timeout = timedelta(minutes=10)
-            self.global_ranks_in_group, self.group_name = [], ""
-            self.split_from, self.split_color = None, None
-            self.config = types.SimpleNamespace()
-            self.backend = "nccl"
 
-    class ProcessGroupNCCL(metaclass=_IsNccl):
-        def __new__(cls, store, rank, size, options=None):
-            options = options or Options()
-            if isinstance(options, timedelta):
-                options, given = Options(), options
-                options._timeout = given
-            # NCCL connects when first used; gloo here, and in its own time.
-            gloo_options = torch._C._distributed_c10d.ProcessGroupGloo._Options()
-            gloo_options._timeout = min(options._timeout, timedelta(days=1))
-            gloo_options._devices = [
-                c10d.ProcessGroupGloo.create_device(
-                    hostname=os.environ.get("EMULATED_NCCL_HOST", "127.0.0.1")
-                )
-            ]
-            inner = c10d.ProcessGroupGloo(
-                torch._C._distributed_c10d.PrefixStore("emulated-nccl", store),
-                rank,
-                size,
-                gloo_options,
-            )
-            return lib.make_nccl(inner, rank, size, options._timeout.total_seconds(), True)
+def _offer_nccl(lib, c10d) -> None:
+    from torch.distributed import constants
 
-    # A gloo group of a CUDA build takes CUDA tensors too; this one crashes over them.
+    lib.ProcessGroupNCCL.__module__ = c10d.__name__
+    for module in (c10d, torch.distributed, torch._C._distributed_c10d):
+        module.ProcessGroupNCCL = lib.ProcessGroupNCCL
+    if "ProcessGroupNCCL" not in c10d.__all__:
+        c10d.__all__.append("ProcessGroupNCCL")
+    c10d._NCCL_AVAILABLE = True
+    timeout = timedelta(minutes=10)
+    torch._C._distributed_c10d._DEFAULT_PG_NCCL_TIMEOUT = timeout
+    constants.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout = timeout
+    torch.cuda.nccl.version = lambda: NCCL_VERSION
+    torch.cuda.nccl.is_available = lambda *_: True
+
+
+def _let_gloo_take_cuda(lib) -> None:
+    """A gloo group of a CUDA build takes CUDA tensors; that of a CPU build crashes over them."""
     group = torch._C._distributed_c10d.ProcessGroup
     register = group._register_backend
 
@@ -56,16 +74,28 @@ def install(lib) -> None:
         if device.type != "cuda" or kind != group.BackendType.GLOO or backend is None:
             return register(self, device, kind, backend)
         # Under a type of its own: of one type, a group keeps the first backend for all devices.
-        both = lib.make_nccl(backend, self.rank(), self.size(), 1800.0, False)
-        return register(self, device, group.BackendType.CUSTOM, both)
+        return register(self, device, group.BackendType.CUSTOM, lib.gloo_on_cuda(backend))
 
     group._register_backend = register_backend
-    ProcessGroupNCCL.Options = Options
-    c10d.ProcessGroupNCCL = ProcessGroupNCCL
-    torch.distributed.ProcessGroupNCCL = ProcessGroupNCCL
-    torch._C._distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
-    c10d._NCCL_AVAILABLE = True
-    torch._C._distributed_c10d._DEFAULT_PG_NCCL_TIMEOUT = timedelta(minutes=10)
-    constants.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout = timedelta(minutes=10)
-    torch.cuda.nccl.version = lambda: (2, 27, 5)
-    torch.cuda.nccl.is_available = lambda *_: True
+
+
+def _count(c10d, name: str) -> None:
+    plain = getattr(c10d, name)
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def counted(*args, **named):
+        given = signature.bind(*args, **named).arguments
+        if _goes_by_nccl(c10d, given.get("group"), given.get("device")):
+            _objects[name] += 1
+        return plain(*args, **named)
+
+    for module in (c10d, torch.distributed):
+        setattr(module, name, counted)
+
+
+def _goes_by_nccl(c10d, group, device) -> bool:
+    """Torch pickles into tensors on the group's own device: the CPU where it has one for it."""
+    if not c10d.is_initialized() or c10d._rank_not_in_group(group):
+        return False
+    return torch.device(device or c10d._get_object_coll_device(group)).type == "cuda"

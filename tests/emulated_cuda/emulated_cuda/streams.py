@@ -57,8 +57,7 @@ def _stream_class(lib) -> type:
             return event
 
         def query(self) -> bool:
-            lib.stream_poll(self.device_index, self.stream_id)
-            return True
+            return lib.stream_poll(self.device_index, self.stream_id)
 
         def synchronize(self) -> None:
             lib.stream_synchronize(self.device_index, self.stream_id)
@@ -92,8 +91,7 @@ def _event_class(lib) -> type:
             self._event.wait(stream.device_index, stream.stream_id)
 
         def query(self) -> bool:
-            self._event.poll()
-            return True
+            return self._event.poll()
 
         def synchronize(self) -> None:
             self._event.synchronize()
