@@ -50,6 +50,7 @@ def run_on_ranks(
     tmp_path: Path,
     *args: object,
     timeout_s: float = 120.0,
+    preload: tuple[str, ...] = PRELOAD,
 ) -> None:
     """Call ``body(device, *args)`` on every rank of a fresh world; a failing rank fails the test.
 
@@ -61,13 +62,15 @@ def run_on_ranks(
         tmp_path: any folder; the ranks meet in a file in it, so parallel test runs cannot collide.
         args: anything that can be pickled. Every rank gets its own copy.
         timeout_s: after this, ranks that still run are killed and the test fails.
+        preload: modules that the ranks have imported before ``body``.
     """
     if backend == "nccl":
         _skip_without_gpus(world_size)
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
     # Pickled here, because multiprocessing would put tensors into memory that the ranks share.
     call = pickle.dumps((body, args))
-    world = _start(_run_rank, world_size, backend, (world_size, backend, folder, call, timeout_s))
+    args = (world_size, backend, folder, call, timeout_s)
+    world = _start(_run_rank, world_size, backend, args, preload)
     deadline = time.monotonic() + timeout_s
     try:
         while not world.join(timeout=max(deadline - time.monotonic(), 0.01)):
@@ -103,31 +106,33 @@ def _skip_without_gpus(needed: int) -> None:
 # -- starting --------------------------------------------------------------------------------------
 
 
-def _start(target: Callable, world_size: int, backend: str, args: tuple) -> mp.ProcessContext:
+def _start(
+    target: Callable, world_size: int, backend: str, args: tuple, preload: tuple[str, ...]
+) -> mp.ProcessContext:
     method = "forkserver" if backend == "gloo" or _cuda_survives_the_fork() else "spawn"
-    with _server(backend):
+    with _server(backend, preload):
         return mp.start_processes(target, args, nprocs=world_size, join=False, start_method=method)
 
 
 @functools.cache
-def _fork_server(backend: str) -> forkserver.ForkServer:
+def _fork_server(backend: str, preload: tuple[str, ...]) -> forkserver.ForkServer:
     """forkserver, because fork hangs once the parent has used autograd, and spawn imports torch
     anew on every rank."""
     made = forkserver.ForkServer()
     # Names are looked up without importing: the parent may have no use for them.
-    found = [name for name in PRELOAD if importlib.util.find_spec(name.partition(".")[0])]
+    found = [name for name in preload if importlib.util.find_spec(name.partition(".")[0])]
     made.set_forkserver_preload(found)
     return made
 
 
 @contextlib.contextmanager
-def _server(backend: str) -> Iterator[None]:
+def _server(backend: str, preload: tuple[str, ...] = PRELOAD) -> Iterator[None]:
     """Inside, processes that start are those of ``backend``.
 
     multiprocessing has one fork server for all, and a server's processes see the GPUs that it saw
     when it began.
     """
-    connect = _fork_server(backend).connect_to_new_process
+    connect = _fork_server(backend, preload).connect_to_new_process
     with (
         mock.patch.dict(os.environ, ENVIRONMENT[backend]),
         mock.patch.object(forkserver, "connect_to_new_process", connect),

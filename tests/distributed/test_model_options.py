@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
@@ -51,7 +52,9 @@ def train_in_buckets(device, config, samples, out: Path) -> None:
     "family, layout",
     [("qwen2", dict(data=2)), ("qwen3_moe", dict(data=2)), ("llama", dict(pipeline=2, data=2))],
 )
-def test_gradients_added_up_along_the_way_are_those_added_up_afterwards(family, layout, tmp_path):
+def test_gradients_added_up_along_the_way_are_those_added_up_afterwards(
+    family, layout, backend, tmp_path
+):
     folder = tiny_checkpoint(tmp_path / "model", family, tie_word_embeddings=family == "llama")
     found = []
     for overlap in (False, True):
@@ -60,7 +63,7 @@ def test_gradients_added_up_along_the_way_are_those_added_up_afterwards(family, 
         config = replace(config, optimizer=optimizer)
         out = tmp_path / f"{overlap}.pt"
         world = config.parallel.world_size
-        run_on_ranks(train_in_buckets, world, "gloo", tmp_path, config, random_samples(16), out)
+        run_on_ranks(train_in_buckets, world, backend, tmp_path, config, random_samples(16), out)
         found.append(torch.load(out, weights_only=True))
     after, along = found
     for name, value in after["gradients"].items():
@@ -76,7 +79,7 @@ def check_new_weights(device, config, samples) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
         before = [p.detach().clone() for p in policy.gpt.parameters()]
-        improve(policy, samples, config, step=1, timer=Timer())
+        improve(policy, Responses.of(samples), config, step=1, timer=Timer())
         moved = False
         for old, parameter in zip(before, policy.gpt.parameters(), strict=True):
             assert torch.equal(parameter, policy._read_master(parameter).bfloat16())
@@ -84,12 +87,12 @@ def check_new_weights(device, config, samples) -> None:
         assert moved
 
 
-def test_after_an_update_every_rank_has_all_new_weights(tmp_path):
+def test_after_an_update_every_rank_has_all_new_weights(backend, tmp_path):
     """Reference, checkpoints and versions read them then; none may be left to the next pass."""
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = recipe(folder, dict(data=2), dtype="bfloat16")
     config = replace(config, optimizer=OptimizerConfig(lr=1e-2))
-    run_on_ranks(check_new_weights, 2, "gloo", tmp_path, config, random_samples(16))
+    run_on_ranks(check_new_weights, 2, backend, tmp_path, config, random_samples(16))
 
 
 def check_output(device, folder, parallel, ids) -> None:
@@ -118,11 +121,11 @@ def check_output(device, folder, parallel, ids) -> None:
 @pytest.mark.parametrize(
     "tied, layout", [(False, dict(tensor=2)), (True, dict(pipeline=2)), (True, dict(tensor=2))]
 )
-def test_logits_in_fp32_are_not_rounded(tied, layout, tmp_path):
+def test_logits_in_fp32_are_not_rounded(tied, layout, backend, tmp_path):
     folder = scaled_output(tiny_checkpoint(tmp_path / "model", "qwen2", tie_word_embeddings=tied))
     ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
     parallel = ParallelConfig(**layout)
-    run_on_ranks(check_output, parallel.world_size, "gloo", tmp_path, folder, parallel, ids)
+    run_on_ranks(check_output, parallel.world_size, backend, tmp_path, folder, parallel, ids)
 
 
 def scaled_output(folder: Path) -> Path:
@@ -136,7 +139,7 @@ def scaled_output(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_with_fp32_logits_is_the_same_training(tied, tmp_path):
+def test_training_with_fp32_logits_is_the_same_training(tied, backend, tmp_path):
     """In FP32 throughout, so that nothing else rounds."""
     folder = tiny_checkpoint(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
     found = []
@@ -145,6 +148,6 @@ def test_training_with_fp32_logits_is_the_same_training(tied, tmp_path):
         config = replace(config, model=replace(config.model, fp32_output=wide))
         out = tmp_path / f"{wide}.pt"
         world = config.parallel.world_size
-        run_on_ranks(train_twice, world, "gloo", tmp_path, config, random_samples(16), out)
+        run_on_ranks(train_twice, world, backend, tmp_path, config, random_samples(16), out)
         found.append(torch.load(out, weights_only=True))
     assert_same_training(found[1], found[0])

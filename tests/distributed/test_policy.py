@@ -1,5 +1,6 @@
 """Loss and gradients do not depend on how the model is split; masters keep what BF16 drops."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,10 @@ def gradient(policy):
 def delivered(ranks, samples, config, *, step: int) -> Responses:
     """This rank's share of what the leading rank has."""
     from qurl_megatron.training.delivery import deliver
+    from qurl_megatron.training.step import shares
 
     whole = Responses.of(samples) if ranks.leads else None
-    return deliver(ranks, whole, config, step=step)
+    return deliver(ranks, whole, partial(shares, ranks, config=config, step=step))
 
 
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:

@@ -73,8 +73,9 @@ def install() -> None:
     Megatron looks for the library when it is imported, so it is forgotten if it was; nothing of
     ours may hold on to it by then.
     """
-    if "transformer_engine" in sys.modules:
-        assert getattr(sys.modules["transformer_engine"], "runs_without_cuda", False)
+    there = sys.modules.get("transformer_engine")  # None also where it is kept from Megatron
+    if there is not None:
+        assert getattr(there, "runs_without_cuda", False)
         return
     held = [name for name, module in list(sys.modules.items()) if _holds_megatron(name, module)]
     assert not held, f"install before {held} are imported"
