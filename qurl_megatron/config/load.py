@@ -104,7 +104,8 @@ class RunConfig:
             "rollout.engine_args: the token that SGLang overlaps with the pause would be said to "
             "come from the wrong version",
         )
-        started = self.rollout.backend == "sglang" and not self.rollout.urls
+        adopted = self.rollout.urls or self.rollout.rendezvous
+        started = self.rollout.backend == "sglang" and not adopted
         require(
             not started
             or self.model.fp32_output == ("--enable-fp32-lm-head" in self.rollout.engine_args),

@@ -29,6 +29,7 @@ from qurl_megatron.rewards.pool import RewardPool
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.types import Prompt, Sample
 
 BATCH = 256  # responses of one batch of an embedded engine, about
@@ -188,7 +189,7 @@ class Evaluator:
 
     def await_engines(self) -> bool:
         """Wait for one to serve again; False where none will."""
-        end = time.monotonic() + self.fleet.config.start_limit_s
+        end = time.monotonic() + IN_ALL * self.fleet.config.start_limit_s
         while not self.fleet.serving():
             if not self.fleet.engines() or time.monotonic() > end:
                 return False

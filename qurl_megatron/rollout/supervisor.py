@@ -149,7 +149,7 @@ class Supervisor:
             elif engine.state == "starting":
                 limit_s = self._config.start_limit_s
                 if engine.process and _late(engine, limit_s, engine.started_at + limit_s):
-                    engine.reason = _lateness(engine, limit_s)
+                    self._fleet.note("failed", engine, _lateness(engine, limit_s))
                     engine.process.kill()
             elif engine.pulse.silent_since is None:
                 if engine.process is not None and engine.failed_updates >= PATIENCE:
@@ -225,10 +225,12 @@ def _lateness(engine: Engine, limit_s: float) -> str:
     if engine.process is None:
         return f"{engine} did not answer within {limit_s:.0f} s: {engine.pulse.error}"
     now = time.monotonic()
-    at = "its health check" if engine.client else "it to say where it listens"
+    at = "its health check" if engine.client else "it to report its port"
+    quiet = now - engine.process.heard()
+    cause = f"its log has not grown for {quiet:.0f} s" if quiet > limit_s else "it is still busy"
     return (
-        f"{engine} did not start: {now - engine.started_at:.0f} s were spent waiting for {at}, and "
-        f"its log has not grown for {now - engine.process.heard():.0f} s; the limit is "
-        f"rollout.start_timeout_s = {limit_s:g}; see {engine.process.log}, whose last line is: "
+        f"{engine} did not start: waited {now - engine.started_at:.0f} s for {at}, and {cause}; "
+        f"the limit is {limit_s:g} s without a new line in its log, and {IN_ALL * limit_s:g} s in "
+        f"total (rollout.start_timeout_s); see {engine.process.log}, whose last line is: "
         f"{engine.process.last_line() or '(nothing)'}"
     )

@@ -16,20 +16,20 @@ def wait_until_seen(path: Path, why: str, *, key: str, seconds: float = CACHED_S
     """Return once this node sees ``path``, which another one has.
 
     Args:
-        why: that the other has it, for the message.
-        key: of the recipe, whose folder has to be shared.
+        why: what shows that the other has it, for the message.
+        key: recipe key of the folder that must be shared.
 
     Raises:
-        ConfigError: it has not come to be seen.
+        ConfigError: the file did not appear.
     """
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{path} is not to be seen on {socket.gethostname()} after {seconds:g} s, and "
+                f"{path} is not visible on {socket.gethostname()} after {seconds:g} s, although "
                 f"{why}; set {key} to a folder that all nodes share"
             )
-        # A name that was looked up in vain is cached too; to list the folders asks the server anew.
+        # A failed lookup is cached too; listing the folders queries the server again.
         for folder in path.parents[:3]:
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 next(entries, None)

@@ -40,7 +40,8 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     env = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
-        _be_reachable(one_node=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"])
+        alone = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
+        _be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
         return True
     # A batch script or an interactive shell is a step of one task: there the ranks are
     # still to start.
@@ -91,7 +92,7 @@ def _be_reachable(*, one_node: bool) -> None:
 
 
 def _interface(problem: str) -> str:
-    """The network interface that leads to the rendezvous, else out of here, else the only one."""
+    """The interface towards the rendezvous, else that of the default route, else the only one."""
     names = {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()
@@ -185,6 +186,7 @@ def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, po
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 need not open one

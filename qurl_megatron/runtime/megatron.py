@@ -20,7 +20,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import cpu
 
 WAIT = timedelta(hours=2)
-"""How long a rank waits for another before it takes it for lost: for rollouts, above all."""
+"""How long a rank waits for another before it gives up on it; rollouts take longest. NCCL's too."""
 
 
 class RankLost(Exception):
@@ -133,7 +133,7 @@ def share(value: Any, *, waiting_for: str) -> Any:
     """The leading rank's value, on every rank; those wait on the CPU.
 
     Args:
-        waiting_for: what the leading rank is doing, for who reads that it never came.
+        waiting_for: what the leading rank is doing, for the error message.
 
     Raises:
         RankLost: it never came.
@@ -141,12 +141,12 @@ def share(value: Any, *, waiting_for: str) -> Any:
     box = [value]
     try:
         dist.broadcast_object_list(box, src=0)
-    except RuntimeError as error:  # gloo has no kind of its own
+    except RuntimeError as error:  # gloo raises no more specific type
         rank, hours = dist.get_rank(), WAIT.total_seconds() / 3600
         if "timed out" in str(error).lower():
-            why = f"waited {hours:g} hours for what rank 0 does ({waiting_for}); look at its log"
+            why = f"waited {hours:g} hours for rank 0 ({waiting_for}); look at its log"
         else:
-            why = f"lost rank 0 or another one while rank 0 was to do its part ({waiting_for})"
+            why = f"lost contact with rank 0 or another rank during its part ({waiting_for})"
         raise RankLost(f"rank {rank} {why}: {error}") from error
     return box[0]
 
@@ -165,19 +165,13 @@ def _backend(device: torch.device) -> str:
 def _device() -> torch.device:
     """This rank's GPU; the CPU where there is none, or where ranks that have met speak gloo alone.
 
-    Raises:
-        ConfigError: this node has more ranks than GPUs.
+    Too few GPUs are not this rank's to report: ``_refuse_shared_gpus`` does, once all have met.
     """
     over_nccl = not dist.is_initialized() or "nccl" in dist.get_backend_config()
     if not over_nccl or not torch.cuda.is_available():
         return torch.device("cpu")
     found, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     # A launcher may show each rank a device of its own, which is then the only one.
-    if local_rank >= found > 1:
-        raise ConfigError(
-            f"this node has {found} GPUs and a rank with LOCAL_RANK={local_rank}; start at most "
-            "one rank per GPU"
-        )
     device = torch.device("cuda", min(local_rank, found - 1))
     torch.cuda.set_device(device)
     return device

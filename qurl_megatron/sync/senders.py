@@ -5,7 +5,6 @@ import secrets
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +15,9 @@ from qurl_megatron.rollout.transport import Sender
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_store
 from qurl_megatron.rollout.transport.memory import MemorySender, memory_folder, private_folder
+from qurl_megatron.runtime.megatron import share
+
+OPENING = "opening the transport"  # what the other ranks wait for
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
@@ -29,7 +31,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     dist.all_gather_object(hosts, socket.gethostname())
     one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
     kind = choose(sync.transport, embedded=rollout.backend == "embedded", one_machine=one_machine)
-    token = _shared(run_token(run_dir) if ranks.leads else None)
+    token = share(run_token(run_dir) if ranks.leads else None, waiting_for=OPENING)
     if kind == "memory":
         if ranks.leads:
             shutil.rmtree(memory_folder(token), ignore_errors=True)  # what a killed run left
@@ -47,7 +49,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
         )
         shutil.rmtree(root, ignore_errors=True)  # what a killed run left
         private_folder(root)
-    root = _shared(root)
+    root = share(root, waiting_for=OPENING)
     name = f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-copy{ranks.copies.rank}"
     return FilesSender(root, name, leads=ranks.leads, receipt_wait_s=sync.receipt_wait_s)
 
@@ -59,7 +61,7 @@ def _group_sender(
     # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
     host = sync.host or ("127.0.0.1" if one_machine else os.environ["MASTER_ADDR"])
     store = host_store(host, timeout_s) if ranks.leads else None
-    port = _shared(store and store.port)
+    port = share(store and store.port, waiting_for=OPENING)
     if store is None:
         store = join_store(host, port, timeout_s)
     return GroupSender(
@@ -114,10 +116,3 @@ def run_token(run_dir: Path) -> str:
         aside.write_text(secrets.token_hex(6), encoding="utf-8")
         aside.rename(file)
     return file.read_text(encoding="utf-8")
-
-
-def _shared(value: Any) -> Any:
-    """The leading rank's value, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -21,6 +21,7 @@ from qurl_megatron.model.build import build_model, transformer_config
 from qurl_megatron.model.critic import ValueHead
 from qurl_megatron.model.memory import GIB, Held, Pass
 from qurl_megatron.model.trained import with_optimizer
+from qurl_megatron.rollout.transport.memory import SLOTS
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
 from qurl_megatron.weights import Arch, read_arch, read_config
@@ -31,9 +32,6 @@ SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"
 """config.json of the models that recipes name, for machines without their weights."""
 
 MIB = 1 << 20
-SLOTS = 2
-"""Buckets that a transport holds at a time (``sync.bucket_mb``)."""
-
 NODE = 8
 """GPUs of a machine, at most."""
 

@@ -23,6 +23,7 @@ from qurl_megatron.rewards import RewardPool, overlong_penalty
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.runtime.launch import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.guard import Guard, Verdict
@@ -184,7 +185,7 @@ class Lead:
             EngineError: none came back, or a stop was requested meanwhile.
         """
         self.progress.phase("waiting for an engine")
-        end = time.monotonic() + self.config.rollout.start_limit_s
+        end = time.monotonic() + IN_ALL * self.config.rollout.start_limit_s
         while True:
             try:
                 self.fleet.await_recruits(timeout_s=1.0)
@@ -224,7 +225,7 @@ class Lead:
         self._ahead.settle(lambda: bool(self.stop))
         self.progress.phase("restarting engines")
         self.fleet.switch(self.scheme)
-        end = time.monotonic() + self.config.rollout.start_limit_s
+        end = time.monotonic() + IN_ALL * self.config.rollout.start_limit_s
         while self.fleet.starting() and time.monotonic() < end:
             if self.stop:
                 raise Interrupted("stopped while engines were starting")

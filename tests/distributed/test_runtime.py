@@ -67,7 +67,7 @@ def lose_rank_0(device, meeting) -> None:
     if rank == 0:
         time.sleep(6)
     else:
-        with pytest.raises(RankLost, match="rank 1 waited 2 hours for what rank 0 does .rollouts"):
+        with pytest.raises(RankLost, match="rank 1 waited 2 hours for rank 0 .rollouts"):
             share(None, waiting_for="rollouts")
 
 
@@ -79,7 +79,9 @@ def hear_that_rank_0_is_gone(device) -> None:
     if dist.get_rank() == 0:
         dist.destroy_process_group()
     else:
-        with pytest.raises(RankLost, match="rank 1 lost rank 0 or another one .*rollouts"):
+        with pytest.raises(
+            RankLost, match="rank 1 lost contact with rank 0 or another rank .*rollouts"
+        ):
             share(None, waiting_for="rollouts")
 
 
@@ -123,17 +125,13 @@ def gpus(monkeypatch):
     return see
 
 
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(gpus):
+def test_a_rank_takes_the_gpu_of_its_number_or_the_last_one(gpus):
     gpus("a", "b", "c", local_rank=2)
     assert megatron._device() == torch.device("cuda", 2)
+    gpus("a", "b", local_rank=2)  # one rank too many: told when all have met
+    assert megatron._device() == torch.device("cuda", 1)
     gpus("c", local_rank=2)
     assert megatron._device() == torch.device("cuda", 0)
-
-
-def test_more_ranks_than_gpus_are_refused(gpus):
-    gpus("a", "b", local_rank=2)
-    with pytest.raises(ConfigError, match="2 GPUs and a rank with LOCAL_RANK=2"):
-        megatron._device()
 
 
 def gather(monkeypatch, *others: str) -> None:
@@ -188,5 +186,5 @@ def test_rank_0_decides_where_all_resume(tmp_path):
 
 
 def test_a_file_that_never_appears_is_told_of(tmp_path):
-    with pytest.raises(ConfigError, match="not to be seen on .* set train.run_dir to a folder"):
+    with pytest.raises(ConfigError, match="not visible on .* set train.run_dir to a folder"):
         files.wait_until_seen(tmp_path / "a/b/c", "x", key="train.run_dir", seconds=0.6)
