@@ -97,6 +97,17 @@ class GlooOnCuda final : public c10d::Backend {
     Tensor to = on_host(out), from = on_host(in);
     return work(gloo_->_reduce_scatter_base(to, from, opts), {out});
   }
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& opts) override {
+    auto to = on_host(outs), from = on_host(ins);
+    return work(gloo_->reduce_scatter_tensor_coalesced(to, from, opts), outs);
+  }
+  WorkPtr reduce_scatter(
+      Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& opts) override {
+    auto to = on_host(outs);
+    auto from = on_host(ins);
+    return work(gloo_->reduce_scatter(to, from, opts), outs);
+  }
   WorkPtr gather(
       std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& opts) override {
     auto to = on_host(outs);
@@ -114,6 +125,10 @@ class GlooOnCuda final : public c10d::Backend {
       const c10d::AllToAllOptions& opts) override {
     Tensor to = on_host(out), from = on_host(in);
     return work(gloo_->alltoall_base(to, from, out_splits, in_splits, opts), {out});
+  }
+  WorkPtr alltoall(Tensors& outs, Tensors& ins, const c10d::AllToAllOptions& opts) override {
+    auto to = on_host(outs), from = on_host(ins);
+    return work(gloo_->alltoall(to, from, opts), outs);
   }
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
     c10d::BarrierOptions given;

@@ -219,7 +219,8 @@ class NcclWork final : public c10d::Work {
 
   // Nobody waited: as after record_stream, the memory is not given to others before it is done.
   ~NcclWork() override {
-    for (auto& t : stash_) record_use(t.storage().unsafeGetStorageImpl()->data_ptr(), communicator_->stream);
+    for (auto& t : stash_)
+      record_use(t.storage().unsafeGetStorageImpl()->data_ptr(), communicator_->stream);
   }
 
   bool isCompleted() override {
@@ -362,7 +363,9 @@ class Nccl final : public c10d::Backend {
     std::strncpy(call.name, "comm_split", sizeof(call.name) - 1);
     call.numel_in = call.numel_out = -1;
     communicator_of(device)
-        ->enqueue(call, false, {}, options_->timeout, [color](Link& link) { link.show(&color, sizeof(color)); })
+        ->enqueue(
+            call, false, {}, options_->timeout,
+            [color](Link& link) { link.show(&color, sizeof(color)); })
         ->wait();
   }
 
