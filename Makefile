@@ -45,7 +45,7 @@ test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 	$(GPU_PYTHON) -m pytest -k nccl tests/distributed tests/unit
 	$(GPU_PYTHON) -m pytest tests/gpu
 
-bench-gpu:  ## loss at TP 1, 2, 4 and 8; versions that engines serve; the leading rank's work
+bench-gpu:  ## the loss at TP 1, 2, 4 and 8; the leading rank's work
 	$(GPU_PYTHON) -m qurl_megatron.bench.loss --device cuda --tensor 1 2 4 8 --out docs/results/loss_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.bench.scale --out docs/results/scale_gpu.json
 

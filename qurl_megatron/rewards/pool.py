@@ -5,6 +5,7 @@ crash the interpreter. So it happens in processes that can be killed and replace
 """
 
 import json
+import os
 import selectors
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import IO
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.rewards.kinds import KINDS
-from qurl_megatron.runtime.children import children_cores, on_cores
+from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
 
 WORKER = "qurl_megatron.rewards.worker"
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
@@ -109,6 +110,7 @@ class _Worker:
                 [sys.executable, "-m", WORKER, config.kind, str(config.timeout_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                env=without_launcher(os.environ),
                 bufsize=0,  # what was read is what select reports
                 process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
             )

@@ -53,7 +53,7 @@ def job_cores(own: set[int], fenced: set[int], env: Mapping[str, str]) -> set[in
         own: what this process may use.
         fenced: what the kernel lets it have when it asks for everything: the job's, where the
             batch system fences jobs in, else the machine's.
-        env: whoever starts the run by hand, with or without ``taskset``, means what he says.
+        env: a binding set by hand, with ``taskset``, is deliberate and is kept.
     """
     batch = "SLURM_JOB_ID" in env or "OMPI_COMM_WORLD_SIZE" in env
     if not batch or not own <= fenced:

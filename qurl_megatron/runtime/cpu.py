@@ -5,7 +5,7 @@ current device", spells ``device="cuda"`` in a few places, and tells parameters 
 ``torch.cuda.FloatTensor``. ``install`` answers these questions for a machine whose device is
 the CPU.
 
-Who trains on GPUs does not call it. Each piece names who needs it.
+Not called when training on GPUs. Each piece names who needs it.
 """
 
 import contextlib

@@ -73,7 +73,7 @@ def _first_host() -> str:
 def _be_reachable(*, one_node: bool) -> None:
     """Have gloo tell the other nodes an address of this one that they can reach.
 
-    It tells what the node's own name resolves to, which many /etc/hosts say is 127.0.1.1.
+    It advertises what the host name resolves to, which many /etc/hosts map to 127.0.1.1.
 
     Raises:
         ConfigError: there are other nodes, and it is not clear which interface leads to them.
@@ -99,7 +99,7 @@ def _interface(problem: str) -> str:
         for address in addresses
         if address.family in (socket.AF_INET, socket.AF_INET6) and _leads_on(address.address)
     }
-    # Of the last two the documents say that they are nobody's: the default route leads to them.
+    # The last two are reserved for documentation: the default route leads to them.
     for goal in (os.environ["MASTER_ADDR"], "192.0.2.1", "2001:db8::1"):
         if (own := _address_towards(goal)) in names:
             return names[own]

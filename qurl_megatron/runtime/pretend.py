@@ -47,14 +47,18 @@ def _process() -> ProcessPoolExecutor:
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is for the one that waits
     )
-    before = dict(os.environ)
     # Megatron warns of every optional package it does not find.
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    wanted = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ |= wanted
     try:
         pool.submit(os.getpid).result()  # starts it
     finally:
-        os.environ.clear()
-        os.environ |= before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     return pool
 
 

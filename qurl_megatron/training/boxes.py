@@ -51,7 +51,7 @@ def in_place(optimizer: Any) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "sharded_param_state_fully_reshardable"):
             part.sharded_param_state_fully_reshardable = _StateOf(part)
-            # What the boxes view has been filled by the time this is called.
+            # The memory behind the boxes is filled by the time this is called.
             part.load_parameter_state_from_fully_reshardable = _nothing_left
 
 

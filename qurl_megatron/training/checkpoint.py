@@ -4,8 +4,8 @@ Model, optimizer and random state are sharded over the ranks and load into any p
 the loop itself must remember is the small ``TrainState`` beside them. A critic lies beside the
 policy, all of its names prefixed, so that who reads the checkpoint as a model does not see it.
 
-Neither saving nor loading needs memory to speak of, so both go on while engines hold the rest of a
-GPU: tensors go to and from the files one at a time, from and to where they lie (``boxes``).
+On a GPU neither saving nor loading needs memory to speak of, so both go on while engines hold the
+rest of it: tensors go to and from the files one at a time, from and to where they lie (``boxes``).
 """
 
 import queue

@@ -309,7 +309,7 @@ def _notes(run: DryRun, longest: int) -> list[str]:
     _, phase, needed = run.fullest
     if needed > run.gpu:
         mend = (
-            "give --mem-fraction-static in rollout.engine_args less"
+            "lower --mem-fraction-static in rollout.engine_args"
             if run.engine and run.engine.colocated and phase in ("publish", "save")
             else "raise parallel.tensor, parallel.pipeline or parallel.data"
         )

@@ -49,7 +49,7 @@ def run_rank(config: RunConfig) -> int:
 
     codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1}
     try:
-        use_transformer_engine()  # a broken one is told of before Megatron stumbles over it
+        use_transformer_engine()  # reports a broken one before Megatron trips over it
         from qurl_megatron.training.loop import train
 
         finished = train(config, stop)
@@ -65,7 +65,7 @@ def run_rank(config: RunConfig) -> int:
 
 
 def _first_to_fail() -> bool:
-    """Ranks often meet the same mistake: the first to ask the rendezvous store tells of it."""
+    """Ranks often meet the same mistake: the first to reach the rendezvous store reports it."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -79,7 +79,7 @@ def _first_to_fail() -> bool:
 def _leave(code: int) -> NoReturn:
     """Leave without goodbyes: other ranks may be in a collective that this one will never join."""
     for child in multiprocessing.active_children():
-        child.kill()  # Megatron's writer of checkpoints keeps one, which would stay for ever
+        child.kill()  # nobody else would end it
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

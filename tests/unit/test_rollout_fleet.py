@@ -134,9 +134,9 @@ def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder,
     start = time.monotonic()
     with pytest.raises(
         EngineError,
-        match="engine-[01] did not start: waited [1-9] s for it to report its port, and its log has "
-        "not grown for 1 s; the limit is 0.6 s without a new line in its log, and 2.4 s in total "
-        r"\(rollout.start_timeout_s\); see .*engine-[01].log, whose last line is: loading",
+        match="engine-[01] did not start: waited [1-9] s for it to report its port, and its log "
+        "has not grown for 1 s; the limit is 0.6 s without a new line in its log, and 2.4 s in "
+        r"total \(rollout.start_timeout_s\); see .*engine-[01].log, whose last line is: loading",
     ):
         fleet.__enter__()
     assert fleet.engines() == []

@@ -243,7 +243,7 @@ def test_an_engine_of_another_version_of_the_package_is_refused_in_a_sentence(ca
         engine.start("open", trainers[0].call("describe", name))
     sentence = (
         rf"the trainer has protocol {facts.FORMAT} \(torch .*\), the engine protocol qurl-update-0 "
-        r"\(torch .*\), and they would not understand each other; install the same version of "
+        r"\(torch .*\), and their messages are incompatible; install the same version of "
         "qurl-megatron in both environments"
     )
     for failures in together(trainers, "connect", {"old": 1, "well": 1}):
@@ -274,15 +274,15 @@ SAME = {
             "nccl",
             {"torch": "2.14.1", "nccl": "2.28.3"},
             "the trainer has nccl 2.27.5 (torch 2.13.0), the engine nccl 2.28.3 (torch 2.14.1), "
-            "and NCCL connects equal versions alone; install one NCCL (nvidia-nccl) in both "
+            "and NCCL only connects equal versions; install one NCCL (nvidia-nccl) in both "
             "environments, or set sync.transport=files",
         ),
         (
             "nccl",
             {"NCCL_CUMEM_ENABLE": "unset"},
             "the trainer has NCCL_CUMEM_ENABLE 0 (torch 2.13.0), the engine NCCL_CUMEM_ENABLE "
-            "unset (torch 2.13.0), and one communicator needs one value; start both with the same "
-            "NCCL_CUMEM_ENABLE, or set sync.transport=files",
+            "unset (torch 2.13.0), and all ends of a communicator need the same value; start both "
+            "with the same NCCL_CUMEM_ENABLE, or set sync.transport=files",
         ),
         ("nccl", {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE"),
         ("gloo", {"nccl": "2.28.3", "NCCL_CUMEM_ENABLE": "1", "torch": "2.14.1"}, None),

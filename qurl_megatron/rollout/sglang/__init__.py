@@ -7,5 +7,5 @@
     launch    the command line of one engine, for the fleet
 
 All but ``launch`` runs in SGLang's environment, where this package is installed without its
-dependencies: torch, xxhash, psutil and the standard library, and nothing else, may be imported.
+dependencies: torch, orjson, xxhash, psutil and the standard library may be imported, nothing else.
 """

@@ -1,4 +1,4 @@
-"""What each end of a transport is made of, exchanged before a byte is sent, and what must be equal.
+"""Versions and settings at each end of a transport, compared before a byte is sent.
 
 Trainer and engines come from two environments, each with its own torch and NCCL. Most differences
 are harmless; those that are not end in a crash or a hang far from their cause, so they are refused
@@ -31,7 +31,7 @@ class Need:
 
 _SAME_PACKAGE = Need(
     "protocol",
-    "they would not understand each other",
+    "their messages are incompatible",
     "install the same version of qurl-megatron in both environments",
 )
 NEEDS: dict[str, tuple[Need, ...]] = {
@@ -41,13 +41,13 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         _SAME_PACKAGE,
         Need(
             "nccl",
-            "NCCL connects equal versions alone",
+            "NCCL only connects equal versions",
             "install one NCCL (nvidia-nccl) in both environments, or set sync.transport=files",
         ),
         *(
             Need(
                 name,
-                "one communicator needs one value",
+                "all ends of a communicator need the same value",
                 f"start both with the same {name}, or set sync.transport=files",
             )
             for name in NCCL_SETTINGS

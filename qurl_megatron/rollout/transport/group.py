@@ -300,7 +300,7 @@ class GroupReceiver:
             self._link = _met(transport, meeting, held, rank=rank, tp=tp, device=self._device)
         except _Refused as error:
             raise ConfigError(str(error)) from None
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"engine rank {self._rank} could not meet the training ranks at {host}:{port} "
                 f"within {wait_s:g} s: {_gist(error)}"

@@ -1,7 +1,7 @@
 """One process group between all training ranks (first) and the ranks of one engine (after them).
 
 gloo connects every pair when the group is made. NCCL would make a communicator for each pair that
-sends, at its first message, and wait for the peer without end while it does. So the group's one
+sends, at its first message, and block indefinitely on the peer meanwhile. So the group's one
 communicator is made here, at once, it serves all pairs, and an empty greeting from every training
 rank to every engine rank opens what NCCL opens late; all of it under a deadline.
 
@@ -103,7 +103,7 @@ class Link:
             return
         try:
             within(ABORT_S, self.group.abort)
-        except LinkError:  # NCCL is stuck in it; the thread has it, and we go on without
+        except LinkError:  # NCCL hangs in the abort: leave it to the thread and carry on
             return
 
 
@@ -149,7 +149,7 @@ def open_link(
 
 
 def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | None = None) -> Any:
-    """What ``act`` returns: in a thread, for calls into NCCL have no deadline and hear nothing.
+    """What ``act`` returns, in a thread: calls into NCCL take no deadline and are not interruptible.
 
     Args:
         late: called there, where ``act`` comes back after all when nobody waits for it any more.
