@@ -50,7 +50,7 @@ def run_on_ranks(
     tmp_path: Path,
     *args: object,
     timeout_s: float = 120.0,
-    preload: tuple[str, ...] = PRELOAD,
+    preload: tuple[str, ...] | None = None,
 ) -> None:
     """Call ``body(device, *args)`` on every rank of a fresh world; a failing rank fails the test.
 
@@ -62,7 +62,7 @@ def run_on_ranks(
         tmp_path: any folder; the ranks meet in a file in it, so parallel test runs cannot collide.
         args: anything that can be pickled. Every rank gets its own copy.
         timeout_s: after this, ranks that still run are killed and the test fails.
-        preload: modules that the ranks have imported before ``body``.
+        preload: modules that the ranks have imported before ``body``; None for ``PRELOAD``.
     """
     if backend == "nccl":
         _skip_without_gpus(world_size)
@@ -70,7 +70,7 @@ def run_on_ranks(
     # Pickled here, because multiprocessing would put tensors into memory that the ranks share.
     call = pickle.dumps((body, args))
     args = (world_size, backend, folder, call, timeout_s)
-    world = _start(_run_rank, world_size, backend, args, preload)
+    world = _start(_run_rank, world_size, backend, args, preload or PRELOAD)
     deadline = time.monotonic() + timeout_s
     try:
         while not world.join(timeout=max(deadline - time.monotonic(), 0.01)):
@@ -126,7 +126,7 @@ def _fork_server(backend: str, preload: tuple[str, ...]) -> forkserver.ForkServe
 
 
 @contextlib.contextmanager
-def _server(backend: str, preload: tuple[str, ...] = PRELOAD) -> Iterator[None]:
+def _server(backend: str, preload: tuple[str, ...]) -> Iterator[None]:
     """Inside, processes that start are those of ``backend``.
 
     multiprocessing has one fork server for all, and a server's processes see the GPUs that it saw
@@ -146,7 +146,7 @@ def _cuda_survives_the_fork() -> bool:
 
     Such an import may be of any package that Megatron finds, in any version, so it is tried.
     """
-    with _server("nccl"):
+    with _server("nccl", PRELOAD):
         tried = mp.get_context("forkserver").Process(target=_can_initialise_cuda)
         tried.start()
     tried.join()

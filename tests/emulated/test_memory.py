@@ -112,11 +112,14 @@ def resume_until_engines_start(device, config) -> None:
 
 
 def test_engines_find_what_the_trainer_does_not_hold(nccl, tmp_path):
-    """A resumed rank had its peer's half of the weights beside its own, 10 MiB."""
-    sizes = dict(hidden_size=256, intermediate_size=512, vocab_size=20000)
+    """A resumed rank had its peer's half of the weights beside its own, 23 MiB.
+
+    Tensors above 10 MiB have segments of their own; two of smaller ones share 20 MiB.
+    """
+    sizes = dict(hidden_size=256, intermediate_size=512, vocab_size=48000)
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2", **sizes), data=2)
     config = replace(config, train=replace(config.train, run_dir=str(tmp_path / "run")))
     with pytest.raises(RankError, match="idle: ") as told:
         run_on_ranks(resume_until_engines_start, 2, nccl, tmp_path, config)
-    # Small tensors lie in blocks of 2 MiB, of which a part may be idle.
-    assert int(re.search(r"idle: (\d+)", str(told.value))[1]) < 6 << 20
+    # Segments of smaller tensors may be idle in part; with the peer's half it would be 60 MiB.
+    assert int(re.search(r"idle: (\d+)", str(told.value))[1]) < 16 << 20

@@ -168,6 +168,8 @@ class GroupSender:
         link = self._links.pop(engine, None)
         if link is not None:
             link.abort()
+            # What was on its way may still be read: later buckets get memory of their own.
+            self._memory.clear()
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         deadline = time.monotonic() + self.receipt_wait_s
