@@ -86,7 +86,7 @@ def test_a_recipe_fits_its_gpus(name):
 def test_a_recipe_that_leaves_too_little_beside_its_engines_is_noted():
     engines = 'rollout.engine_args=["--mem-fraction-static=0.75"]'
     run = dry_run(recipe("grpo_qwen2.5_14b", engines))
-    assert any("in phase publish: give --mem-fraction-static" in note for note in run.notes)
+    assert any("in phase publish: lower --mem-fraction-static" in note for note in run.notes)
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
