@@ -1,6 +1,7 @@
 """Other packages' quantizers against ours: ModelOpt bit for bit, Transformer Engine nearly so."""
 
 import importlib.util
+import subprocess
 import sys
 
 import pytest
@@ -16,9 +17,6 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 modelopt = pytest.mark.skipif(
     importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed"
 )
-
-
-IMPORTED = set(sys.modules)  # before a test imports more
 
 
 def weight(rows=300, columns=200, dtype=torch.float32):
@@ -145,7 +143,11 @@ def test_a_backend_that_cannot_run_here_says_what_to_use(monkeypatch):
 
 
 def test_a_backend_is_imported_when_it_is_asked_for():
-    assert not IMPORTED & {"modelopt", "transformer_engine"}
+    code = (
+        "import sys, qurl_megatron.convert.backends\n"
+        "assert not {'modelopt', 'transformer_engine'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def te_arithmetic(w):
