@@ -104,6 +104,12 @@ class RunConfig:
             "rollout.engine_args: the token that SGLang overlaps with the pause would be said to "
             "come from the wrong version",
         )
+        require(
+            not (self.model.fp32_output and self.model.dtype == "bfloat16")
+            or self.rollout.backend == "sglang",
+            "model.fp32_output: embedded engines round logits to model.dtype; leave it out, or set "
+            "rollout.backend=sglang or model.dtype=float32",
+        )
         adopted = self.rollout.urls or self.rollout.rendezvous
         started = self.rollout.backend == "sglang" and not adopted
         require(

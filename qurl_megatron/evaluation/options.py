@@ -83,8 +83,8 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         "--start-timeout",
         type=float,
         metavar="S",
-        help=f"seconds to wait for engines (default {plain.rollout.start_limit_s:.0f}; "
-        f"{ADOPTED_S:.0f} with --url)",
+        help="seconds without a new line in its log after which an engine has failed to start "
+        f"(default 300, SGLang 900); with --url, seconds to wait for it (default {ADOPTED_S:.0f})",
     )
 
     how = parser.add_argument_group("how it is asked")

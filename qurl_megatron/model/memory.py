@@ -100,6 +100,7 @@ class Pass:
     sequence: bool  # sequence parallelism
     itemsize: int  # of an activation
     transposed: bool  # several rows: Megatron copies [s, b, v] logits to [b, s, v]
+    fp32_output: bool = False  # logits in FP32, from an FP32 copy of the output layer
 
 
 def layer_activations(arch: Arch, passed: Pass) -> int:
@@ -137,14 +138,16 @@ def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool)
 
 
 def logits(arch: Arch, passed: Pass) -> int:
-    """The logits of one pass on the last stage, and what log-probs of them need besides.
+    """The logits of one pass on the last stage, and what they and log-probs of them need besides.
 
-    Their gradient is written over them. Several rows of a pass cost a second copy.
+    Their gradient is written over them. Several rows of a pass cost a second copy. Logits in FP32
+    keep the FP32 output layer and hidden states that they were made from, for the backward pass.
     """
     columns = -(-arch.vocab // passed.tensor)
-    one = passed.tokens * columns * passed.itemsize
+    one = passed.tokens * columns * (4 if passed.fp32_output else passed.itemsize)
+    sources = 4 * arch.hidden * (columns + passed.tokens) if passed.fp32_output else 0
     scratch = min(2 * SCRATCH_BYTES["cuda"], 2 * 4 * passed.tokens * columns)
-    return one * (2 if passed.transposed else 1) + scratch
+    return one * (2 if passed.transposed else 1) + sources + scratch
 
 
 def parameters(arch: Arch) -> int:
@@ -215,7 +218,7 @@ def phases(
     loading: int,
     *,
     engine: int | None = None,
-    strangers: int = 0,
+    mapped_by: int = 0,
 ) -> dict[str, dict[str, int]]:
     """What lies on a trainer's GPU in each phase of a run, by name.
 
@@ -224,10 +227,10 @@ def phases(
         step: what it has at most in one, ``at_rest`` included.
         publishing, loading: what these take besides ``at_rest``.
         engine: weights and cache of the engine rank on the same GPU; None: there is none.
-        strangers: engine ranks of other GPUs that map the trainer's slots on this one.
+        mapped_by: engine ranks of other GPUs that map the trainer's slots on this one.
     """
     common = {"driver": DRIVER, "trainer's context": CONTEXT, "trainer's NCCL": NCCL}
-    asleep = {"other engines' contexts": strangers * CONTEXT} if strangers else {}
+    asleep = {"other engines' contexts": mapped_by * CONTEXT} if mapped_by else {}
     awake = asleep
     if engine is not None:
         own = {

@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 import psutil
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.network import own_address
 
 GRACE_S = 15.0
 """Seconds the other ranks get to end by themselves after one has failed."""
@@ -101,8 +102,9 @@ def _interface(problem: str) -> str:
     }
     # The last two are reserved for documentation: the default route leads to them.
     for goal in (os.environ["MASTER_ADDR"], "192.0.2.1", "2001:db8::1"):
-        if (own := _address_towards(goal)) in names:
-            return names[own]
+        with contextlib.suppress(OSError):  # no such name, no such route
+            if (own := own_address(goal)) in names:
+                return names[own]
     if len(set(names.values())) == 1:
         return next(iter(names.values()))
     raise ConfigError(
@@ -114,16 +116,6 @@ def _interface(problem: str) -> str:
 def _leads_on(address: str) -> bool:
     parsed = ipaddress.ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local)
-
-
-def _address_towards(goal: str) -> str | None:
-    """This node's address on the way to ``goal``; nothing is sent."""
-    with contextlib.suppress(OSError):  # no such name, no such route
-        family, kind, _, _, address = socket.getaddrinfo(goal, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return probe.getsockname()[0]
-    return None
 
 
 def ranks_here(env: Mapping[str, str]) -> int:

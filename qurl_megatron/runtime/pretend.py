@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import TypeVar
 
@@ -35,7 +36,11 @@ def without_gpus(function: Callable[..., T], *args: object) -> T:
     Args:
         function: at the top of an importable module, as its arguments' types are.
     """
-    return _process().submit(function, *args).result()
+    try:
+        return _process().submit(function, *args).result()
+    except BrokenProcessPool:  # it was killed: the next call starts another
+        _process.cache_clear()
+        raise
 
 
 @functools.cache

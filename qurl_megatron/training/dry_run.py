@@ -109,7 +109,7 @@ class DryRun:
             stage.publishing,
             stage.loading,
             engine=engine,
-            strangers=_strangers(self.config),
+            mapped_by=_mapping_engines(self.config),
         )
 
     @property
@@ -193,6 +193,7 @@ def _pass(config: RunConfig, longest: int) -> Pass:
         sequence=parallel.sequence and parallel.tensor > 1,
         itemsize=getattr(torch, config.model.dtype).itemsize,
         transposed=not train.packed and (train.micro_batch > 1 or train.max_tokens > 0),
+        fp32_output=config.model.fp32_output and config.model.dtype != "float32",
     )
 
 
@@ -286,7 +287,7 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
     )
 
 
-def _strangers(config: RunConfig) -> int:
+def _mapping_engines(config: RunConfig) -> int:
     """Engine ranks that map, by the memory transport, a trainer's slots on a GPU not their own."""
     rollout = config.rollout
     elsewhere = rollout.urls or rollout.rendezvous or rollout.backend != "sglang"

@@ -39,7 +39,7 @@ EVALUATION = 0  # the step number that evaluation seeds are made with; training 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's samples and what is to be seen of them, on every rank."""
+    """One step's samples and their metrics, on every rank."""
 
     samples: Responses | None  # None only on the way: they are delivered by themselves
     metrics: dict[str, Metric]
@@ -356,7 +356,7 @@ def _record(sample: Sample) -> dict[str, Any]:
 
 
 def _sample_metrics(samples: list[Sample], *, newest: int) -> dict[str, Metric]:
-    """What is to be seen of the samples; ``newest`` is the version they should come from."""
+    """Their metrics; ``newest`` is the version they should come from."""
     tokens = sum(len(sample.response_ids) for sample in samples)
     oldest = min((v for sample in samples for v, _ in sample.versions), default=newest)
     return {

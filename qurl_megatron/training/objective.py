@@ -46,7 +46,7 @@ class Scorer:
 
 
 class PolicyLoss:
-    """One microbatch's share of the loss, and what is to be seen of it."""
+    """One microbatch's share of the loss, and its metrics."""
 
     def __init__(
         self,

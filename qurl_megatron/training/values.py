@@ -36,7 +36,7 @@ def attach_values(critic: Critic, batches: Sequence[TokenBatch]) -> list[TokenBa
 
 
 class ValueLoss:
-    """One microbatch's share of the critic's loss, and what is to be seen of it.
+    """One microbatch's share of the critic's loss, and its metrics.
 
     Means and explained variance are of the values before the update, which the advantages were made
     with: they tell how good a baseline those had.

@@ -65,7 +65,8 @@ def test_mistakes_name_key_value_and_mend(recipe, override, message):
 def test_both_sides_round_logits_or_neither(recipe):
     engines = ["rollout.backend=sglang", "rollout.engine_args=['--enable-fp32-lm-head']"]
     assert load(recipe, [*engines, "model.fp32_output=true"]).model.fp32_output
-    assert load(recipe, ["model.fp32_output=true"]).rollout.backend == "embedded"
+    with pytest.raises(ConfigError, match="embedded engines round logits"):
+        load(recipe, ["model.fp32_output=true", "model.dtype=bfloat16"])
     for half in (engines, [engines[0], "model.fp32_output=true"]):
         with pytest.raises(ConfigError, match="model.fp32_output and --enable-fp32-lm-head"):
             load(recipe, half)

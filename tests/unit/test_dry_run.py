@@ -76,6 +76,12 @@ def test_logits_of_several_rows_are_there_twice():
     assert memory.logits(ARCH, rows) == 2 * 10 * 50 * 2 + scratch
 
 
+def test_logits_in_fp32_keep_what_they_were_made_from():
+    passed = Pass(10, tensor=2, sequence=True, itemsize=2, transposed=False, fp32_output=True)
+    scratch, weight, hidden = 2 * 4 * 10 * 50, 4 * 50 * 64, 4 * 10 * 64
+    assert memory.logits(ARCH, passed) == 4 * 10 * 50 + weight + hidden + scratch
+
+
 def test_an_engine_rank_holds_codes_scales_and_what_is_not_quantized():
     # Rows and columns of the linear layers: q, k, v, o, gate, up, down.
     shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
@@ -163,7 +169,7 @@ def test_the_phases_of_a_run_add_up():
         "publish": trainer + round(22 * 1.05 * G),
         "save": trainer + round(22 * 1.05 * G),
     }
-    beside = memory.phases(20 * G, 24 * G, 2 * G, 10 * G, engine=30 * G, strangers=7)
+    beside = memory.phases(20 * G, 24 * G, 2 * G, 10 * G, engine=30 * G, mapped_by=7)
     more = {name: sum(rows.values()) - sums[name] for name, rows in beside.items()}
     asleep = memory.CONTEXT + memory.NCCL + memory.ENGINE_RUNTIME + 7 * memory.CONTEXT
     awake = asleep + 30 * G
@@ -172,7 +178,7 @@ def test_the_phases_of_a_run_add_up():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "strangers"),
+    ("overrides", "mapping"),
     [
         (["rollout.backend=sglang", "rollout.engines=4", "rollout.engine_tensor=2"], 8),
         (["rollout.backend=sglang", "rollout.engines=8", "rollout.colocate=true"], 7),
@@ -181,12 +187,10 @@ def test_the_phases_of_a_run_add_up():
         (["rollout.engines=8"], 0),  # embedded, on the CPU
     ],
 )
-def test_engines_that_map_memory_have_a_context_on_every_trainers_gpu(
-    overrides, strangers, tmp_path
-):
+def test_engines_that_map_memory_have_a_context_on_every_trainers_gpu(overrides, mapping, tmp_path):
     run = dry_run(recipe(tmp_path, "parallel.tensor=8", *overrides))
     rows = run.phases(run.stages[0])["publish"]
-    assert rows.get("other engines' contexts", 0) == strangers * memory.CONTEXT
+    assert rows.get("other engines' contexts", 0) == mapping * memory.CONTEXT
 
 
 def test_what_does_not_fit_is_said(tmp_path):

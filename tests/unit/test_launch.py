@@ -85,7 +85,13 @@ def network(monkeypatch):
             for name, address in {"lo": "127.0.0.1", **interfaces}.items()
         }
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
-        monkeypatch.setattr(launch, "_address_towards", routes.get)
+
+        def own_address(goal):
+            if goal not in routes:
+                raise OSError("no route")
+            return routes[goal]
+
+        monkeypatch.setattr(launch, "own_address", own_address)
 
     return make
 

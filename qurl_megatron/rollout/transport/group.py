@@ -1,7 +1,7 @@
 """Buckets from point to point, over gloo or NCCL, cut to what each engine rank keeps.
 
-Each engine has a link of its own to all training ranks (``link``), so what befalls one engine stays
-between the trainer and it. A link stays open from version to version, and serves one after another;
+Each engine has a link of its own to all training ranks (``link``), so an engine that fails does not
+disturb the others. A link stays open from version to version, and serves one after another;
 before each, its ends meet (``meeting``), and open it anew where one has lost it, or is new. They
 meet in a TCP store that the leading training rank hosts; receipts come back through it. Neither
 side needs a default group, and none that it has is touched.
@@ -129,6 +129,7 @@ class GroupSender:
                 links = list(pool.map(self._connect, engines.keys(), engines.values()))
             for engine, link in zip(engines, links, strict=True):
                 if isinstance(link, Link):
+                    self.opened += link is not self._links.get(engine)
                     self._links[engine] = link
                 else:
                     self._failures[engine] = link
@@ -166,6 +167,7 @@ class GroupSender:
 
     def drop(self, engine: str) -> None:
         link = self._links.pop(engine, None)
+        self._stores.pop(engine, None)
         if link is not None:
             link.abort()
             # What was on its way may still be read: later buckets get memory of their own.
@@ -214,8 +216,6 @@ class GroupSender:
                 f"training rank {self.rank} could not reach its {tp} ranks within "
                 f"{self.connect_timeout_s:g} s: {_gist(error)}"
             )
-        if link is not held:
-            self.opened += 1
         link.sending.clear()  # of a version that was abandoned; all of it has come
         return link
 

@@ -6,11 +6,10 @@ communicator is made here, at once, it serves all pairs, and an empty greeting f
 rank to every engine rank opens what NCCL opens late; all of it under a deadline.
 
 No wait on a link is without end, and a link that failed is aborted, so that no kernel goes on
-waiting on the GPU. What befalls one link stays on it.
+waiting on the GPU. A failure of one link leaves the others alone.
 """
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.rollout.transport.meeting import POLL_S, LinkError
+from qurl_megatron.runtime.network import own_address
 
 GREETING = 2**30  # tag; far above the number of any bucket
 ABORT_S = 30.0
@@ -243,11 +243,3 @@ class _Unwatched:
 
 
 _unwatched = _Unwatched()
-
-
-def own_address(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
