@@ -14,6 +14,7 @@ from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.model.context import ContextPart
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.observe.metrics import Mean, Metric
+from qurl_megatron.training.sums import fetched_sums
 
 
 class Scorer:
@@ -91,31 +92,29 @@ class PolicyLoss:
         value = terms.value
         if algo.entropy_coef:
             value = value + algo.entropy_coef * entropy
-        metrics: dict[str, Metric] = {}
+        means: dict[str, Tensor] = {}
         if algo.kl_coef and algo.kl_in == "loss":
             divergence = ESTIMATORS[algo.kl_estimator](current, batch.reference)
             value = value - algo.kl_coef * divergence
-            metrics["reference/kl"] = _mean(divergence)
+            means["reference/kl"] = divergence
         if batch.kept is not None:  # penalty and bonus leave a rejected response alone, too
             value = torch.where(batch.kept, value, 0.0)
         loss = -(batch.weights * value).sum()
-        metrics |= {
-            "policy/loss": Mean(loss.item(), 0.0),
-            "policy/clip_fraction": _mean(terms.clipped),
-            "policy/ratio_mean": _mean(terms.ratio),
-            "policy/kl_from_proximal": _mean(k3(batch.proximal, current.detach())),
-            "policy/entropy": _mean(entropy),
-            "acr/active_fraction": _mean(terms.acr_active),
-            "acr/rescued_fraction": _mean(terms.acr_rescued),
-            "correction/weight_mean": _mean(terms.weight),
+        means |= {
+            "policy/clip_fraction": terms.clipped,
+            "policy/ratio_mean": terms.ratio,
+            "policy/kl_from_proximal": k3(batch.proximal, current.detach()),
+            "policy/entropy": entropy,
+            "acr/active_fraction": terms.acr_active,
+            "acr/rescued_fraction": terms.acr_rescued,
+            "correction/weight_mean": terms.weight,
         }
         if algo.dual_clip:
-            metrics["policy/dual_clip_fraction"] = _mean(terms.dual_clipped)
+            means["policy/dual_clip_fraction"] = terms.dual_clipped
         if algo.objective == "icepop":
-            metrics["correction/banded_fraction"] = _mean(terms.banded)
-        return loss, metrics
-
-
-def _mean(values: Tensor) -> Mean:
-    """A mean over response tokens, to be merged over microbatches and ranks."""
-    return Mean(values.detach().to(torch.float64).sum().item(), float(values.numel()))
+            means["correction/banded_fraction"] = terms.banded
+        # Fetched together: each fetch by itself would wait for the GPU, which then waits for work.
+        total, *sums = fetched_sums(loss, *means.values())
+        count = float(len(current))
+        metrics = {name: Mean(s, count) for name, s in zip(means, sums, strict=True)}
+        return loss, {"policy/loss": Mean(total, 0.0), **metrics}

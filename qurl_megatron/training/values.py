@@ -17,6 +17,7 @@ from qurl_megatron.model.context import ContextPart
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.observe.metrics import ExplainedVariance, Mean, Metric
 from qurl_megatron.runtime.megatron import Axis
+from qurl_megatron.training.sums import fetched_sums
 
 
 def read_values(output: Tensor, batch: TokenBatch, *, context: Axis) -> Tensor:
@@ -57,16 +58,14 @@ class ValueLoss:
         loss = (batch.weights * terms).sum()
         returns, errors = batch.returns.double(), batch.returns.double() - batch.values.double()
         count = float(len(returns))
+        total, value, moved, *moments = fetched_sums(
+            *(loss, batch.values, clipped),
+            *(returns, returns.square(), errors, errors.square()),
+        )
         return loss, {
-            "critic/loss": Mean(loss.item(), 0.0),
-            "critic/value_mean": Mean(batch.values.double().sum().item(), count),
-            "critic/return_mean": Mean(returns.sum().item(), count),
-            "critic/clip_fraction": Mean(clipped.double().sum().item(), count),
-            "critic/explained_variance": ExplainedVariance(
-                returns.sum().item(),
-                returns.square().sum().item(),
-                errors.sum().item(),
-                errors.square().sum().item(),
-                count,
-            ),
+            "critic/loss": Mean(total, 0.0),
+            "critic/value_mean": Mean(value, count),
+            "critic/return_mean": Mean(moments[0], count),
+            "critic/clip_fraction": Mean(moved, count),
+            "critic/explained_variance": ExplainedVariance(*moments, count),
         }

@@ -133,3 +133,37 @@ def test_each_phase_takes_the_memory_that_the_dry_run_says(case, nccl, tmp_path)
         assert max(most["publish 1"], most["publish 2"]) < stage.publishing + SLACK
         assert most["load"] < stage.loading + SLACK
         assert max(real["most"]["step 1"], real["most"]["step 2"]) < stage.total
+
+
+def count_waits(device, config, out: Path) -> None:
+    """How often the host waits for the GPU in one update, by the number of its microbatches."""
+    import emulated_cuda
+
+    from qurl_megatron.model.policy import Policy
+    from qurl_megatron.training.step import improve
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = Policy.build(config.model, config.parallel, config.optimizer, ranks)
+        waits = {}
+        for count in (2, 4):
+            cut = replace(config, train=replace(config.train, micro_batch=16 // count))
+            emulated_cuda.reset_synchronizations()
+            improve(policy, Responses.of(random_samples(16)), cut, step=1, timer=Timer())
+            waits[count] = sum(emulated_cuda.synchronizations().values())
+        (out / f"{config.model.path.rpartition('/')[2]}-{ranks.rank}.json").write_text(
+            json.dumps(waits)
+        )
+
+
+def test_the_host_waits_for_the_gpu_once_in_a_while_and_not_in_every_layer(nccl, tmp_path):
+    found = {}
+    for layers in (2, 4):
+        folder = tiny_checkpoint(tmp_path / f"layers{layers}", "qwen2", num_hidden_layers=layers)
+        run_on_ranks(count_waits, 2, nccl, tmp_path, recipe(folder, tensor=2), tmp_path)
+        found[layers] = json.loads((tmp_path / f"layers{layers}-0.json").read_text())
+    # Megatron's gradient norm fetches that of each parameter, where neither Transformer Engine nor
+    # apex has a better one: 7 in a layer, in both updates.
+    more_layers = 2 * 7 * 2
+    assert found[4] == {count: waits + more_layers for count, waits in found[2].items()}
+    # A microbatch: seven copies to the GPU; where its response tokens are, in both passes; metrics.
+    assert found[2]["4"] - found[2]["2"] <= 2 * 16
