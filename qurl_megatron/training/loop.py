@@ -29,16 +29,16 @@ from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
 from qurl_megatron.rollout.transport.facts import settle_nccl
-from qurl_megatron.runtime.files import wait_until_seen
-from qurl_megatron.runtime.megatron import Ranks, megatron_runtime, share
+from qurl_megatron.runtime.megatron import megatron_runtime, share
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.delivery import deliver
 from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
+from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
-from qurl_megatron.training.state import STATE, TrainState, claim, latest, tell_done
+from qurl_megatron.training.state import TrainState, claim, tell_done
 from qurl_megatron.training.step import improve, shares
 
 HEALS = 3  # times that one step waits for engines to come back
@@ -55,7 +55,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
         lock = claim(run_dir, config) if ranks.leads else nullcontext()
-        newest = _newest(run_dir, ranks)
+        newest = newest_whole(run_dir, ranks)
         if newest and newest[1].step >= config.train.steps:
             if ranks.leads:
                 tell_done(run_dir, newest[1])
@@ -344,17 +344,6 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _newest(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
-    """The newest checkpoint and its state, as the leading rank sees them, on every rank.
-
-    The others' own look might differ: directories of network file systems are cached.
-    """
-    found = None
-    if ranks.leads and (path := latest(run_dir)):
-        found = path, TrainState.read(path)
-    return _share(found, "reading the run directory")
-
-
 def _resume(
     newest: tuple[Path, TrainState] | None, policy: Policy, critic: Critic | None
 ) -> TrainState:
@@ -362,7 +351,6 @@ def _resume(
     if newest is None:
         return TrainState()
     path, state = newest
-    wait_until_seen(path / STATE, "rank 0 resumes from it", key="train.run_dir")
     checkpoint.load(path, policy, critic)
     if policy.ranks.leads:
         print(f"resuming {path.parents[1]} after step {state.step}", flush=True)
