@@ -26,6 +26,7 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.runtime.launch import ranks_here
 from qurl_megatron.training.ahead import Ahead
+from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
@@ -56,16 +57,19 @@ class Lead:
         run_dir: Path,
         stop: StopRequest,
         state: TrainState,
+        weight_norm: float,
     ) -> None:
         """
         Args:
             state: what the run goes on from; what metrics.jsonl says of later steps is dropped.
+            weight_norm: of the weights it goes on with.
         """
         self.config = config
         self.run_dir = run_dir
         self.stop = stop
         self.start_step = state.step
         self.unquantized_since = state.unquantized_since
+        self._growth = Growth(weight_norm)
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.tokenizer = Tokenizer(description_of(config.model.path))
@@ -313,6 +317,9 @@ class Lead:
         for sink in self.sinks:
             sink.write(step, metrics)
         self.progress.step(step, metrics)
+        if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
+            lr = self.config.optimizer.lr
+            self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
 
     def happened(self, step: int) -> dict[str, float]:
         """Log what happened to the engines since the last call; returns metrics of it."""

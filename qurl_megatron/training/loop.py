@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import RunConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
@@ -34,6 +35,7 @@ from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.delivery import deliver
+from qurl_megatron.training.finite import NotFinite, check_losses, look, norm_of
 from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
@@ -76,10 +78,11 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             else None
         )
         state = _resume(newest, policy, critic)
+        norm = _sound(policy, critic)
         _make_room()
         with (
             lock,
-            Lead(config, run_dir, stop, state) if ranks.leads else nullcontext() as lead,
+            Lead(config, run_dir, stop, state, norm) if ranks.leads else nullcontext() as lead,
         ):
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
@@ -100,6 +103,21 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if lead:
                 lead.finish(state)
     return state.step >= config.train.steps
+
+
+def _sound(policy: Policy, critic: Critic | None) -> float:
+    """The norm of the weights the run begins with.
+
+    Raises:
+        ConfigError: they are not finite.
+    """
+    try:
+        return norm_of(_everywhere(look([policy, critic] if critic else [policy])))
+    except NotFinite as error:
+        raise ConfigError(
+            f"the run would begin with broken weights ({error}); name another model.path, or "
+            "delete the newest checkpoint in train.run_dir to resume from the one before"
+        ) from error
 
 
 def _make_room() -> None:
@@ -140,10 +158,9 @@ def _run(
         rollout, failure = _samples(config, lead, publisher, step, timer)
         if rollout is None:
             break
-        metrics = improve(policy, rollout.samples, config, step=step, timer=timer, critic=critic)
+        measured, norm = _improved(config, policy, critic, rollout.samples, step, timer, saved)
         if config.rollout.colocate:
             _make_room()  # for engines that take their memory back, or are started anew
-        measured = _over_ranks(metrics)
         state = replace(state, step=step)
         state, noted, failure = _guarded(
             lead, publisher, state, values(merge([measured, rollout.metrics])), timer
@@ -162,6 +179,7 @@ def _run(
                     **values(merge([measured, rollout.metrics])),
                     **noted,
                     **_throughput(measured, rollout),
+                    "optimizer/weight_norm": norm,
                 },
             )
             state = replace(state, cursor=lead.cursor)
@@ -182,6 +200,41 @@ def _run(
     if failure is not None and not isinstance(failure, Interrupted):
         raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
     return state
+
+
+def _improved(
+    config: RunConfig,
+    policy: Policy,
+    critic: Critic | None,
+    samples: Responses,
+    step: int,
+    timer: Timer,
+    saved: int | None,
+) -> tuple[dict[str, Metric], float]:
+    """Update on one step's samples.
+
+    Returns:
+        The metrics of all ranks, and the norm of the weights.
+
+    Raises:
+        Collapse: numbers are not finite; what is saved and what engines hold is from before.
+    """
+    try:
+        metrics = improve(policy, samples, config, step=step, timer=timer, critic=critic)
+        everywhere = _everywhere((metrics, look([policy, critic] if critic else [policy])))
+        measured = merge(metrics for metrics, _ in everywhere)
+        check_losses(values(measured))
+        return measured, norm_of([weights for _, weights in everywhere])
+    except NotFinite as error:
+        mend = "start again with a smaller optimizer.lr"
+        if saved is not None:
+            mend = (
+                f"step {saved} is the newest checkpoint: model.path={config.train.run_dir} with a "
+                "smaller optimizer.lr and another train.run_dir begins with its weights"
+            )
+        raise Collapse(
+            f"step {step} broke the policy: {error}; nothing of it is published or saved; {mend}"
+        ) from error
 
 
 def _guarded(
@@ -327,9 +380,14 @@ def _share(outcome: Any, waiting_for: str = "rollouts, or engines") -> Any:
 
 def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Metrics of all ranks merged, on every rank."""
+    return merge(_everywhere(metrics))
+
+
+def _everywhere(mine: Any) -> list:
+    """What each rank has, on every rank."""
     everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, metrics)
-    return merge(everywhere)
+    dist.all_gather_object(everywhere, mine)
+    return everywhere
 
 
 def _throughput(metrics: dict[str, Metric], rollout: Rollout) -> dict[str, float]:

@@ -17,7 +17,7 @@ def start(config: RunConfig) -> int:
 
     Returns:
         0 when all steps are done; 128 + n after a clean stop on signal n; 2 for a mistake in the
-        input; 3 where the guard halted the run.
+        input; 3 where the guard, or a number that is not finite, halted the run.
     """
     from qurl_megatron.training.rank import run_rank
 
