@@ -188,9 +188,19 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     found = read_json(path)
-    if found.get("format") != FORMAT or not {"request", "files"} <= found.keys():
+    files = found.get("files")
+    whole = found.get("format") == FORMAT and "request" in found and isinstance(files, dict)
+    if not whole or not all(map(_is_entry, files, files.values())):
         raise ConfigError(f"{path} is damaged; convert the checkpoint again")
     return found
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """True for what ``_entry`` made of a file of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        return False
+    known = isinstance(entry, dict) and type(entry.get("bytes")) is int
+    return known and isinstance(entry.get("sha256", 0), (str, type(None)))
 
 
 def verify(folder: Path, *, hashes: bool = True) -> list[str]:

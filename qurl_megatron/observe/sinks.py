@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.lines import Lines
 
 
 class Sink(Protocol):
@@ -35,7 +36,7 @@ class Record:
 
 
 class JsonlSink:
-    """Appends one line per call and flushes it: a crash loses at most the line in flight."""
+    """Appends one line per call: a crash loses at most the line in flight."""
 
     def __init__(self, path: Path | str, resume_step: int | None = None) -> None:
         """Open ``path`` for appending.
@@ -48,18 +49,18 @@ class JsonlSink:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _rewrite(path, math.inf if resume_step is None else resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        kept = math.inf if resume_step is None else resume_step
+        self.last_step = _rewrite(path, kept) if path.exists() else None
+        """Of the lines that were there already."""
+        self._lines = Lines(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: _to_json(float(value)) for name, value in metrics.items()}
         record = {"step": step, "time": round(time.time(), 3), "metrics": numbers}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.append(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class TensorBoardSink:
@@ -119,16 +120,26 @@ def _parsed_lines(path: Path) -> list[tuple[str, Record]]:
     return [(line, _parse(line, path, number)) for number, line in enumerate(lines, 1)]
 
 
-def _rewrite(path: Path, end_step: float) -> None:
-    """Keep the whole lines before ``end_step``; the file is the old or the new one, never half."""
-    aside = path.with_name(path.name + ".new")
+def _rewrite(path: Path, end_step: float) -> int | None:
+    """Keep the whole lines before ``end_step``; the file is the old or the new one, never half.
+
+    Returns:
+        The largest step that is left.
+    """
+    aside, last = path.with_name(path.name + ".new"), None
     with aside.open("w", encoding="utf-8") as file:
         for line, record in _parsed_lines(path):
             if record.step < end_step:
                 file.write(line + "\n")
+                last = max(record.step, -1 if last is None else last)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+    return last
+
+
+# What a line raises that someone, or the disk, has edited.
+_EDITED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def _parse(line: str, path: Path, line_number: int) -> Record:
@@ -136,7 +147,7 @@ def _parse(line: str, path: Path, line_number: int) -> Record:
         record = json.loads(line)
         metrics = {str(name): _from_json(value) for name, value in record["metrics"].items()}
         return Record(int(record["step"]), float(record["time"]), metrics)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # someone edited the file
+    except _EDITED as error:
         raise ConfigError(
             f"{path}, line {line_number}, is not a metrics record "
             f'{{"step": .., "time": .., "metrics": {{..}}}}: {line[:80]!r}; mend or delete the line'

@@ -192,7 +192,10 @@ def _run(
             checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
             saved = step
     if saved != state.step:
-        checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
+        try:
+            checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
+        except ConfigError as error:
+            raise ConfigError(f"{failure}; {error}" if failure else str(error)) from error
     if lead:
         lead.happened(state.step)  # in a step that was not finished
     if lead and isinstance(failure, Collapse):
@@ -288,8 +291,8 @@ def _samples(
         collected, failure = _rollout(lead, step, timer)
         # Objects are pickled on their way; of the tokens nothing may be among them.
         rollout, failure = _share((collected and replace(collected, samples=None), failure))
-        if failure is None and rollout is None:
-            return None, None
+        if isinstance(failure, ConfigError) or (failure is None and rollout is None):
+            return None, failure
         if failure is None:
             whole = collected and collected.samples
             ranks = publisher.policy.ranks
@@ -339,10 +342,12 @@ def _recovered(lead: Lead | None) -> EngineError | None:
 
 def _rollout(
     lead: Lead | None, step: int, timer: Timer
-) -> tuple[Rollout | None, EngineError | None]:
+) -> tuple[Rollout | None, EngineError | ConfigError | None]:
     """The leading rank's rollout; none on the others, and where it was stopped or failed."""
     if lead is None or lead.stop:
         return None, None
+    if lead.refused:
+        return None, lead.refused
     try:
         rollout = lead.rollout(step, timer)
         lead.rest()

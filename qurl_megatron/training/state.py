@@ -51,6 +51,8 @@ class TrainState:
         for name, kinds in _KINDS.items():
             if type(value := getattr(state, name)) not in kinds:
                 raise ConfigError(f"{path} is damaged ({name} is {value!r:.80})")
+        if state.step < 0 or not all(type(rows) is int for rows in state.guard.values()):
+            raise ConfigError(f"{path} is damaged (step {state.step}, guard {state.guard!r:.80})")
         return state
 
     def write(self, checkpoint: Path) -> None:
@@ -63,7 +65,7 @@ class TrainState:
     def summary(self) -> str:
         """How far the run has come, for a person."""
         text = f"step {self.step} done"
-        if self.accuracy is None:
+        if self.accuracy is None or self.accuracy_before is None:
             return text
         points = 100 * (self.accuracy - self.accuracy_before)
         return (
