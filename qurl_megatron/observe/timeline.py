@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.lines import Lines
+from qurl_megatron.observe.growing import Growing
 
 HALTED, FALL_BACK = "halted", "falling back to "
 """How events of the lane "guard" begin that a reader of the report must not miss."""
@@ -45,9 +45,9 @@ class Timeline:
         kept = [span for span in read_timeline(path) if span.step < resume_step]
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")
-        aside.write_text("".join(_line(span) + "\n" for span in kept), encoding="utf-8")
+        aside.write_text("".join(_line(span) for span in kept), encoding="utf-8")
         aside.rename(path)
-        self._lines = Lines(path)
+        self._file = Growing(path)
         self._lock = threading.Lock()
         self.refused: OSError | None = None
         """Why the file has ended; who adds a span is in the middle of something else."""
@@ -56,7 +56,7 @@ class Timeline:
         with self._lock:
             if self.refused is None:
                 try:
-                    self._lines.append(_line(span))
+                    self._file.write(_line(span).encode())
                 except OSError as error:
                     self.refused = error
 
@@ -74,7 +74,7 @@ class Timeline:
         self.add(Span(lane, name, step, now, now))
 
     def close(self) -> None:
-        self._lines.close()
+        self._file.close()
 
 
 def read_timeline(path: Path | str) -> list[Span]:
@@ -100,4 +100,4 @@ def read_timeline(path: Path | str) -> list[Span]:
 
 
 def _line(span: Span) -> str:
-    return json.dumps(asdict(span))
+    return json.dumps(asdict(span)) + "\n"

@@ -69,7 +69,8 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
 
 def free(path: Path) -> int:
     """Bytes that fit where a path lies, which need not be there yet."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    # os.path's answer is no, not an error, for a name that no folder can have.
+    there = next(p for p in (path, *path.absolute().parents) if os.path.isdir(p))
     return shutil.disk_usage(there).free
 
 

@@ -123,7 +123,9 @@ def tell_done(run_dir: Path, state: TrainState) -> None:
 def refuse_other_run(run_dir: Path, config: RunConfig) -> None:
     """Raise ``ConfigError`` where the directory holds a run that computes something else."""
     recipe = run_dir / RECIPE
-    if latest(run_dir) and recipe.is_file():
+    with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
+        begun = latest(run_dir) is not None
+    if begun and recipe.is_file():
         try:
             before = load(recipe)
         except ConfigError as error:

@@ -1,22 +1,22 @@
-"""A file that grows by lines: each is there whole, or not at all where the disk is full."""
+"""A file that grows by pieces: each is there whole, or not at all where the disk is full."""
 
 import os
 from pathlib import Path
 
 
-class Lines:
-    """Appends to a file, which a crash leaves with at most the line in flight torn."""
+class Growing:
+    """Appends to a file, which a crash leaves with at most the piece in flight torn."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
 
-    def append(self, line: str) -> None:
+    def write(self, piece: bytes) -> None:
         """
         Raises:
             OSError: the system refused; the file is as it was before.
         """
         start = self._file.seek(0, os.SEEK_END)
-        rest = memoryview((line + "\n").encode())
+        rest = memoryview(piece)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
