@@ -28,6 +28,7 @@ from typing import Any, TextIO
 from qurl_megatron.convert.workers import ALONE, Workers
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_json
+from qurl_megatron.weights.sums import damaged, read_record, wrong_size
 
 MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-checkpoint-1"
@@ -73,6 +74,8 @@ class Job:
     files: list[OutputFile]
     finish: Callable[[Path, dict[str, Any]], None]
     """Given the folder and what each file's ``write`` returned: writes the small files."""
+    source: Path | None = None
+    """What is read. A run's checkpoint is held against its checksums first, each worker a share."""
 
     @property
     def bytes(self) -> int:
@@ -125,6 +128,8 @@ def run(
         if workers.leads:
             shutil.rmtree(aside.root, ignore_errors=True)  # of a job killed after its last step
         return False
+    with workers.together():
+        _check_source(job.source, workers)
     lock: TextIO | None = None
     with workers.together(), _disk_errors(aside.root):
         if workers.leads:
@@ -206,13 +211,18 @@ def _is_entry(name: str, entry: Any) -> bool:
 def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     """What is wrong with the files of a folder, by its manifest: one sentence per file.
 
+    Of a run's checkpoint, by its own record: the first file that is not what was written.
+
     Args:
         hashes: read and hash every file; without, their sizes are compared.
 
     Raises:
-        ConfigError: the folder has no manifest.
+        ConfigError: the folder has neither.
     """
     manifest = read_manifest(folder)
+    if manifest is None and (record := read_record(folder)):
+        wrong = wrong_size(folder, record) or (hashes and damaged(folder, record, record))
+        return [wrong] if wrong else []
     if manifest is None:
         raise ConfigError(f"{folder} has no {MANIFEST}: it was not written by these tools")
     wrong = []
@@ -225,6 +235,15 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
         elif hashes and entry["sha256"] and _sha256(path) != entry["sha256"]:
             wrong.append(f"{name} has changed: its SHA-256 is not the one of the manifest")
     return wrong
+
+
+def _check_source(source: Path | None, workers: Workers) -> None:
+    record = read_record(source) if source else None
+    if source is None or record is None:
+        return
+    mine = workers.share(list(record), size=lambda name: record[name].bytes)
+    if wrong := damaged(source, record, mine):
+        raise ConfigError(f"{wrong}; copy the checkpoint again, or name an older one")
 
 
 # -- steps ---------------------------------------------------------------------------------------

@@ -178,6 +178,14 @@ def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
     job.run(to_huggingface(open_checkpoint(run), tmp_path / "hf"))
     masters, converted = torch.load(run / "saved.pt"), HfReader(tmp_path / "hf")
     assert converted.names() == masters.keys()
+    (file,) = latest(run).glob("__0_0.distcp")
+    flip(file)
+    with pytest.raises(ConfigError, match=f"{file} has changed since .*; copy the checkpoint"):
+        job.run(to_huggingface(open_checkpoint(run), tmp_path / "hf2"))
+    assert "__0_0.distcp has changed" in job.verify(latest(run))[0]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=f"{file} has .* bytes where .* were written; copy the"):
+        open_checkpoint(run)
     # The 7 tensors of a layer, all layers' in one; embedding, last norm and output layer.
     assert facts["weights"] == {"bfloat16": 7 + 3}
     for name, value in masters.items():
