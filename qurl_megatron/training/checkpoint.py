@@ -321,14 +321,14 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
         request = super().async_save(sharded_state_dict, checkpoint_dir)
         if request.async_fn is None:  # nothing to write on this rank
             return request
-        (transforms,), *_ = request.async_fn.args
+        transforms, *_ = request.async_fn.args
         return request._replace(
             async_fn=partial(self._write, transforms),
             async_fn_args=request.async_fn_args,
             preload_fn=None,
         )
 
-    def _write(self, transforms: Any, _rank: int, files: list, written: Any) -> None:
+    def _write(self, transforms: list, _rank: int, files: list, written: Any) -> None:
         """Write this rank's files, and leave Megatron what it will look for in ``written``."""
         results: dict[int, list] = {}
         for index, (path, name, (objects, tensors)) in enumerate(files):
@@ -336,15 +336,16 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
             outcome, busy = queue.Queue(), queue.Queue()
             busy.put(index)
             staged = ((item, tensor.cpu()) for item, tensor in tensors)
-            summed = _Summed(transforms)
+            summed = [_Summed(one) for one in transforms]  # none before torch 2.7
             FileSystemWriterAsync.write_preloaded_data(
-                [summed], index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
+                summed, index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
             )
             _, results[index] = outcome.get()
             if isinstance(results[index], Exception):
                 self.failure = results[index]
                 return written.put(results[index])
-            self.sums[name] = summed.done(Path(path))
+            for one in summed:
+                self.sums[name] = one.done(Path(path))
         written.put(results)
 
 
