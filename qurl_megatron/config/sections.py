@@ -608,7 +608,11 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the training state is saved; a run always resumes from the newest whole checkpoint."""
+    """When the training state is saved; a run always resumes from the newest whole checkpoint.
+
+    Whole is one whose files have the checksums they were written with. A damaged newer one is set
+    aside under another name, which no run and no tool touches again.
+    """
 
     every: int = 0
     """Steps between checkpoints; 0 saves only at the end and on Ctrl-C or SIGTERM."""

@@ -28,6 +28,7 @@ from typing import Any, TextIO
 from qurl_megatron.convert.workers import ALONE, Workers
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_json
+from qurl_megatron.weights.sums import damaged, read_record, wrong_size
 
 MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-checkpoint-1"
@@ -73,6 +74,8 @@ class Job:
     files: list[OutputFile]
     finish: Callable[[Path, dict[str, Any]], None]
     """Given the folder and what each file's ``write`` returned: writes the small files."""
+    source: Path | None = None
+    """What is read. A run's checkpoint is held against its checksums first, each worker a share."""
 
     @property
     def bytes(self) -> int:
@@ -125,6 +128,8 @@ def run(
         if workers.leads:
             shutil.rmtree(aside.root, ignore_errors=True)  # of a job killed after its last step
         return False
+    with workers.together():
+        _check_source(job.source, workers)
     lock: TextIO | None = None
     with workers.together(), _disk_errors(aside.root):
         if workers.leads:
@@ -188,21 +193,36 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     found = read_json(path)
-    if found.get("format") != FORMAT or not {"request", "files"} <= found.keys():
+    files = found.get("files")
+    whole = found.get("format") == FORMAT and "request" in found and isinstance(files, dict)
+    if not whole or not all(map(_is_entry, files, files.values())):
         raise ConfigError(f"{path} is damaged; convert the checkpoint again")
     return found
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """True for what ``_entry`` made of a file of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        return False
+    known = isinstance(entry, dict) and type(entry.get("bytes")) is int
+    return known and isinstance(entry.get("sha256", 0), (str, type(None)))
 
 
 def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     """What is wrong with the files of a folder, by its manifest: one sentence per file.
 
+    Of a run's checkpoint, by its own record: the first file that is not what was written.
+
     Args:
         hashes: read and hash every file; without, their sizes are compared.
 
     Raises:
-        ConfigError: the folder has no manifest.
+        ConfigError: the folder has neither.
     """
     manifest = read_manifest(folder)
+    if manifest is None and (record := read_record(folder)):
+        wrong = wrong_size(folder, record) or (hashes and damaged(folder, record, record))
+        return [wrong] if wrong else []
     if manifest is None:
         raise ConfigError(f"{folder} has no {MANIFEST}: it was not written by these tools")
     wrong = []
@@ -215,6 +235,15 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
         elif hashes and entry["sha256"] and _sha256(path) != entry["sha256"]:
             wrong.append(f"{name} has changed: its SHA-256 is not the one of the manifest")
     return wrong
+
+
+def _check_source(source: Path | None, workers: Workers) -> None:
+    record = read_record(source) if source else None
+    if source is None or record is None:
+        return
+    mine = workers.share(list(record), size=lambda name: record[name].bytes)
+    if wrong := damaged(source, record, mine):
+        raise ConfigError(f"{wrong}; copy the checkpoint again, or name an older one")
 
 
 # -- steps ---------------------------------------------------------------------------------------

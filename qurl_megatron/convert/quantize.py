@@ -123,7 +123,7 @@ def to_quantized(
         "dtype": str(dtype) if dtype else "auto",
         "file_bytes": file_bytes,
     }
-    return Job(out, request, output_files(planned, make), finish)
+    return Job(out, request, output_files(planned, make), finish, source.folder)
 
 
 def _ignored_modules(source: Checkpoint) -> list[str]:

@@ -75,7 +75,7 @@ def to_huggingface(
         "dtype": str(dtype) if dtype else "auto",
         "file_bytes": file_bytes,
     }
-    return Job(out, request, output_files(planned, make), finish)
+    return Job(out, request, output_files(planned, make), finish, source.folder)
 
 
 def output_files(

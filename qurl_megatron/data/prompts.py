@@ -90,6 +90,11 @@ class PromptStream:
         Raises:
             ConfigError: that was on other prompts, or in another order.
         """
+        if state.keys() != self.state_dict().keys():
+            raise ConfigError(
+                f"the checkpoint does not say where the prompts go on ({state!r:.80}); start anew "
+                "in another train.run_dir"
+            )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 "the checkpoint was made with other prompts: the data section, the file or "

@@ -7,6 +7,7 @@ text, so held-out and training ones are disjoint whatever sizes and seeds are as
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from qurl_megatron.config import DataConfig
 from qurl_megatron.errors import ConfigError
 
 TRAIN_SEED, HELD_OUT_SEED = 1, 1_000_000_001  # far apart: item i of a task is drawn with seed + i
+_HALVES = re.compile("[\ud800-\udfff]")
 HELD_OUT_SHARE = 8  # one text in eight is held out
 
 
@@ -76,7 +78,8 @@ def _jsonl_rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 yield f"line {number}", json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # malformed JSON and malformed UTF-8 alike
+            # Malformed JSON and malformed UTF-8 alike, and brackets without end.
+            except (ValueError, RecursionError) as error:
                 place = f"{key}={path} line {number}"
                 raise ConfigError(f"{place} is not valid JSON: {error}") from None
 
@@ -116,7 +119,17 @@ def _question(row: Any, place: str) -> Question:
             )
         if not value.strip():
             raise ConfigError(f"{place}: {column} is empty")
+        refuse_half_characters(value, f"{place}: {column}")
     return Question(row["prompt"], row["answer"])
+
+
+def refuse_half_characters(text: str, place: str) -> None:
+    """Raise ``ConfigError`` where a text has what JSON can write, but no UTF-8 and no tokenizer."""
+    if half := _HALVES.search(text):
+        raise ConfigError(
+            f"{place} has half a character (\\u{ord(half[0]):x}, a surrogate without its pair); "
+            "write the whole character or leave it out"
+        )
 
 
 def _check_columns(present: Any, names: list[str], place: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.data.questions import READERS
+from qurl_megatron.data.questions import READERS, refuse_half_characters
 from qurl_megatron.errors import ConfigError
 
 PROMPT_KEYS = ("prompt", "problem", "question")
@@ -127,4 +127,5 @@ def _text(value: Any, what: str, place: str) -> str:
         )
     if not value.strip():
         raise ConfigError(f"{place}: the {what} is empty")
+    refuse_half_characters(value, f"{place}: the {what}")
     return value

@@ -149,6 +149,23 @@ class Trained:
         elif master is not None:
             master.copy_(value.flatten()[self.owned_range(parameter)])
 
+    def masters(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """The FP32 values this rank's optimizer updates: name, value, and whether it counts here.
+
+        A distributed optimizer's rank has a part of each, flattened. Over all ranks each value
+        counts once, wherever else there are copies of it.
+        """
+        ranks = self.ranks
+        for name, parameter in self.gpt.named_parameters():
+            full = parameter.dtype == torch.float32
+            master = parameter if full else parameter.main_param
+            if master is None:
+                continue
+            sharded = not full and getattr(parameter, "main_param_sharded", False)
+            split = getattr(parameter, "tensor_model_parallel", False)
+            once = (sharded or ranks.copies.rank == 0) and (split or ranks.tensor.rank == 0)
+            yield name, master.detach(), once and not getattr(parameter, "shared", False)
+
     def owned_range(self, parameter: nn.Parameter) -> slice:
         """The part of a flattened parameter this rank's optimizer updates; may be empty.
 
@@ -197,7 +214,8 @@ def with_optimizer(
             # own part, while the reference changes places with them, checkpoints and FP32 versions
             # read them, and the next pass would come too late for all of these.
             overlap_param_gather=False,
-            check_for_nan_in_grad=True,
+            # It would end one rank in the middle of what all do. The norm tells all of them.
+            check_for_nan_in_grad=False,
         ),
         gpt,
     )

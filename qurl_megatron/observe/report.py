@@ -199,7 +199,7 @@ def _rollout_speed(history: History) -> float | None:
 
 def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
     """(step, time of day, what happened)."""
-    lanes = {"fleet": "", "guard": "guard: ", "sampling": "sampling: "}
+    lanes = {"fleet": "", "guard": "guard: ", "sampling": "sampling: ", "weights": "weights: "}
     return [
         (
             span.step,

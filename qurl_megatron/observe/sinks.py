@@ -8,6 +8,7 @@ JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-In
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.growing import Growing
 
 
 class Sink(Protocol):
@@ -35,7 +37,7 @@ class Record:
 
 
 class JsonlSink:
-    """Appends one line per call and flushes it: a crash loses at most the line in flight."""
+    """Appends one line per call: a crash loses at most the line in flight."""
 
     def __init__(self, path: Path | str, resume_step: int | None = None) -> None:
         """Open ``path`` for appending.
@@ -48,35 +50,54 @@ class JsonlSink:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _rewrite(path, math.inf if resume_step is None else resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        kept = math.inf if resume_step is None else resume_step
+        self.last_step = _rewrite(path, kept) if path.exists() else None
+        """Of the lines that were there already."""
+        self._file = Growing(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: _to_json(float(value)) for name, value in metrics.items()}
         record = {"step": step, "time": round(time.time(), 3), "metrics": numbers}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard; steps from ``resume_step`` on replace those logged before."""
+    """Scalars for TensorBoard; steps from ``resume_step`` on replace those logged before.
+
+    Written by this thread: TensorBoard's own writer has one that dies of a full disk.
+    """
 
     def __init__(self, dir: Path | str, resume_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+        # A second to import.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(dir), purge_step=resume_step)
+        self._proto, self._summary = event_pb2, summary_pb2
+        folder = Path(dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = Growing(folder / name)
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        if resume_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=resume_step, session_log=start)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
+        value = self._summary.Summary.Value
+        values = [value(tag=name, simple_value=float(v)) for name, v in metrics.items()]
+        self._write(step=step, summary=self._summary.Summary(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        event = self._proto.Event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
 
 
 class WandbSink:
@@ -119,16 +140,26 @@ def _parsed_lines(path: Path) -> list[tuple[str, Record]]:
     return [(line, _parse(line, path, number)) for number, line in enumerate(lines, 1)]
 
 
-def _rewrite(path: Path, end_step: float) -> None:
-    """Keep the whole lines before ``end_step``; the file is the old or the new one, never half."""
-    aside = path.with_name(path.name + ".new")
+def _rewrite(path: Path, end_step: float) -> int | None:
+    """Keep the whole lines before ``end_step``; the file is the old or the new one, never half.
+
+    Returns:
+        The largest step that is left.
+    """
+    aside, last = path.with_name(path.name + ".new"), None
     with aside.open("w", encoding="utf-8") as file:
         for line, record in _parsed_lines(path):
             if record.step < end_step:
                 file.write(line + "\n")
+                last = max(record.step, -1 if last is None else last)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+    return last
+
+
+# What a line raises that someone, or the disk, has edited.
+_EDITED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def _parse(line: str, path: Path, line_number: int) -> Record:
@@ -136,7 +167,7 @@ def _parse(line: str, path: Path, line_number: int) -> Record:
         record = json.loads(line)
         metrics = {str(name): _from_json(value) for name, value in record["metrics"].items()}
         return Record(int(record["step"]), float(record["time"]), metrics)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # someone edited the file
+    except _EDITED as error:
         raise ConfigError(
             f"{path}, line {line_number}, is not a metrics record "
             f'{{"step": .., "time": .., "metrics": {{..}}}}: {line[:80]!r}; mend or delete the line'

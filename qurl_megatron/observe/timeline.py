@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.growing import Growing
 
 HALTED, FALL_BACK = "halted", "falling back to "
 """How events of the lane "guard" begin that a reader of the report must not miss."""
@@ -46,13 +47,18 @@ class Timeline:
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(_line(span) for span in kept), encoding="utf-8")
         aside.rename(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = Growing(path)
         self._lock = threading.Lock()
+        self.refused: OSError | None = None
+        """Why the file has ended; who adds a span is in the middle of something else."""
 
     def add(self, span: Span) -> None:
         with self._lock:
-            self._file.write(_line(span))
-            self._file.flush()
+            if self.refused is None:
+                try:
+                    self._file.write(_line(span).encode())
+                except OSError as error:
+                    self.refused = error
 
     @contextmanager
     def span(self, lane: str, name: str, step: int) -> Iterator[None]:
@@ -80,12 +86,14 @@ def read_timeline(path: Path | str) -> list[Span]:
     path = Path(path)
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     spans = []
     for number, line in enumerate(lines, 1):
         try:
-            spans.append(Span(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
+            span = Span(**json.loads(line))
+            start, end = float(span.start), float(span.end)  # raises where they are no numbers
+            spans.append(Span(str(span.lane), str(span.name), int(span.step), start, end))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             if number < len(lines):
                 raise ConfigError(f"{path}, line {number}: not a span ({error})") from None
     return spans

@@ -302,6 +302,8 @@ def read_quantization(config: Mapping) -> tuple[str, str] | None:
     found = config.get("quantization_config")
     if not found:
         return None
+    if not isinstance(found, dict):
+        raise ConfigError(f"config.json: quantization_config must be an object, got {found!r:.80}")
     for fmt, layouts in FORMATS.items():
         for scheme, want in layouts.items():
             if _agrees(want.config, found):
@@ -320,7 +322,8 @@ def _agrees(expected: object, found: object) -> bool:
             return False
         groups = expected.get("config_groups")
         if groups is not None:
-            others = list((found.get("config_groups") or {}).values())  # whatever their names
+            named = found.get("config_groups")  # whatever their names
+            others = list(named.values()) if isinstance(named, dict) else []
             if len(others) != 1 or not _agrees(*groups.values(), *others):
                 return False  # mixed precision, or another
         said = expected.keys() - _INCIDENTAL - {"config_groups"}

@@ -111,7 +111,9 @@ class Manifest:
             raise ConfigError(
                 f"{folder} has no {MANIFEST}: not a published version, or an unfinished one"
             ) from None
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"{path} is malformed: {error!r}") from None
 
 

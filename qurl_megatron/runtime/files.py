@@ -1,15 +1,77 @@
-"""Files that another node has written: network file systems show them late."""
+"""What file systems do to us: refuse to write, and show late what another node has written."""
 
 import contextlib
+import errno
 import os
+import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
 
 CACHED_S = 90.0
 """Seconds to wait for a file; NFS caches directories for up to 60."""
+
+MENDS = {
+    errno.ENOSPC: "free some, or set {key} to a folder with more",
+    errno.EDQUOT: "the quota is used up; free some, or set {key} to another folder",
+    errno.EACCES: "set {key} to a folder this user may write",
+    errno.EPERM: "set {key} to a folder this user may write",
+    errno.EROFS: "set {key} to a folder that is not read-only",
+    errno.ENOTDIR: "a file is in the way; remove it, or set {key} to another folder",
+    errno.EEXIST: "a file is in the way; remove it, or set {key} to another folder",
+    errno.EISDIR: "a folder is in the way; remove it, or set {key} to another folder",
+    errno.ENAMETOOLONG: "set {key} to a shorter name",
+    errno.EIO: "the disk fails; set {key} to a folder on another",
+}
+"""What a user can do where the system refuses to write."""
+
+
+@contextlib.contextmanager
+def refusing(
+    path: Path, *, key: str, size: int | None = None, half_written: Path | None = None
+) -> Iterator[None]:
+    """Turn "no room" and "no right" into a sentence for the user, and leave no half-written file.
+
+    Args:
+        path: what is written; the system's own word on that comes first.
+        key: recipe key of the folder.
+        size: bytes that are to be written, where that is known.
+
+    Raises:
+        ConfigError: the system refused, for a reason that a user can mend.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if half_written is not None:
+            with contextlib.suppress(OSError):
+                half_written.unlink()
+        if not isinstance(error, OSError) or error.errno not in MENDS:
+            raise
+        raise refusal(error, path, key=key, size=size) from None
+
+
+def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:
+    """The sentence for what the system refused, one of ``MENDS``."""
+    room = f"{free(path) / 1e6:.1f} MB are free; "
+    if size is not None:
+        room = f"{size / 1e6:.1f} MB are needed, {room}"
+    elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        room = ""
+    return ConfigError(
+        f"{path} cannot be written ({os.strerror(error.errno)}): {room}"
+        f"{MENDS[error.errno].format(key=key)}"
+    )
+
+
+def free(path: Path) -> int:
+    """Bytes that fit where a path lies, which need not be there yet."""
+    # os.path's answer is no, not an error, for a name that no folder can have.
+    there = next(p for p in (path, *path.absolute().parents) if os.path.isdir(p))
+    return shutil.disk_usage(there).free
 
 
 def wait_until_seen(path: Path, why: str, *, key: str, seconds: float = CACHED_S) -> None:

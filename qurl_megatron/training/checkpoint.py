@@ -3,14 +3,21 @@
 Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What
 the loop itself must remember is the small ``TrainState`` beside them. A critic lies beside the
 policy, all of its names prefixed, so that who reads the checkpoint as a model does not see it.
+Every file's checksum is recorded, of the large ones as they are written, so that damage is found
+before anything is resumed from it (``newest``).
 
 On a GPU neither saving nor loading needs memory to speak of, so both go on while engines hold the
 rest of it: tensors go to and from the files one at a time, from and to where they lie (``boxes``).
 """
 
+import contextlib
+import errno
+import os
+import pickle
 import queue
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +25,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
 )
@@ -37,10 +50,13 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Trained
+from qurl_megatron.runtime.files import MENDS, free, refusal
+from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.boxes import in_place
-from qurl_megatron.training.state import TrainState, checkpoints
+from qurl_megatron.training.state import TrainState, checkpoints, latest, set_aside
 from qurl_megatron.weights.checkpoint import DESCRIPTION, describe
 from qurl_megatron.weights.megatron_reader import CRITIC
+from qurl_megatron.weights.sums import FileSum, Summing, write_record
 
 
 def save(
@@ -50,44 +66,115 @@ def save(
 
     The folder is written aside and renamed by rank 0 when every rank has finished, so a checkpoint
     is whole or not there. Older ones beyond ``keep`` are deleted afterwards.
+
+    Raises:
+        ConfigError: no room, or no right to write; on all ranks, and older checkpoints stay.
     """
     root = run_dir / "checkpoints"
     name = f"step_{state.step:06d}"
     final, aside = root / name, root / f".{name}"
-    if policy.ranks.leads:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    strategy = FullyParallelSaveStrategyWrapper(
-        _OneTensorAtATime("torch_dist", 1), policy.ranks.copies.group
-    )
-    metadata = _metadata(policy)
-    dist_checkpointing.save(
-        _sharded_state(policy, critic, loading=False),
-        str(aside),
-        strategy,
-        content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
-    )
-    dist.barrier()
-    if policy.ranks.leads:
-        # A checkpoint that says what it is: the converters need no other folder.
-        config = policy.source.folded_config(policy.uaq_scale)
-        describe(policy.source, aside / DESCRIPTION, config)
-        state.write(aside)
-        if final.exists():
-            shutil.rmtree(final)
-        aside.rename(final)
-        for old in checkpoints(run_dir)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+    sharded = _sharded_state(policy, critic, loading=False)
+    size = _bytes_to_write(sharded)
+    with _together(final, aside, size, policy.ranks):
+        if policy.ranks.leads:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            if size > free(aside):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    strategy = _OneTensorAtATime("torch_dist", 1)
+    with _together(final, aside, size, policy.ranks):
+        _write_sharded(sharded, aside, strategy, policy)
+    sums: list[dict[str, FileSum]] = [{}] * policy.ranks.world_size
+    dist.all_gather_object(sums, strategy.sums)
+    with _together(final, aside, size, policy.ranks):
+        if policy.ranks.leads:
+            # A checkpoint that says what it is: the converters need no other folder.
+            config = policy.source.folded_config(policy.uaq_scale)
+            describe(policy.source, aside / DESCRIPTION, config)
+            state.write(aside)
+            write_record(aside, {name: found for part in sums for name, found in part.items()})
+            if final.exists():  # not one that this run was resumed from: it was not whole
+                set_aside(final)
+            aside.rename(final)
+            for old in checkpoints(run_dir)[:-keep]:
+                shutil.rmtree(old)
     return final
+
+
+def _write_sharded(
+    sharded: dict[str, Any], folder: Path, strategy: "_OneTensorAtATime", policy: Policy
+) -> None:
+    """Have Megatron write.
+
+    Raises:
+        CheckpointException: a rank could not write its part; on all ranks.
+        OSError: what the system refused this rank, instead.
+        _Alone: what it refused rank 0, for which the others wait in vain.
+    """
+    try:
+        dist_checkpointing.save(
+            sharded,
+            str(folder),
+            FullyParallelSaveStrategyWrapper(strategy, policy.ranks.copies.group),
+            content_metadata={k: v for k, v in _metadata(policy).items() if k != "dp_cp_group"},
+        )
+    except CheckpointException as error:
+        raise _system_error(strategy.failure) or error from None
+    except (OSError, RuntimeError) as error:
+        refused = _system_error(error)
+        if refused is None:
+            raise
+        raise _Alone(refused.errno, refused.strerror) from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """What the system refused, behind torch's word that an archive is not finished."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+class _Alone(OSError):
+    """This rank failed in the middle of what all do."""
+
+
+@contextlib.contextmanager
+def _together(final: Path, aside: Path, size: int, ranks: Ranks) -> Iterator[None]:
+    """A part of saving that fails on all ranks alike, and then leaves no half of a checkpoint."""
+    failure: ConfigError | None = None
+    unknown: CheckpointException | None = None
+    try:
+        yield
+    except CheckpointException as error:  # on all ranks; one of them may know more
+        unknown = error
+    except OSError as error:
+        if error.errno not in MENDS:
+            raise
+        failure = refusal(error, final, key="train.run_dir", size=size)
+        if isinstance(error, _Alone):
+            raise ConfigError(f"checkpoint {failure}; older checkpoints stay") from error
+    everywhere: list[ConfigError | None] = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, failure)
+    failure = next(filter(None, everywhere), None)
+    if failure is None:
+        if unknown is not None:
+            raise unknown
+        return
+    newest = None
+    if ranks.leads:
+        shutil.rmtree(aside, ignore_errors=True)
+        newest = latest(final.parents[1])
+    newest = share(newest, waiting_for="looking for older checkpoints")
+    kept = f"{newest.name} stays the newest checkpoint" if newest else "there is no older one"
+    raise ConfigError(f"checkpoint {failure}; {kept}")
 
 
 def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None:
     """Restore models, optimizers, schedules and random state; all ranks call it together.
 
     Raises:
-        ConfigError: the checkpoint is of another model, has a critic or lacks one, or is damaged.
+        ConfigError: the checkpoint is of another model, has a critic or lacks one, or is damaged
+            in a way that its record does not tell, having none.
     """
     try:
         _check_critic(checkpoint, critic)
@@ -97,7 +184,7 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
         loaded = dist_checkpointing.load(
             _sharded_state(policy, critic, loading=True), str(checkpoint), strategy
         )
-    except (CheckpointException, CheckpointingException) as error:
+    except (CheckpointException, CheckpointingException, *_CUT_OFF) as error:
         raise ConfigError(
             f"checkpoint {checkpoint} cannot be loaded into this model ({_reason(error)}); use "
             "another train.run_dir, or the recipe the run was started with"
@@ -108,6 +195,23 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
     torch.set_rng_state(loaded["rng"]["cpu"])
     if torch.cuda.is_available() and loaded["rng"]["cuda"] is not None:
         torch.cuda.set_rng_state(loaded["rng"]["cuda"])
+
+
+_CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
+"""What a file that is not whole is to torch and pickle, where Megatron reads it itself."""
+
+
+def _bytes_to_write(sharded: dict[str, Any]) -> int:
+    """Of all ranks together, small files left out; every rank calls it."""
+    own = sum(
+        value.data.nbytes
+        for value in nested_values(sharded)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        and is_main_replica(value.replica_id)
+    )
+    total = torch.tensor(own)
+    dist.all_reduce(total)
+    return int(total)
 
 
 def _check_critic(checkpoint: Path, critic: Critic | None) -> None:
@@ -206,6 +310,11 @@ def _unshare_adam_step(optimizer: Any) -> None:
 class _OneTensorAtATime(TorchDistSaveShardedStrategy):
     """Megatron's own writer, without copying all that a rank saves into host memory first."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sums: dict[str, FileSum] = {}  # of the files this rank has written, by name
+        self.failure: Exception | None = None
+
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
         # Megatron would start a process that serves such a queue to writers in other processes.
         filesystem_async._results_queue = queue.Queue()
@@ -214,22 +323,58 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
             return request
         transforms, *_ = request.async_fn.args
         return request._replace(
-            async_fn=_write, async_fn_args=(transforms, *request.async_fn_args), preload_fn=None
+            async_fn=partial(self._write, transforms),
+            async_fn_args=request.async_fn_args,
+            preload_fn=None,
         )
 
+    def _write(self, transforms: list, _rank: int, files: list, written: Any) -> None:
+        """Write this rank's files, and leave Megatron what it will look for in ``written``."""
+        results: dict[int, list] = {}
+        for index, (path, name, (objects, tensors)) in enumerate(files):
+            # Megatron writes in processes of its own, which these two queues go to and fro.
+            outcome, busy = queue.Queue(), queue.Queue()
+            busy.put(index)
+            staged = ((item, tensor.cpu()) for item, tensor in tensors)
+            summed = [_Summed(one) for one in transforms]  # none before torch 2.7
+            FileSystemWriterAsync.write_preloaded_data(
+                summed, index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
+            )
+            _, results[index] = outcome.get()
+            if isinstance(results[index], Exception):
+                self.failure = results[index]
+                return written.put(results[index])
+            for one in summed:
+                self.sums[name] = one.done(Path(path))
+        written.put(results)
 
-def _write(transforms: list, _rank: int, files: list, written: Any) -> None:
-    """Write this rank's files, and leave Megatron what it will look for in ``written``."""
-    results: dict[int, list] = {}
-    for index, (path, name, (objects, tensors)) in enumerate(files):
-        # Megatron writes in processes of its own, which these two queues go to and fro.
-        outcome, busy = queue.Queue(), queue.Queue()
-        busy.put(index)
-        staged = ((item, tensor.cpu()) for item, tensor in tensors)
-        FileSystemWriterAsync.write_preloaded_data(
-            transforms, index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
-        )
-        _, results[index] = outcome.get()
-        if isinstance(results[index], Exception):
-            return written.put(results[index])
-    written.put(results)
+
+class _Summed:
+    """Sums up what torch writes into one file: items, one behind the other."""
+
+    def __init__(self, transforms: Any) -> None:
+        """
+        Args:
+            transforms: torch's own, which say what an item becomes on its way.
+        """
+        self._transforms, self._summing = transforms, Summing()
+
+    def transform_save_stream(self, item: Any, stream: Any) -> Any:
+        return self._transforms.transform_save_stream(item, _Tee(stream, self._summing))
+
+    def done(self, path: Path) -> FileSum:
+        found = self._summing.done()
+        assert found.bytes == path.stat().st_size, f"{path} was not written in one pass"
+        return found
+
+
+class _Tee:
+    def __init__(self, stream: Any, summing: Summing) -> None:
+        self._stream, self._summing = stream, summing
+
+    def write(self, data: Any) -> int:
+        self._summing.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()

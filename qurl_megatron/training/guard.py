@@ -13,7 +13,7 @@ from qurl_megatron.config import GuardConfig
 
 
 class Collapse(RuntimeError):
-    """The guard halted the run: which metric, its value, its threshold, at which step."""
+    """The run ends by what it computed: which metric or tensor, its value, at which step."""
 
 
 @dataclass(frozen=True)

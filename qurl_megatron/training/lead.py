@@ -15,6 +15,7 @@ from qurl_megatron.config import RewardConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
@@ -24,8 +25,10 @@ from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.supervisor import IN_ALL
+from qurl_megatron.runtime.files import refusal, refusing
 from qurl_megatron.runtime.launch import ranks_here
 from qurl_megatron.training.ahead import Ahead
+from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
@@ -56,16 +59,20 @@ class Lead:
         run_dir: Path,
         stop: StopRequest,
         state: TrainState,
+        weight_norm: float,
     ) -> None:
         """
         Args:
             state: what the run goes on from; what metrics.jsonl says of later steps is dropped.
+            weight_norm: of the weights it goes on with.
         """
         self.config = config
         self.run_dir = run_dir
         self.stop = stop
         self.start_step = state.step
         self.unquantized_since = state.unquantized_since
+        self._growth = Growth(weight_norm)
+        self._refused: ConfigError | None = None
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.tokenizer = Tokenizer(description_of(config.model.path))
@@ -92,15 +99,8 @@ class Lead:
                 )
             )
             self.rewards = stack.enter_context(RewardPool(config.reward))
-            resume = self.start_step + 1 if self.start_step else 0
-            self.sinks = [
-                JsonlSink(self.run_dir / "metrics.jsonl", resume_step=resume),
-                TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume),
-            ]
-            for sink in self.sinks:
-                stack.callback(sink.close)
-            self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
-            stack.callback(self.timeline.close)
+            with refusing(self.run_dir, key="train.run_dir"):
+                self._open_logs(stack)
             self.progress = stack.enter_context(Progress(config.train.steps, self.start_step))
             self._ahead = stack.enter_context(
                 Ahead(
@@ -117,6 +117,40 @@ class Lead:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+
+    def _open_logs(self, stack: ExitStack) -> None:
+        resume = self.start_step + 1 if self.start_step else 0
+        path = self.run_dir / "metrics.jsonl"
+        metrics = JsonlSink(path, resume_step=resume)
+        self.sinks = [metrics, TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)]
+        for sink in self.sinks:
+            stack.callback(sink.close)
+        last = metrics.last_step or 0
+        if last < self.start_step:
+            print(
+                f"{path} ends with step {last}: steps {last + 1} to {self.start_step}, which the "
+                "checkpoint has behind it, stay missing there and in the report",
+                flush=True,
+            )
+        self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
+        stack.callback(self.timeline.close)
+
+    @property
+    def refused(self) -> ConfigError | None:
+        """Why logs and samples are not written any more; told where all ranks listen."""
+        if self._refused is None and (error := self.timeline.refused):
+            self._refused = refusal(error, self.run_dir / "timeline.jsonl", key="train.run_dir")
+        return self._refused
+
+    def _keep(self, path: Path, write: Callable[[], None]) -> None:
+        """Write, but what the disk refuses must not end this rank while the others go on."""
+        if self.refused:
+            return
+        try:
+            with refusing(path, key="train.run_dir"):
+                write()
+        except ConfigError as error:
+            self._refused = error
 
     @property
     def scheme(self) -> str:
@@ -175,7 +209,8 @@ class Lead:
                 step,
             )
         if self.config.train.save_rollouts:
-            save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", samples)
+            path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+            self._keep(path, lambda: save_samples(path, samples))
         return Rollout(Responses.of(samples), metrics, draft.generated_tokens, draft.generating_s)
 
     def recover(self) -> None:
@@ -294,25 +329,41 @@ class Lead:
             # One seed for all evaluations: they differ by the policy, not by luck.
             samples = collect(self.fleet, prompts, sampling, seed=train.seed, step=EVALUATION)
         accuracy = sum(s.reward for s in self._graded(samples)) / len(samples)
-        for sink in self.sinks:
-            sink.write(step, {"eval/accuracy": accuracy})
+        self._log(step, {"eval/accuracy": accuracy})
         return accuracy
 
     def finish(self, state: TrainState) -> None:
-        """Write the report and say how the run ended."""
+        """Write the report and say how the run ended.
+
+        Raises:
+            ConfigError: the disk refused the report, or metrics before it.
+        """
         from qurl_megatron.observe.report import write_report  # matplotlib takes a second to import
 
         self.progress.close()
         print(state.summary())
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
-            print(f"report: {write_report(self.run_dir)}", flush=True)
+            with refusing(self.run_dir / "report.html", key="train.run_dir"):
+                path = write_report(self.run_dir)
+            print(f"report: {path}", flush=True)
+        if self.refused:
+            raise ConfigError(f"{self.refused}; step {state.step} is saved all the same")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step's metrics, and what happened to the engines meanwhile."""
         metrics = {**metrics, **self.happened(step)}
-        for sink in self.sinks:
-            sink.write(step, metrics)
+        self._log(step, metrics)
         self.progress.step(step, metrics)
+        if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
+            lr = self.config.optimizer.lr
+            self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        def write() -> None:
+            for sink in self.sinks:
+                sink.write(step, metrics)
+
+        self._keep(self.run_dir / "metrics.jsonl", write)
 
     def happened(self, step: int) -> dict[str, float]:
         """Log what happened to the engines since the last call; returns metrics of it."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import RunConfig
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
@@ -29,16 +30,17 @@ from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
 from qurl_megatron.rollout.transport.facts import settle_nccl
-from qurl_megatron.runtime.files import wait_until_seen
-from qurl_megatron.runtime.megatron import Ranks, megatron_runtime, share
+from qurl_megatron.runtime.megatron import megatron_runtime, share
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.delivery import deliver
+from qurl_megatron.training.finite import NotFinite, check_losses, look, norm_of
 from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
+from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
-from qurl_megatron.training.state import STATE, TrainState, claim, latest, tell_done
+from qurl_megatron.training.state import TrainState, claim, tell_done
 from qurl_megatron.training.step import improve, shares
 
 HEALS = 3  # times that one step waits for engines to come back
@@ -55,7 +57,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
         lock = claim(run_dir, config) if ranks.leads else nullcontext()
-        newest = _newest(run_dir, ranks)
+        newest = newest_whole(run_dir, ranks)
         if newest and newest[1].step >= config.train.steps:
             if ranks.leads:
                 tell_done(run_dir, newest[1])
@@ -76,10 +78,11 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             else None
         )
         state = _resume(newest, policy, critic)
+        norm = _sound(policy, critic)
         _make_room()
         with (
             lock,
-            Lead(config, run_dir, stop, state) if ranks.leads else nullcontext() as lead,
+            Lead(config, run_dir, stop, state, norm) if ranks.leads else nullcontext() as lead,
         ):
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
@@ -100,6 +103,21 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if lead:
                 lead.finish(state)
     return state.step >= config.train.steps
+
+
+def _sound(policy: Policy, critic: Critic | None) -> float:
+    """The norm of the weights the run begins with.
+
+    Raises:
+        ConfigError: they are not finite.
+    """
+    try:
+        return norm_of(_everywhere(look([policy, critic] if critic else [policy])))
+    except NotFinite as error:
+        raise ConfigError(
+            f"the run would begin with broken weights ({error}); name another model.path, or "
+            "delete the newest checkpoint in train.run_dir to resume from the one before"
+        ) from error
 
 
 def _make_room() -> None:
@@ -140,10 +158,9 @@ def _run(
         rollout, failure = _samples(config, lead, publisher, step, timer)
         if rollout is None:
             break
-        metrics = improve(policy, rollout.samples, config, step=step, timer=timer, critic=critic)
+        measured, norm = _improved(config, policy, critic, rollout.samples, step, timer, saved)
         if config.rollout.colocate:
             _make_room()  # for engines that take their memory back, or are started anew
-        measured = _over_ranks(metrics)
         state = replace(state, step=step)
         state, noted, failure = _guarded(
             lead, publisher, state, values(merge([measured, rollout.metrics])), timer
@@ -162,6 +179,7 @@ def _run(
                     **values(merge([measured, rollout.metrics])),
                     **noted,
                     **_throughput(measured, rollout),
+                    "optimizer/weight_norm": norm,
                 },
             )
             state = replace(state, cursor=lead.cursor)
@@ -174,7 +192,10 @@ def _run(
             checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
             saved = step
     if saved != state.step:
-        checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
+        try:
+            checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
+        except ConfigError as error:
+            raise ConfigError(f"{failure}; {error}" if failure else str(error)) from error
     if lead:
         lead.happened(state.step)  # in a step that was not finished
     if lead and isinstance(failure, Collapse):
@@ -182,6 +203,41 @@ def _run(
     if failure is not None and not isinstance(failure, Interrupted):
         raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
     return state
+
+
+def _improved(
+    config: RunConfig,
+    policy: Policy,
+    critic: Critic | None,
+    samples: Responses,
+    step: int,
+    timer: Timer,
+    saved: int | None,
+) -> tuple[dict[str, Metric], float]:
+    """Update on one step's samples.
+
+    Returns:
+        The metrics of all ranks, and the norm of the weights.
+
+    Raises:
+        Collapse: numbers are not finite; what is saved and what engines hold is from before.
+    """
+    try:
+        metrics = improve(policy, samples, config, step=step, timer=timer, critic=critic)
+        everywhere = _everywhere((metrics, look([policy, critic] if critic else [policy])))
+        measured = merge(metrics for metrics, _ in everywhere)
+        check_losses(values(measured))
+        return measured, norm_of([weights for _, weights in everywhere])
+    except NotFinite as error:
+        mend = "start again with a smaller optimizer.lr"
+        if saved is not None:
+            mend = (
+                f"step {saved} is the newest checkpoint: model.path={config.train.run_dir} with a "
+                "smaller optimizer.lr and another train.run_dir begins with its weights"
+            )
+        raise Collapse(
+            f"step {step} broke the policy: {error}; nothing of it is published or saved; {mend}"
+        ) from error
 
 
 def _guarded(
@@ -235,8 +291,8 @@ def _samples(
         collected, failure = _rollout(lead, step, timer)
         # Objects are pickled on their way; of the tokens nothing may be among them.
         rollout, failure = _share((collected and replace(collected, samples=None), failure))
-        if failure is None and rollout is None:
-            return None, None
+        if isinstance(failure, ConfigError) or (failure is None and rollout is None):
+            return None, failure
         if failure is None:
             whole = collected and collected.samples
             ranks = publisher.policy.ranks
@@ -286,10 +342,12 @@ def _recovered(lead: Lead | None) -> EngineError | None:
 
 def _rollout(
     lead: Lead | None, step: int, timer: Timer
-) -> tuple[Rollout | None, EngineError | None]:
+) -> tuple[Rollout | None, EngineError | ConfigError | None]:
     """The leading rank's rollout; none on the others, and where it was stopped or failed."""
     if lead is None or lead.stop:
         return None, None
+    if lead.refused:
+        return None, lead.refused
     try:
         rollout = lead.rollout(step, timer)
         lead.rest()
@@ -327,9 +385,14 @@ def _share(outcome: Any, waiting_for: str = "rollouts, or engines") -> Any:
 
 def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Metrics of all ranks merged, on every rank."""
+    return merge(_everywhere(metrics))
+
+
+def _everywhere(mine: Any) -> list:
+    """What each rank has, on every rank."""
     everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, metrics)
-    return merge(everywhere)
+    dist.all_gather_object(everywhere, mine)
+    return everywhere
 
 
 def _throughput(metrics: dict[str, Metric], rollout: Rollout) -> dict[str, float]:
@@ -344,17 +407,6 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _newest(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
-    """The newest checkpoint and its state, as the leading rank sees them, on every rank.
-
-    The others' own look might differ: directories of network file systems are cached.
-    """
-    found = None
-    if ranks.leads and (path := latest(run_dir)):
-        found = path, TrainState.read(path)
-    return _share(found, "reading the run directory")
-
-
 def _resume(
     newest: tuple[Path, TrainState] | None, policy: Policy, critic: Critic | None
 ) -> TrainState:
@@ -362,7 +414,6 @@ def _resume(
     if newest is None:
         return TrainState()
     path, state = newest
-    wait_until_seen(path / STATE, "rank 0 resumes from it", key="train.run_dir")
     checkpoint.load(path, policy, critic)
     if policy.ranks.leads:
         print(f"resuming {path.parents[1]} after step {state.step}", flush=True)

@@ -39,7 +39,8 @@ def run_rank(config: RunConfig) -> int:
     Returns:
         0 when all steps are done, 128 + n after a clean stop on signal n. A failure does not
         return: the process leaves with 2 and one sentence for a mistake in the input, with 3 and
-        one sentence where the guard halted the run, with 1 for anything else.
+        one sentence where the guard, or a number that is not finite, halted the run, with 1 for
+        anything else.
     """
     stop = StopRequest()
     prepare_cuda(config.parallel)

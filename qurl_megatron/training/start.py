@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
@@ -16,7 +17,7 @@ def start(config: RunConfig) -> int:
 
     Returns:
         0 when all steps are done; 128 + n after a clean stop on signal n; 2 for a mistake in the
-        input; 3 where the guard halted the run.
+        input; 3 where the guard, or a number that is not finite, halted the run.
     """
     from qurl_megatron.training.rank import run_rank
 
@@ -48,8 +49,13 @@ def _already_done(config: RunConfig) -> bool:
     """True where the run directory holds all the steps the recipe asks for."""
     run_dir = Path(config.train.run_dir)
     checkpoint = latest(run_dir)
-    state = TrainState.read(checkpoint) if checkpoint else None
-    if state is None or state.step < config.train.steps:
+    if checkpoint is None:
+        return False
+    try:
+        state = TrainState.read(checkpoint)
+    except ConfigError:
+        return False  # the ranks look for an older one, and say so
+    if state.step < config.train.steps:
         return False
     tell_done(run_dir, state)
     return True
@@ -59,7 +65,8 @@ def _make_model(config: RunConfig, path: Path) -> None:
     from qurl_megatron.training.warmstart import warmstart
 
     print(f"model.path={path} does not exist: making a small model there", flush=True)
-    accuracy = warmstart(
-        path, config.data, config.warmstart, log=lambda line: print(line, flush=True)
-    )
+    with refusing(path, key="model.path"):
+        accuracy = warmstart(
+            path, config.data, config.warmstart, log=lambda line: print(line, flush=True)
+        )
     print(f"warm start done: {accuracy:.1%} of the held-out numbers right, tidy or not", flush=True)

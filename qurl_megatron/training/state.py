@@ -2,18 +2,22 @@
 
 On disk:
 
-    run_dir/checkpoints/step_000040/     a whole checkpoint: it was renamed into place last
-    run_dir/checkpoints/.step_000040/    one the run died while writing; ignored, then replaced
+    run_dir/checkpoints/step_000040/          a checkpoint: it was renamed into place last
+    run_dir/checkpoints/.step_000040/         one the run died while writing; ignored, then replaced
+    run_dir/checkpoints/step_000040.damaged/  one that was no longer whole; never touched again
 """
 
 import fcntl
 import json
+import re
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
 from qurl_megatron.config import RunConfig, differences, load, to_toml
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.files import refusing
 
 STATE = "state.json"
 RECIPE = "config.toml"
@@ -33,13 +37,23 @@ class TrainState:
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":
+        """
+        Raises:
+            ConfigError: the file is missing or damaged.
+        """
         path = checkpoint / STATE
         try:
-            return TrainState(**json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise ConfigError(
-                f"{path} is damaged ({error}); delete the folder to resume from the one before"
-            ) from None
+            state = TrainState(**json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            raise ConfigError(f"{path} is missing") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
+        for name, kinds in _KINDS.items():
+            if type(value := getattr(state, name)) not in kinds:
+                raise ConfigError(f"{path} is damaged ({name} is {value!r:.80})")
+        if state.step < 0 or not all(type(rows) is int for rows in state.guard.values()):
+            raise ConfigError(f"{path} is damaged (step {state.step}, guard {state.guard!r:.80})")
+        return state
 
     def write(self, checkpoint: Path) -> None:
         (checkpoint / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
@@ -51,7 +65,7 @@ class TrainState:
     def summary(self) -> str:
         """How far the run has come, for a person."""
         text = f"step {self.step} done"
-        if self.accuracy is None:
+        if self.accuracy is None or self.accuracy_before is None:
             return text
         points = 100 * (self.accuracy - self.accuracy_before)
         return (
@@ -60,15 +74,44 @@ class TrainState:
         )
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+_KINDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "cursor": (dict, type(None)),
+    "accuracy_before": (float, int, type(None)),
+    "accuracy": (float, int, type(None)),
+    "guard": (dict,),
+    "unquantized_since": (int, type(None)),
+    "notice": (str,),
+}
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """All checkpoints of a run, oldest first, whatever has happened to them since."""
     found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path for path in found if (path / STATE).is_file())
+    steps = [path for path in found if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run that tell their state, oldest first."""
+    return [path for path in folders(run_dir) if (path / STATE).is_file()]
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
+    """The newest checkpoint of a run that tells its state, or None."""
     return next(reversed(checkpoints(run_dir)), None)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing is resumed from it and nothing written over it.
+
+    Returns:
+        Its new name, which no reader takes for a checkpoint.
+    """
+    names = (f"{checkpoint.name}.damaged" + (f"-{n}" if n > 1 else "") for n in count(1))
+    free = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
+    with refusing(free, key="train.run_dir"):
+        return checkpoint.rename(free)
 
 
 def tell_done(run_dir: Path, state: TrainState) -> None:
@@ -80,8 +123,17 @@ def tell_done(run_dir: Path, state: TrainState) -> None:
 def refuse_other_run(run_dir: Path, config: RunConfig) -> None:
     """Raise ``ConfigError`` where the directory holds a run that computes something else."""
     recipe = run_dir / RECIPE
-    if latest(run_dir) and recipe.is_file():
-        changed = differences(load(recipe), config)
+    with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
+        begun = latest(run_dir) is not None
+    if begun and recipe.is_file():
+        try:
+            before = load(recipe)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{recipe}, which says what run this folder holds, is damaged ({error}); delete it "
+                "if the recipe is the one the run was started with"
+            ) from None
+        changed = differences(before, config)
         if changed:
             raise ConfigError(
                 f"{run_dir} holds another run ({'; '.join(changed)}); "
@@ -96,11 +148,13 @@ def claim(run_dir: Path, config: RunConfig) -> TextIO:
         The lock: the directory is this process' own until the file is closed or the process ends.
 
     Raises:
-        ConfigError: the directory holds another run, or a process is at work in it.
+        ConfigError: the directory holds another run, a process is at work in it, or it cannot be
+            made or written.
     """
     refuse_other_run(run_dir, config)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = (run_dir / ".lock").open("w")
+    with refusing(run_dir, key="train.run_dir"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -108,5 +162,8 @@ def claim(run_dir: Path, config: RunConfig) -> TextIO:
             f"{run_dir} is in use by a run that has not ended; wait for it, stop it, "
             "or set train.run_dir to a new folder"
         ) from None
-    (run_dir / RECIPE).write_text(to_toml(config), encoding="utf-8")
+    recipe, aside = run_dir / RECIPE, run_dir / f".{RECIPE}"
+    with refusing(recipe, key="train.run_dir", half_written=aside):
+        aside.write_text(to_toml(config), encoding="utf-8")
+        aside.rename(recipe)
     return lock

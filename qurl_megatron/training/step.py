@@ -28,6 +28,7 @@ from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction
+from qurl_megatron.training.finite import NotFinite, check_gradient
 from qurl_megatron.training.mismatch import mismatch
 from qurl_megatron.training.objective import PolicyLoss, Scorer
 from qurl_megatron.training.values import ValueLoss, attach_values
@@ -52,6 +53,9 @@ def improve(
 
     Returns:
         This rank's metrics, to be merged over ranks.
+
+    Raises:
+        NotFinite: a gradient is not finite; on every rank, and the weights are lost.
     """
     ranks, algo = policy.ranks, config.algo
     score = Scorer(policy, config.rollout.temperature)
@@ -251,7 +255,14 @@ def attach_scores(
 def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, Metric]]:
     """One optimizer update; metrics of every microbatch where they count, and of the update."""
     seen = model.accumulate(minibatch, loss)
-    update = _optimizer_metrics(model.apply())
+    try:
+        measured = model.apply()
+    except RuntimeError as error:  # of torch's Adam, on every rank
+        if "without overflow" not in str(error):
+            raise
+        raise NotFinite("an update by this learning rate does not fit into FP32") from error
+    check_gradient(model, next(v for k, v in measured.items() if k.endswith("/grad_norm")))
+    update = _optimizer_metrics(measured)
     return [*seen, update] if model.ranks.counted else [update]
 
 

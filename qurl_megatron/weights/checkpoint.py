@@ -21,6 +21,7 @@ from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS, HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.sums import RECORD, read_record, wrong_size
 from qurl_megatron.weights.torch_dist import is_torch_dist
 from qurl_megatron.weights.uaq import folded, folded_scale
 
@@ -146,6 +147,8 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
         config = read_config(folder)
         return Checkpoint(folder, folder, config, read_arch(config), HfReader(folder))
     described = Path(description) if description else description_of(folder)
+    if wrong := wrong_size(megatron, read_record(megatron) or {}):
+        raise ConfigError(f"{wrong}; copy the checkpoint again, or name an older one")
     config = read_config(described)
     arch = read_arch(config)
     return Checkpoint(megatron, described, config, arch, MegatronReader(megatron, arch))
@@ -187,8 +190,12 @@ def find_torch_dist(folder: Path) -> Path | None:
         if not is_torch_dist(inner):
             raise ConfigError(f"{tracker} names {inner}, which is no torch_dist checkpoint")
         return inner
-    steps = [path for path in (folder / "checkpoints").glob("step_*") if is_torch_dist(path)]
-    return max(steps, default=None)
+    steps = {
+        int(number): path
+        for path in (folder / "checkpoints").glob("step_*")
+        if (number := path.name.removeprefix("step_")).isdecimal() and is_torch_dist(path)
+    }
+    return steps[max(steps)] if steps else None
 
 
 def load_parameter(
@@ -266,7 +273,7 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
 
 def companions(folder: Path) -> Iterator[Path]:
     """The tokenizer and generation files beside a config.json."""
-    own = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json"}
+    own = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json", RECORD}
     for path in sorted(folder.iterdir()):
         text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
         if path.is_file() and text and path.name not in own and "index.json" not in path.name:

@@ -170,10 +170,11 @@ class TorchDistReader:
             with path.open("rb", buffering=0) as file:
                 window = _Window(file, chunk.start, chunk.length)
                 loaded = torch.load(window, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:  # a damaged pickle fails in any way there is
+            why = (str(error).splitlines() or [repr(error)])[0]
             raise ConfigError(
-                f"tensor {key} cannot be read from {path} ({str(error).splitlines()[0]}); "
-                "the file is damaged, copy the checkpoint again"
+                f"tensor {key} cannot be read from {path} ({why}); the file is damaged, copy the "
+                "checkpoint again"
             ) from None
         if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (
             chunk.box[1],

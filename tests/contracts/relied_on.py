@@ -280,6 +280,11 @@ MEGATRON = [
     _mc(f"{_CHECKPOINTS}.load_common_state_dict"),
     _mc(f"{_CHECKPOINTS}.core.CheckpointingException"),
     _mc(
+        f"{_CHECKPOINTS}.dict_utils.nested_values",
+        "x",
+    ),
+    _mc(f"{_CHECKPOINTS}.mapping.is_main_replica", "replica_id"),
+    _mc(
         f"{_CHECKPOINTS}.mapping.ShardedObject",
         "key",
         "data",

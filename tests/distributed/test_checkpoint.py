@@ -1,5 +1,6 @@
 """Saved and loaded, a policy goes on as if nothing had happened, in another layout too."""
 
+import contextlib
 import functools
 
 import pytest
@@ -9,10 +10,13 @@ from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.runtime.files import free
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.training.state import TrainState, latest
+from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
+from qurl_megatron.weights.sums import RECORD, read_record, write_record
+from tests.disks import small_disk
 from tests.distributed import test_critic
 from tests.distributed.test_policy import build, recipe, relative, whole
 
@@ -39,11 +43,15 @@ def save_then_go_on(device, config, run_dir, out):
 
 def load_and_go_on(device, config, run_dir, out):
     from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.newest import newest_whole
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
-        checkpoint.load(latest(run_dir), policy)
-        assert TrainState.read(latest(run_dir)) == TrainState(1, {"epoch": 0}, 0.25, 0.5)
+        path, state = newest_whole(run_dir, ranks)
+        assert state == TrainState(1, {"epoch": 0}, 0.25, 0.5)
+        files = {f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file()}
+        assert read_record(path).keys() == files - {RECORD}
+        checkpoint.load(path, policy)
         improve_at(policy, config, 2)
         weights = whole(policy)
         if ranks.leads:
@@ -170,6 +178,14 @@ def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
     job.run(to_huggingface(open_checkpoint(run), tmp_path / "hf"))
     masters, converted = torch.load(run / "saved.pt"), HfReader(tmp_path / "hf")
     assert converted.names() == masters.keys()
+    (file,) = latest(run).glob("__0_0.distcp")
+    flip(file)
+    with pytest.raises(ConfigError, match=f"{file} has changed since .*; copy the checkpoint"):
+        job.run(to_huggingface(open_checkpoint(run), tmp_path / "hf2"))
+    assert "__0_0.distcp has changed" in job.verify(latest(run))[0]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=f"{file} has .* bytes where .* were written; copy the"):
+        open_checkpoint(run)
     # The 7 tensors of a layer, all layers' in one; embedding, last norm and output layer.
     assert facts["weights"] == {"bfloat16": 7 + 3}
     for name, value in masters.items():
@@ -211,6 +227,141 @@ def test_a_checkpoint_of_another_model_is_refused(backend, tmp_path):
     run = tmp_path / "run"
     run_on_ranks(save_then_go_on, 1, backend, tmp_path, recipe(small, {}), run, tmp_path / "a.pt")
     run_on_ranks(load_into_another_model, 1, backend, tmp_path, large, run)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+PARTS = ("__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "hf/config.json", STATE)
+
+
+def pretend_checkpoint(run_dir, step):
+    """The files of a checkpoint, without a model in them."""
+    folder = run_dir / f"checkpoints/step_{step:06d}"
+    (folder / "hf").mkdir(parents=True)
+    TrainState(step=step).write(folder)
+    for name in PARTS[:-1]:
+        (folder / name).write_bytes(name.encode() * (1000 + step))
+    write_record(folder, {})
+    return folder
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "has changed since it was written": flip,
+    "bytes where": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "is missing": lambda path: path.unlink(),
+}
+
+
+@contextlib.contextmanager
+def said_into(path):
+    """What rank 0 prints; a forked rank's own stdout is that of the first test."""
+    with path.open("a") as file, contextlib.redirect_stdout(file):
+        yield
+
+
+def damage_and_look(device, root):
+    import torch.distributed as dist
+
+    from qurl_megatron.training.newest import newest_whole
+
+    with megatron_runtime(ParallelConfig(tensor=2)) as ranks, said_into(root / "said"):
+        for number, (part, (what, damage)) in enumerate(
+            (part, damage) for part in PARTS for damage in DAMAGES.items()
+        ):
+            run = root / f"run-{number}"
+            if ranks.leads:
+                older, newer = (pretend_checkpoint(run, step) for step in (2, 4))
+                before = {f.name: f.read_bytes() for f in newer.rglob("*") if f.is_file()}
+                damage(newer / part)
+                before[(newer / part).name] = b""
+            dist.barrier()
+            path, state = newest_whole(run, ranks)
+            assert (path.name, state) == ("step_000002", TrainState(step=2)), (part, what)
+            if ranks.leads:
+                aside = run / "checkpoints/step_000004.damaged"
+                for file in aside.rglob("*"):
+                    assert file.is_dir() or before[file.name] in (b"", file.read_bytes())
+                assert folders(run) == [older]
+                flip(older / part)
+            dist.barrier()
+            with pytest.raises(ConfigError, match=f"no checkpoint in .* is whole: .*{part}"):
+                newest_whole(run, ranks)
+            if ranks.leads:
+                assert folders(run) == [older], "nothing is touched where nothing is whole"
+
+
+def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one_taken(
+    tmp_path,
+):
+    run_on_ranks(damage_and_look, 2, "gloo", tmp_path, tmp_path)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert len(said) == len(PARTS) * len(DAMAGES)
+    for line, (part, what) in zip(said, ((p, w) for p in PARTS for w in DAMAGES), strict=True):
+        assert f"step_000004/{part} " in line and (what in line or part == STATE), line
+        assert "set aside as step_000004.damaged, and the run goes on from step_000002" in line
+
+
+def look_at_an_old_one(device, run_dir):
+    from qurl_megatron.training.newest import newest_whole
+
+    with megatron_runtime(ParallelConfig()) as ranks, said_into(run_dir / "said"):
+        assert newest_whole(run_dir, ranks)[0].name == "step_000004"
+
+
+def test_a_checkpoint_without_checksums_is_taken_with_a_note(tmp_path):
+    (pretend_checkpoint(tmp_path / "run", 4) / RECORD).unlink()
+    run_on_ranks(look_at_an_old_one, 1, "gloo", tmp_path, tmp_path / "run")
+    assert (
+        "has no files.json, as it was written without checksums"
+        in (tmp_path / "run/said").read_text()
+    )
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(tmp_path):
+    for name in ("step_000004.damaged", "step_000004.damaged-2"):
+        assert set_aside(pretend_checkpoint(tmp_path, 4)).name == name
+    assert latest(tmp_path) is None
+
+
+def save_where_there_is_no_room(device, config, run_dir, disk):
+    from qurl_megatron.training import checkpoint
+    from tests.disks import fill
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        checkpoint.save(run_dir, policy, TrainState(step=1), keep=2)
+        used = sum(f.stat().st_size for f in run_dir.rglob("*") if f.is_file())
+        for leave in (used // 2, 0):
+            if ranks.leads:
+                fill(disk, leave=leave)
+            checkpoint.free = (lambda path: 1 << 40) if leave else free  # it was there a moment ago
+            with pytest.raises(ConfigError) as error:
+                checkpoint.save(run_dir, policy, TrainState(step=2), keep=2)
+            said = str(error.value)
+            assert "checkpoints/step_000002 cannot be written (No space left on device): " in said
+            assert "MB are needed" in said and "step_000001 stays the newest checkpoint" in said
+            assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000001"]
+            if ranks.leads:
+                (disk / "filler").unlink()
+        checkpoint.save(run_dir, policy, TrainState(step=2), keep=2)
+
+
+@pytest.mark.parametrize("layout", [dict(tensor=2)], ids=str)
+def test_a_disk_that_is_full_at_a_checkpoint_is_told_on_every_rank_and_the_old_one_stays(
+    layout, tmp_path
+):
+    config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), layout, dtype="bfloat16")
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        world = config.parallel.world_size
+        run_on_ranks(
+            save_where_there_is_no_room, world, "gloo", tmp_path, config, disk / "run", disk
+        )
 
 
 def test_an_unfinished_checkpoint_does_not_exist(tmp_path):

@@ -165,13 +165,13 @@ def test_parts_of_one_gpu_are_told_apart(gpus, monkeypatch):
 
 
 def look_for_checkpoints(device, run_dir) -> None:
-    from qurl_megatron.training import loop
+    from qurl_megatron.training import newest
     from qurl_megatron.training.state import TrainState
 
     if dist.get_rank() > 0:  # its node has the folders of a minute ago
-        loop.latest = lambda run_dir: None
+        newest.folders = lambda run_dir: []
     with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
-        path, state = loop._newest(run_dir, ranks)
+        path, state = newest.newest_whole(run_dir, ranks)
     assert (path.name, state) == ("step_000004", TrainState(step=4, notice="n"))
 
 

@@ -92,6 +92,35 @@ def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(t
         assert run.step() == saved + 2
 
 
+def test_a_run_that_can_log_no_more_saves_itself_and_says_what_is_missing(tiny, tmp_path):
+    checkpoints, versions = tmp_path / "checkpoints", tmp_path / "versions"
+    checkpoints.mkdir()
+    with small_disk(tiny.parent / "unlogged", "8m") as disk:
+        (disk / "checkpoints").symlink_to(checkpoints)
+        options = ("rollout.engines=1", f"sync.dir={versions}", "train.save_rollouts=false")
+        run = Run(tiny, "unlogged", *options)
+        with run.process() as process:
+            run.wait(lambda: run.step() >= 2)
+            while process.poll() is None:  # the page that a log ends in has room for a while
+                fill(disk)
+                time.sleep(0.01)
+            assert run.ended() == 2
+            assert not run.left()
+        assert re.fullmatch(
+            rf"qurl: {disk}/\w+\.jsonl cannot be written \(No space left on device\): "
+            r"0\.0 MB are free; free some, or set train\.run_dir to a folder with more; "
+            r"step \d+ is saved, start again to go on from it\n",
+            run.stderr(),
+        )
+        (saved,) = run.saved()
+        (disk / "filler").unlink()
+        again = Run(tiny, "unlogged", *options, f"train.steps={saved + 2}")
+        with again.process():
+            assert again.ended() == 0, again.stderr()
+        assert f"resuming {run.dir} after step {saved}" in again.stdout()
+        assert run.step() == saved + 2
+
+
 def refused(publisher, version: int) -> str:
     try:
         publisher.publish(version)

@@ -84,7 +84,8 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 @pytest.fixture(scope="module")
 def uninterrupted(recipe) -> Path:
     run_dir = recipe.parent / "whole"
-    done = qurl("train", recipe, "parallel.tensor=2", f"train.run_dir={run_dir}")
+    options = ("parallel.tensor=2", "checkpoint.every=2", f"train.run_dir={run_dir}")
+    done = qurl("train", recipe, *options)
     assert done.returncode == 0, done.stderr
     assert "held-out accuracy" in done.stdout and "report:" in done.stdout
     return run_dir
@@ -175,6 +176,75 @@ def test_killed_outright_it_goes_on_from_the_last_whole_checkpoint(recipe, unint
     again = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     assert metrics(run_dir) == metrics(uninterrupted)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def flip_some_bytes(checkpoint: Path) -> None:
+    for path in checkpoint.glob("*.distcp"):
+        damaged = bytearray(path.read_bytes())
+        for part in range(4):
+            start = part * len(damaged) // 4
+            damaged[start : start + 64] = bytes(255 - byte for byte in damaged[start : start + 64])
+        path.write_bytes(damaged)
+
+
+def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(recipe, uninterrupted):
+    run_dir = recipe.parent / "damaged"
+    shutil.copytree(uninterrupted, run_dir)
+    flip_some_bytes(run_dir / "checkpoints/step_000004")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:-4]))  # step 2 is no longer there
+    assert json.loads(lines[-5])["step"] == 1
+    command = ("train", recipe, "parallel.tensor=2", f"train.run_dir={run_dir}", "train.steps=5")
+    done = qurl(*command)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"step_000004/__\d_0\.distcp has changed since it was written: .*step_000004 is set aside "
+        r"as step_000004\.damaged, and the run goes on from step_000002, the newest whole check",
+        done.stdout,
+    )
+    assert f"resuming {run_dir} after step 2\n" in done.stdout
+    assert "metrics.jsonl ends with step 1: steps 2 to 2, which the checkpoint has" in done.stdout
+    seen, expected = metrics(run_dir), metrics(uninterrupted)
+    assert list(seen) == [0, 1, 3, 4, 5] and seen[3] == expected[3]
+    assert seen[4] == {k: v for k, v in expected[4].items() if k != "eval/accuracy"}
+
+    shutil.rmtree(run_dir / "checkpoints/step_000002", ignore_errors=True)
+    flip_some_bytes(run_dir / "checkpoints/step_000005")
+    before = contents(run_dir)
+    done = qurl(*command[:-1], "train.steps=6")
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"qurl: no checkpoint in \S+ is whole: \S+/step_000005/__\d_0\.distcp has changed since it "
+        r"was written: its checksum is another; restore these files, or start anew in another "
+        r"train\.run_dir\n",
+        done.stderr,
+    )
+    after = contents(run_dir)
+    assert {name for name in before if before[name] != after[name]} <= {"config.toml"}
+
+
+def test_weights_that_a_step_breaks_are_not_saved_and_a_saner_start_works(recipe, uninterrupted):
+    run_dir = recipe.parent / "broken"
+    command = ("train", recipe, "parallel.tensor=2", f"train.run_dir={run_dir}", "train.steps=2")
+    done = qurl(*command, "optimizer.lr=1e38", "optimizer.warmup_steps=4", "checkpoint.every=1")
+    assert done.returncode == 3, done.stderr
+    assert re.fullmatch(
+        r"qurl: step 1 broke the policy: .*weight on rank \d has .*; nothing of it is published or "
+        r"saved; start again with a smaller optimizer\.lr\n",
+        done.stderr,
+    )
+    assert not list((run_dir / "checkpoints").glob("*"))
+    done = qurl(*command, "optimizer.lr=1e6", "train.eval_prompts=0")  # saner, but not sane
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"weights, step 1: the norm of the weights has grown from \S+ to \d\S+e\+0[78]; "
+        r"optimizer\.lr=1e\+06 is far too large",
+        done.stdout,
+    )
 
 
 def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(recipe):

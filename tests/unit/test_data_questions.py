@@ -49,8 +49,11 @@ GOOD = json.dumps(ROWS[0]) + "\n"
         ('{"prompt": "a", "answer": 12}', r"line 1: answer must be a string, got 12 \(int\)"),
         ('{"prompt": null, "answer": "b"}', r"line 1: prompt must be a string, got None"),
         ('{"prompt": " ", "answer": "b"}', "line 1: prompt is empty"),
+        (GOOD + '{"prompt": "a\\ud83d", "answer": "b"}', r"line 2: prompt has half a character"),
+        (GOOD + '{"prompt": "a", "answer": "\\udc00"}', r"line 2: answer .* \(.udc00, a surrogate"),
+        (GOOD + "[" * 100_000, "line 2 is not valid JSON"),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 def test_a_bad_jsonl_file_is_refused_with_its_line(tmp_path, text, complaint):
     with pytest.raises(ConfigError, match=rf"data\.path=.*a\.jsonl.*{complaint}"):

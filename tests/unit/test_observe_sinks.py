@@ -6,6 +6,7 @@ import pytest
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import JsonlSink, TensorBoardSink, WandbSink, read_metrics
+from tests.disks import fill, small_disk
 
 
 def _write(path, steps, **sink_args):
@@ -131,6 +132,45 @@ def test_tensorboard_gets_every_scalar(tmp_path):
     sink.close()
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
     assert [(event.step, event.value) for event in events] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for second, (resume, value) in enumerate(((None, 0.25), (2, 0.5))):
+        sink = TensorBoardSink(tmp_path, resume_step=resume)
+        for step in (1, 2, 3) if resume is None else (2,):
+            sink.write(step, {"x": value})
+        sink.close()
+        (written,) = tmp_path.glob("events.out.tfevents.1*")
+        written.rename(tmp_path / f"events.out.tfevents.000000000{second}.host.1")
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("x")
+    assert [(event.step, event.value) for event in events] == [(1, 0.25), (2, 0.5)]
+
+
+def test_on_a_full_disk_a_line_is_whole_or_not_there(tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        sinks = [JsonlSink(disk / "m.jsonl"), TensorBoardSink(disk)]
+        for sink in sinks:
+            sink.write(1, {"x": 1.0})
+        fill(disk)
+        for sink in sinks:
+            with pytest.raises(OSError, match="No space left on device"):
+                for step in range(2, 1000):
+                    sink.write(step, {f"name/{step}-{n}": 0.5 for n in range(9)})
+        assert (disk / "m.jsonl").read_bytes().endswith(b"}}\n")
+        last = read_metrics(disk / "m.jsonl")[-1].step
+        (disk / "filler").unlink()
+        for sink in sinks:
+            sink.write(last + 1, {"x": 2.0})
+            sink.close()
+        assert [r.step for r in read_metrics(disk / "m.jsonl")] == list(range(1, last + 2))
+
+
+def test_a_resumed_file_knows_its_last_step(tmp_path):
+    _write(tmp_path / "m.jsonl", [0, 1, 2, 3])
+    assert JsonlSink(tmp_path / "m.jsonl", resume_step=3).last_step == 2
+    assert JsonlSink(tmp_path / "m.jsonl", resume_step=0).last_step is None
 
 
 def test_wandb_missing_is_a_sentence_with_the_mend(tmp_path, monkeypatch):

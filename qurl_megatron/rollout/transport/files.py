@@ -8,14 +8,13 @@ A file appears whole, under its name, or not at all. It is not forced to disk: t
 slices tell a reader after a power cut.
 """
 
-import contextlib
-import errno
+import functools
 import json
 import mmap
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,12 @@ from qurl_megatron.rollout.transport import AtOnce, Part, Rank
 from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.version import MANIFEST, Manifest
 from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Piece, Receipt, checksum, raw
+from qurl_megatron.runtime import files
 from qurl_megatron.weights.hf_reader import DTYPES
 
 RECEIPTS = "receipts"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MENDS = {
-    errno.ENOSPC: "free some, or set sync.dir to a folder with more",
-    errno.EDQUOT: "the quota is used up; free some, or set sync.dir to another folder",
-    errno.EACCES: "set sync.dir to a folder this user may write",
-    errno.EPERM: "set sync.dir to a folder this user may write",
-    errno.EROFS: "set sync.dir to a folder that is not read-only",
-}
+refusing = functools.partial(files.refusing, key="sync.dir")
 
 
 class FilesSender(AtOnce):
@@ -58,7 +52,7 @@ class FilesSender(AtOnce):
         self.root = root.absolute()
         self.rank, self.leads, self.receipt_wait_s = rank, leads, receipt_wait_s
         self.folder = self.root
-        with refusing(self.root, 0):
+        with refusing(self.root, size=0):
             (self.root / RECEIPTS).mkdir(parents=True, exist_ok=True)
 
     def describe(self, engine: str) -> dict[str, Any]:
@@ -66,7 +60,7 @@ class FilesSender(AtOnce):
 
     def begin(self, version: int) -> None:
         self.folder = self.root / f"v{version:06d}"
-        with refusing(self.folder, 0):
+        with refusing(self.folder, size=0):
             self.folder.mkdir(exist_ok=True)
             (self.folder / MANIFEST).unlink(missing_ok=True)
             for old in self.folder.glob(f"{self.rank}-b*"):
@@ -76,7 +70,7 @@ class FilesSender(AtOnce):
         path = self.folder / f"{self.rank}-b{index:05d}.safetensors"
         header, places, size = _header(parts)
         aside = path.with_suffix(".tmp")
-        with refusing(path, len(header) + size, half_written=aside):
+        with refusing(path, size=len(header) + size, half_written=aside):
             with aside.open("wb", buffering=0) as file:
                 _write(file.fileno(), memoryview(header))
                 pieces = [_written(file.fileno(), *place) for place in places]
@@ -91,7 +85,7 @@ class FilesSender(AtOnce):
         """
         path = self.folder / MANIFEST
         aside = path.with_name(f"{MANIFEST}.tmp")
-        with refusing(path, len(manifest.to_json()), half_written=aside):
+        with refusing(path, size=len(manifest.to_json()), half_written=aside):
             manifest.write(self.folder)
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
@@ -151,32 +145,6 @@ def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
     with warnings.catch_warnings():  # torch has no read-only tensors; nobody writes to this one
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-@contextlib.contextmanager
-def refusing(path: Path, size: int, *, half_written: Path | None = None) -> Iterator[None]:
-    """Turn "no room" and "no right" into a sentence for the user, and leave no half-written file.
-
-    Args:
-        size: bytes that are to be written.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if half_written is not None:
-            with contextlib.suppress(OSError):
-                half_written.unlink()
-        if not isinstance(error, OSError) or error.errno not in MENDS:
-            raise
-        raise ConfigError(
-            f"{path} cannot be written ({os.strerror(error.errno)}): {size / 1e6:.1f} MB are "
-            f"needed, {_free(path) / 1e6:.1f} MB are free; {MENDS[error.errno]}"
-        ) from None
-
-
-def _free(path: Path) -> int:
-    there = next(folder for folder in path.parents if folder.is_dir())
-    return shutil.disk_usage(there).free
 
 
 def _header(parts: Sequence[Part]) -> tuple[bytes, list[tuple[Part, int]], int]:

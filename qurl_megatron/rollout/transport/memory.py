@@ -37,7 +37,7 @@ def private_folder(path: Path) -> None:
     Raises:
         ConfigError: it cannot be made, or is another user's.
     """
-    with refusing(path, 0):
+    with refusing(path, size=0):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _own(path, os.stat(path, follow_symlinks=False), stat.S_ISDIR)
 
@@ -70,7 +70,7 @@ class MemorySender(AtOnce):
         self.leads, self.receipt_wait_s = leads, receipt_wait_s
         self._facts = own_facts()
         private_folder(self.folder)
-        with refusing(self.folder, 0):
+        with refusing(self.folder, size=0):
             (self.folder / RECEIPTS).mkdir(exist_ok=True)
         on_gpu = torch.device(device).type == "cuda"
         if on_gpu and (setting := expandable_segments(os.environ)):
@@ -162,7 +162,7 @@ class _FileSlot:
     def _grow(self, size: int) -> None:
         """A new file: who still maps the old one keeps it, and sees by the inode that it is old."""
         self.close()
-        with refusing(self._path, size, half_written=self._path):
+        with refusing(self._path, size=size, half_written=self._path):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             try:
                 # Reserved, not only sized: a write to memory that is not there ends the process.

@@ -1,0 +1,82 @@
+"""The newest checkpoint of a run that is still what was written, found by all ranks together.
+
+Rank 0 looks at names and sizes; each rank then reads a share of the files and compares checksums,
+and all hear what all found. A damaged checkpoint is set aside under another name once an older one
+has proved whole. Where none has, nothing is touched: a run that began anew would write over what
+can perhaps be restored.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.runtime.megatron import Ranks, share
+from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
+from qurl_megatron.weights.sums import RECORD, FileSum, damaged, read_record, wrong_size
+
+
+def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
+    """The newest whole checkpoint and its state, on every rank alike; None where there is none yet.
+
+    All ranks call it together. Their own look at the folder might differ: directories of network
+    file systems are cached.
+
+    Raises:
+        ConfigError: there are checkpoints, and none is whole; nothing was changed.
+    """
+    candidates = folders(run_dir) if ranks.leads else []
+    broken: list[tuple[Path, str]] = []
+    for folder in reversed(share(candidates, waiting_for="reading the run directory")):
+        found = share(_at_first_sight(folder) if ranks.leads else None, waiting_for=str(folder))
+        why = found if isinstance(found, str) else _closely(folder, found[1] or {}, ranks)
+        if why is None:
+            if ranks.leads:
+                _tell(folder, found[1], broken)
+            return folder, found[0]
+        broken.append((folder, why))
+    if broken:
+        raise ConfigError(
+            f"no checkpoint in {run_dir} is whole: {'; '.join(why for _, why in broken)}; restore "
+            "these files, or start anew in another train.run_dir"
+        )
+    return None
+
+
+def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None] | str:
+    """The state and the record of a checkpoint; or what is wrong with it, a sentence."""
+    try:
+        state, record = TrainState.read(folder), read_record(folder)
+    except ConfigError as error:
+        return str(error)
+    return wrong_size(folder, record or {}) or (state, record)
+
+
+def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str | None:
+    """What is wrong with the bytes of a checkpoint; None where all are what was written."""
+    wait_until_seen(folder / STATE, "rank 0 resumes from it", key="train.run_dir")
+    largest_first = sorted(record, key=lambda name: -record[name].bytes)
+    mine = largest_first[ranks.rank :: ranks.world_size]
+    for name in mine:
+        wait_until_seen(folder / name, "rank 0 sees it", key="train.run_dir")
+    everywhere: list[str | None] = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, damaged(folder, record, mine))
+    return next(filter(None, everywhere), None)
+
+
+def _tell(folder: Path, record: object, broken: list[tuple[Path, str]]) -> None:
+    for path, why in broken:
+        kept = set_aside(path)
+        print(
+            f"{why}: {path.name} is set aside as {kept.name}, and the run goes on from "
+            f"{folder.name}, the newest whole checkpoint",
+            flush=True,
+        )
+    if record is None:
+        print(
+            f"{folder} has no {RECORD}, as it was written without checksums: its files are taken "
+            "as they are",
+            flush=True,
+        )

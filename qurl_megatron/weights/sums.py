@@ -1,0 +1,135 @@
+"""Is a run's checkpoint what was written? Size and XXH3-128 of each of its files, beside them.
+
+    step_000040/files.json   {"format": "qurl-files-1", "files": {"common.pt": [1234, "5c.."]}}
+
+Disks, and copies from one to another, lose and change bytes without a word. XXH3 finds that, at the
+speed of memory; it does not find malice.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from qurl_megatron.errors import ConfigError
+
+RECORD = "files.json"
+FORMAT = "qurl-files-1"
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file held when it was written."""
+
+    bytes: int
+    xxh3: str  # of 128 bits, hexadecimal
+
+
+class Summing:
+    """Sums up bytes as they go by."""
+
+    def __init__(self) -> None:
+        self._digest, self._bytes = xxhash.xxh3_128(), 0
+
+    def update(self, data) -> None:
+        self._digest.update(data)
+        self._bytes += memoryview(data).nbytes
+
+    def done(self) -> FileSum:
+        return FileSum(self._bytes, self._digest.hexdigest())
+
+
+def sum_of(path: Path) -> FileSum:
+    """Of a file as it is on disk."""
+    summing, buffer = Summing(), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            summing.update(buffer[:count])
+    return summing.done()
+
+
+def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
+    """Record every file of a folder that is whole now, those in folders inside included.
+
+    Args:
+        known: sums by name of what was summed up while it was written, and forced to disk; the
+            rest is read back, and forced to disk here.
+    """
+    sums = dict(known)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known and name != RECORD:
+            _sync(path)
+            sums[name] = sum_of(path)
+    record = {name: [found.bytes, found.xxh3] for name, found in sorted(sums.items())}
+    text = json.dumps({"format": FORMAT, "files": record}, indent=1)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+    _sync(folder / RECORD)
+    _sync(folder)
+
+
+def read_record(folder: Path) -> dict[str, FileSum] | None:
+    """The sums of a folder's files by name; None where it has no record.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    path = folder / RECORD
+    try:
+        found = json.loads(path.read_bytes())
+        if found["format"] != FORMAT:
+            raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
+        return {_inside(name): _file_sum(*entry) for name, entry in found["files"].items()}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error!r:.200})") from None
+
+
+def _inside(name: str) -> str:
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ValueError(f"{name!r:.80} does not lie in the folder")
+    return name
+
+
+def _file_sum(size: int, digest: str) -> FileSum:
+    if type(size) is not int or size < 0 or type(digest) is not str:
+        raise ValueError(f"{size!r:.40}, {digest!r:.40} is not a size and a sum")
+    return FileSum(size, digest)
+
+
+def wrong_size(folder: Path, record: Mapping[str, FileSum]) -> str | None:
+    """What is to be seen without reading: the first file that is missing, cut off or too long."""
+    for name, entry in record.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != entry.bytes:
+            return f"{path} has {size} bytes where {entry.bytes} were written"
+    return None
+
+
+def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -> str | None:
+    """The first of some files that is not what was written, as a sentence; reads them all."""
+    for name in names:
+        path = folder / name
+        try:
+            found = sum_of(path)
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+        if found != record[name]:
+            return f"{path} has changed since it was written: its checksum is another"
+    return None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

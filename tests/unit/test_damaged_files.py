@@ -1,0 +1,338 @@
+"""Whatever a file holds, its reader returns a value or the one error that a user can mend.
+
+Each reader is given valid files, damaged in some hundred ways.
+"""
+
+import contextlib
+import json
+import pickle
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+
+from qurl_megatron.config import DataConfig, load, to_toml
+from qurl_megatron.convert.job import MANIFEST, read_manifest, verify
+from qurl_megatron.data.questions import training_questions
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.sinks import JsonlSink, read_metrics
+from qurl_megatron.observe.timeline import Timeline, read_timeline
+from qurl_megatron.quant.export import read_quantization
+from qurl_megatron.rollout import version
+from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
+from qurl_megatron.weights.arch import read_arch, read_config
+from qurl_megatron.weights.hf_reader import INDEX, HfReader
+from qurl_megatron.weights.sums import RECORD, read_record, write_record, wrong_size
+from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
+from qurl_megatron.weights.uaq import folded_scale
+from tests.fuzz import damaged, damaged_bytes, examples
+
+MENDABLE = contextlib.suppress(ConfigError)  # all else fails the test
+
+RECIPE_TEXT = """
+[model]
+path = "m"
+[data]
+task = "chain_sum"
+task_args = { min_terms = 2, max_terms = 2 }
+prompts_per_step = 8
+[optimizer]
+lr = 1e-6
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("damaged")
+
+
+def put(path, content: bytes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+@given(content=damaged_bytes(RECIPE_TEXT.encode()))
+@examples(300)
+def test_recipes(place, content):
+    with MENDABLE:
+        load(put(place / "recipe.toml", content))
+
+
+@given(content=damaged_bytes(RECIPE_TEXT.encode()))
+@examples(200)
+def test_the_recipe_that_a_run_keeps(place, content):
+    run = place / "run"
+    now = load(put(place / "good.toml", RECIPE_TEXT.encode()))
+    put(run / f"checkpoints/step_000001/{STATE}", b"{}")
+    put(run / RECIPE, content)
+    with MENDABLE:
+        refuse_other_run(run, now)
+    assert load(put(run / RECIPE, to_toml(now).encode())) == now
+
+
+@given(content=damaged({"prompt": "1 + 1 =", "answer": "2"}))
+@examples(300)
+def test_lines_of_prompts(place, content):
+    path = put(place / "prompts.jsonl", b'{"prompt": "a", "answer": "b"}\n' + content)
+    with MENDABLE:
+        for question in training_questions(DataConfig(path=str(path))):
+            (question.text + question.answer).encode()
+
+
+def _table() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": ["1 + 1 =", "x"] * 4, "answer": ["2", "y"] * 4}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@given(content=damaged_bytes(_table()))
+@examples(200)
+def test_tables_of_prompts(place, content):
+    with MENDABLE:
+        training_questions(DataConfig(path=str(put(place / "prompts.parquet", content))))
+
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+}
+
+
+@given(header=damaged(HEADER))
+@examples(300)
+def test_headers_of_safetensors(place, header):
+    content = len(header).to_bytes(8, "little") + header + bytes(32)
+    put(place / "weights/model.safetensors", content)
+    with MENDABLE:
+        reader = HfReader(place / "weights")
+        for name in reader.names():
+            reader.whole(name)
+
+
+@given(index=damaged({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
+@examples(200)
+def test_indices_of_safetensors(place, index):
+    header = json.dumps(HEADER).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(32)
+    put(place / "indexed/x.safetensors", content)
+    put(place / "indexed" / INDEX, index)
+    with MENDABLE:
+        HfReader(place / "indexed")
+
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128,
+    "qurl": {"uaq_scale": 1.5, "dtype": "bfloat16"},
+}
+
+
+@given(content=damaged(QWEN2))
+@examples(300)
+def test_configs_of_models(place, content):
+    put(place / "described/config.json", content)
+    with MENDABLE:
+        found = read_config(place / "described")
+        folded_scale(found)
+        read_arch(found)
+
+
+def test_the_config_that_is_damaged_is_read_when_it_is_whole(place):
+    put(place / "described/config.json", json.dumps(QWEN2).encode())
+    assert read_arch(read_config(place / "described")).num_layers == 3
+
+
+QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token"},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+@given(content=damaged({"quantization_config": QUANTIZED}))
+@examples(300)
+def test_configs_of_quantized_models(place, content):
+    put(place / "quantized/config.json", content)
+    with MENDABLE:
+        read_quantization(read_config(place / "quantized"))
+
+
+@given(
+    content=damaged(
+        {
+            "format": "qurl-checkpoint-1",
+            "request": {"kind": "quantize"},
+            "files": {"config.json": {"bytes": 2, "sha256": "00"}},
+        }
+    )
+)
+@examples(300)
+def test_manifests_of_converted_folders(place, content):
+    put(place / "converted/config.json", b"{}")
+    put(place / "converted" / MANIFEST, content)
+    with MENDABLE:
+        read_manifest(place / "converted")
+        verify(place / "converted")
+
+
+@given(
+    content=damaged(
+        {
+            "format": version.FORMAT,
+            "version": 3,
+            "scheme": "int8",
+            "files": {"r-b0.safetensors": 12},
+            "tensors": {
+                "w": {
+                    "shape": [4, 2],
+                    "dtype": "int8",
+                    "split_dim": 0,
+                    "slices": [
+                        {"file": "r-b0.safetensors", "start": 0, "length": 4, "checksum": "0"}
+                    ],
+                }
+            },
+        }
+    )
+)
+@examples(300)
+def test_manifests_of_published_versions(place, content):
+    put(place / "v000003" / version.MANIFEST, content)
+    with MENDABLE:
+        version.Manifest.read(place / "v000003")
+
+
+@given(content=damaged({"step": 3, "time": 1.5, "metrics": {"reward/mean": 0.5, "x": "NaN"}}))
+@examples(300)
+def test_metrics(place, content):
+    line = b'{"step": 1, "time": 1.0, "metrics": {"a": 1.0}}\n'
+    path = put(place / "metrics.jsonl", line + content + b"\n" + line)
+    with MENDABLE:
+        read_metrics(path)
+    with MENDABLE:
+        JsonlSink(path, resume_step=2).close()
+        assert path.read_bytes().startswith(line)
+
+
+@given(content=damaged({"lane": "engines", "name": "x", "step": 1, "start": 1.0, "end": 2.0}))
+@examples(200)
+def test_timelines(place, content):
+    line = b'{"lane": "a", "name": "x", "step": 1, "start": 1.0, "end": 2.0}\n'
+    path = put(place / "timeline.jsonl", line + content + b"\n" + line)
+    with MENDABLE:
+        read_timeline(path)
+    with MENDABLE:
+        Timeline(path, resume_step=2).close()
+
+
+@given(
+    content=damaged(
+        {"step": 4, "cursor": {"epoch": 0}, "accuracy": 0.5, "guard": {"kl": 1}, "notice": "n"}
+    )
+)
+@examples(300)
+def test_states_of_runs(place, content):
+    put(place / STATE, content)
+    with MENDABLE:
+        state = TrainState.read(place)
+        assert state.step >= 0
+        state.summary()
+        state.scheme("int8")
+
+
+@given(
+    content=damaged(
+        {"format": "qurl-files-1", "files": {"__0_0.distcp": [4, "ab"], "hf/config.json": [2, ""]}}
+    )
+)
+@examples(300)
+def test_records_of_checksums(place, content):
+    put(place / "recorded" / RECORD, content)
+    with MENDABLE:
+        wrong_size(place / "recorded", read_record(place / "recorded"))
+
+
+@pytest.fixture(scope="module")
+def megatron(place):
+    folder = place / "megatron"
+    folder.mkdir()
+    values = [(Chunk(f"k{n}", (2, 3), (n, 0), (1, 3)), torch.ones(1, 3)) for n in range(2)]
+    rows = {"__0_0.distcp": write_chunks(folder / "__0_0.distcp", values)}
+    write_table(folder, rows)
+    return folder
+
+
+def test_tables_of_megatron_checkpoints(place, megatron):
+    table = (megatron / ".metadata").read_bytes()
+    folder = place / "torn"
+    shutil.copytree(megatron, folder)
+
+    @given(content=damaged_bytes(table))
+    @examples(400)
+    def check(content):
+        put(folder / ".metadata", content)
+        with MENDABLE:
+            reader = TorchDistReader(folder)
+            for key in reader.keys():  # noqa: SIM118  not a dict
+                reader.read(key, (0, 0), (1, 3))
+
+    check()
+
+
+def test_chunks_of_megatron_checkpoints(place, megatron):
+    chunks = (megatron / "__0_0.distcp").read_bytes()
+    folder = place / "cut"
+    shutil.copytree(megatron, folder)
+
+    @given(content=damaged_bytes(chunks))
+    @examples(300)
+    def check(content):
+        put(folder / "__0_0.distcp", content)
+        with MENDABLE:
+            TorchDistReader(folder).read("k0", (0, 0), (1, 3))
+
+    check()
+
+
+def test_a_record_finds_every_kind_of_damage(place):
+    folder = place / "whole"
+    put(folder / "a", pickle.dumps(list(range(100))))
+    write_record(folder, {})
+
+    @given(content=damaged_bytes((folder / "a").read_bytes()))
+    @examples(200)
+    def check(content):
+        from qurl_megatron.weights.sums import damaged as found
+
+        before = (folder / "a").read_bytes()
+        put(folder / "a", content)
+        record = read_record(folder)
+        assert (found(folder, record, record) is None) == (content == before)
+        put(folder / "a", before)
+
+    check()

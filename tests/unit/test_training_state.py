@@ -1,0 +1,100 @@
+"""A run's folder: claimed in one piece, and what is wrong with it said in one sentence."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from qurl_megatron.config import load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.training.finite import Growth
+from qurl_megatron.training.start import _already_done
+from qurl_megatron.training.state import RECIPE, STATE, TrainState, claim, folders, latest
+from tests.disks import fill, small_disk
+from tests.unit.test_damaged_files import RECIPE_TEXT
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE_TEXT)
+    return load(tmp_path / "recipe.toml")
+
+
+def checkpoint(run_dir, step):
+    folder = run_dir / f"checkpoints/step_{step:06d}"
+    folder.mkdir(parents=True)
+    TrainState(step=step).write(folder)
+    return folder
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(config, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for run_dir in (tmp_path / "file", tmp_path / "file/run", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=rf"{run_dir} cannot be written \(.*train\.run_dir"):
+            claim(run_dir, config)
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_folder_that_is_read_only_is_one_sentence(config, tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for run_dir in (disk, disk / "run"):
+            with pytest.raises(ConfigError, match="Read-only file system.*that is not read-only"):
+                claim(run_dir, config)
+
+
+def test_a_recipe_is_replaced_whole_or_stays_as_it_was(config, tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        claim(disk, config).close()
+        before = (disk / RECIPE).read_text()
+        fill(disk)
+        with pytest.raises(ConfigError, match="config.toml cannot be written .No space left"):
+            claim(disk, config)
+        assert (disk / RECIPE).read_text() == before
+        assert {path.name for path in disk.iterdir()} == {"filler", ".lock", RECIPE}
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_recipe_that_was_cut_off_is_named(config, kept, tmp_path):
+    claim(tmp_path / "run", config).close()
+    checkpoint(tmp_path / "run", 2)
+    recipe = tmp_path / "run" / RECIPE
+    os.truncate(recipe, kept)
+    with pytest.raises(ConfigError, match=f"{recipe}, which says what run .*, is damaged .*delete"):
+        claim(tmp_path / "run", config)
+    recipe.unlink()
+    claim(tmp_path / "run", config)
+
+
+def test_what_is_set_aside_or_unfinished_is_no_checkpoint(tmp_path):
+    whole = checkpoint(tmp_path, 2)
+    for name in ("step_000004.damaged", ".step_000006", "step_x"):
+        shutil.copytree(whole, whole.with_name(name))
+    assert folders(tmp_path) == [whole] and latest(tmp_path) == whole
+    later = checkpoint(tmp_path, 1_000_000)
+    assert latest(tmp_path) == later
+
+
+def test_a_newest_checkpoint_without_a_readable_state_does_not_pass_for_the_last_step(
+    config, tmp_path
+):
+    done = load(tmp_path / "recipe.toml", [f"train.run_dir={tmp_path}", "train.steps=4"])
+    folder = checkpoint(tmp_path, 4)
+    assert _already_done(done)
+    (folder / STATE).write_text("{")
+    assert not _already_done(done)
+
+
+def test_weights_that_double_are_told_once_for_each_doubling():
+    growth = Growth(10.0)
+    said = [growth.noticed(norm) for norm in (10.1, 19.0, 21.0, 22.0, 41.0, 1e9, 1e9)]
+    assert said == [
+        None,
+        None,
+        "the norm of the weights has grown from 10 to 21",
+        None,
+        None,
+        "the norm of the weights has grown from 21 to 1e+09",
+        None,
+    ]
