@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import socket
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -170,3 +172,50 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, tmp_path, monkeypat
         assert (found["LOCAL_RANK"], found["GLOO_SOCKET_IFNAME"]) == (str(rank), "lo")
         if gpus:  # a fork server's children have the environment that it began with
             assert found["OMP_NUM_THREADS"] == "5"
+
+
+def hang() -> int:
+    time.sleep(600)
+    return 0
+
+
+def die_in_a_collective(number: int) -> int:
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), number)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        launch.tell(f"a peer is gone: {error}")
+        return 1
+    return 0
+
+
+def fail_alike(rank: str) -> int:
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == rank:
+        launch.tell("qurl: data.path=/nowhere does not exist")
+        os._exit(2)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        launch.tell(str(error))
+    return 1
+
+
+@pytest.fixture
+def light(monkeypatch):
+    monkeypatch.setattr(launch, "PRELOAD", ["torch.distributed"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_named_with_its_signal_in_one_sentence(number, light, capfd):
+    code = launch.launch(die_in_a_collective, (number,), 2, lost=lambda death: f"{death} today")
+    assert code == 128 + number
+    assert capfd.readouterr().err == f"qurl: rank 1 was killed by {number.name} today\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_on_any_rank_is_one_sentence(rank, light, capfd):
+    assert launch.launch(fail_alike, (rank,), 2) == 2
+    assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
