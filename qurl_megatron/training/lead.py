@@ -15,11 +15,12 @@ from qurl_megatron.config import RewardConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
-from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
+from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, overlong_penalty
+from qurl_megatron.rewards.pool import TRIES
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -73,6 +74,7 @@ class Lead:
         if state.cursor:
             self.prompts.load_state_dict(state.cursor)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
+        self._told = 0, 0  # of the rewards: timeouts and crashes
         self._drawing, self._grading = threading.Lock(), threading.Lock()
 
     def __enter__(self) -> "Lead":
@@ -163,6 +165,7 @@ class Lead:
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
         metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
+        metrics |= self._unjudged(step)
         if self.config.reward.overlong_fraction > 0:
             limit = self.config.rollout.max_new_tokens
             metrics["reward/overlong_penalty"] = _overlong(samples, limit, self.config.reward)
@@ -177,6 +180,20 @@ class Lead:
         if self.config.train.save_rollouts:
             save_samples(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", samples)
         return Rollout(Responses.of(samples), metrics, draft.generated_tokens, draft.generating_s)
+
+    def _unjudged(self, step: int) -> dict[str, Metric]:
+        """How many answers count as wrong without a verdict, since the last call; also said."""
+        before, self._told = self._told, (self.rewards.timeouts, self.rewards.crashes)
+        timeouts, crashes = (now - then for now, then in zip(self._told, before, strict=True))
+        if timeouts or crashes:
+            self.alarm(
+                "reward",
+                f"{timeouts + crashes} answers could not be checked and count as wrong: {timeouts} "
+                f"took longer than reward.timeout_s={self.config.reward.timeout_s:g}, {crashes} "
+                f"brought down {TRIES} workers",
+                step,
+            )
+        return {"reward/timeouts": Sum(timeouts), "reward/crashes": Sum(crashes)}
 
     def recover(self) -> None:
         """No engine is left: wait until one can take the weights in again.
