@@ -102,11 +102,11 @@ def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]
     """
     left: dict[int | str, int | None] = {}
     orders, leaving = b"", False
-    while os.getppid() == owner:
+    while True:
+        gone = os.getppid() != owner  # perhaps before we began
         watched = lifelines if leaving else [0, *lifelines]
-        ready, _, _ = select.select(watched, [], [], LEAVING_S if leaving else POLL_S)
-        if any(line in ready for line in lifelines):
-            break
+        wait_s = 0.0 if gone else LEAVING_S if leaving else POLL_S
+        ready, _, _ = select.select(watched, [], [], wait_s)
         if 0 in ready:
             read = os.read(0, 1 << 16)
             leaving = not read
@@ -116,7 +116,8 @@ def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]
                 left.pop(what, None)
                 if order == "bury":
                     left[what] = next(iter(inode), None)
-    return left
+        elif gone or ready:
+            return left
 
 
 def _end(groups: list[int]) -> None:

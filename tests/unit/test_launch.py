@@ -2,9 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -13,6 +18,8 @@ import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import launch
+from qurl_megatron.runtime.undertaker import bury
+from tests.leftovers import Footprint
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",
@@ -174,11 +181,6 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, tmp_path, monkeypat
             assert found["OMP_NUM_THREADS"] == "5"
 
 
-def hang() -> int:
-    time.sleep(600)
-    return 0
-
-
 def die_in_a_collective(number: int) -> int:
     dist.init_process_group("gloo")
     if os.environ["RANK"] == "1":
@@ -219,3 +221,90 @@ def test_a_killed_rank_is_named_with_its_signal_in_one_sentence(number, light, c
 def test_a_mistake_on_any_rank_is_one_sentence(rank, light, capfd):
     assert launch.launch(fail_alike, (rank,), 2) == 2
     assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
+
+
+@pytest.fixture
+def shared():
+    """A folder in memory; the ranks of a test put files there, and are to take it with them."""
+    folder = Path(tempfile.mkdtemp(prefix="qurl-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def settle_in(shared: Path, folder: Path) -> int:
+    """Have all that a rank has: children in its group and in others, forked and not, and files."""
+    if os.environ["RANK"] == "0":
+        (shared / "bucket").write_text("weights")
+        bury(shared)
+    bury(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    subprocess.Popen(["sleep", "600"])
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+    return 0
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from qurl_megatron.runtime import launch
+from qurl_megatron.runtime.undertaker import bury
+from tests.leftovers import Footprint
+from tests.unit.test_launch import settle_in
+if __name__ == "__main__":
+    launch.PRELOAD = []
+    launch.glob.glob = lambda _: sys.argv[1].split()
+    sys.exit(launch.launch(settle_in, (Path(sys.argv[2]), Path(sys.argv[3])), 2))
+"""
+
+
+@pytest.fixture
+def launched(request, shared, tmp_path):
+    """The launcher of two ranks that have settled in, what is known of it, and the ranks."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER)
+    footprint = Footprint()
+    env = {**footprint.env, "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [request.param, str(shared), str(tmp_path)]
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), *arguments], env=env, stderr=subprocess.PIPE, text=True
+    )
+    paths = [tmp_path / "0", tmp_path / "1"]
+    end = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < end and launcher.poll() is None
+        time.sleep(0.02)
+    # Launcher and ranks, and of each of these an undertaker and three children.
+    assert len(footprint.look()) >= 1 + 2 * (1 + 1 + 3)
+    yield launcher, footprint, [int(path.read_text()) for path in paths]
+    for process in footprint.processes():
+        process.kill()
+    launcher.wait()
+
+
+BOTH_WAYS = pytest.mark.parametrize(
+    "launched", ["", "/dev/nvidia0"], ids=["forked", "spawned"], indirect=True
+)
+
+
+@BOTH_WAYS
+def test_all_ends_with_a_launcher_that_is_killed(launched, shared):
+    launcher, footprint, _ = launched
+    launcher.kill()
+    launcher.wait()
+    assert footprint.left() == []
+    assert not shared.exists()
+
+
+@BOTH_WAYS
+def test_all_ends_with_a_rank_that_is_killed(launched, shared):
+    launcher, footprint, (rank, _) = launched
+    os.kill(rank, signal.SIGKILL)
+    assert launcher.communicate(timeout=20)[1] == "qurl: rank 0 was killed by SIGKILL\n"
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert footprint.left() == []
+    assert not shared.exists()
