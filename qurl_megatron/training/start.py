@@ -8,6 +8,7 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.launch import launch, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
@@ -23,6 +24,8 @@ def start(config: RunConfig) -> int:
     """
     from qurl_megatron.training.rank import run_rank
 
+    if config.rollout.urls or config.rollout.rendezvous:
+        given_key(os.environ)  # before minutes are spent on models
     placed = place_under_launcher(config.parallel.world_size)
     path = Path(config.model.path)
     if not placed:  # else the ranks are not alone: rank 0 looks at the run directory for all

@@ -26,8 +26,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang import cpu
-from qurl_megatron.rollout.sglang.launch import API_KEY, server_arguments
+from qurl_megatron.rollout.sglang.launch import API_KEY, given_key, server_arguments
 
 cpu.install()
 
@@ -37,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--exit-with-stdin", action="store_true")
     parser.add_argument("--port-file", type=Path)
     own, rest = parser.parse_known_args(argv)
-    key = os.environ.pop(API_KEY, None)
+    try:
+        key = given_key(os.environ)
+    except ConfigError as error:
+        sys.exit(f"qurl: {error}")
+    os.environ.pop(API_KEY, None)
     if own.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
 
