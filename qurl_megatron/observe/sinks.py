@@ -8,13 +8,13 @@ JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-In
 import json
 import math
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
 
 
 class Sink(Protocol):
@@ -54,7 +54,7 @@ class JsonlSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: _to_json(float(value)) for name, value in metrics.items()}
-        record = {"step": step, "time": round(time.time(), 3), "metrics": numbers}
+        record = {"step": step, "time": round(now(), 3), "metrics": numbers}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 

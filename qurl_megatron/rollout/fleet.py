@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
 from qurl_megatron.rollout import process
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
@@ -391,7 +392,7 @@ class Fleet:
         with self._lock:
             self._events.append(
                 {
-                    "time": time.time(),
+                    "time": now(),
                     "event": event,
                     "engine": "" if engine is None else engine.name,
                     "message": message,

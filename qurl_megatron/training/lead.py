@@ -15,6 +15,7 @@ from qurl_megatron.config import RewardConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
@@ -129,8 +130,8 @@ class Lead:
         """Times the phases of one step, for its metrics and the timeline."""
 
         def record(phase: str, seconds: float) -> None:
-            now = time.time()
-            self.timeline.add(Span("trainer", phase, step, now - seconds, now))
+            end = now()
+            self.timeline.add(Span("trainer", phase, step, end - seconds, end))
 
         return Timer(self.progress.phase, record=record)
 
@@ -280,13 +281,13 @@ class Lead:
         config = self.config
 
         def answer(prompts: Sequence[Prompt]) -> list[Sample]:
-            start = time.time()
+            start = now()
             samples = collect(
                 self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
             )
-            generated = time.time()
+            generated = now()
             samples = self._graded(samples)
-            end = time.time()
+            end = now()
             self.timeline.add(Span("engines", "rollout", step, start, generated))
             self.timeline.add(Span("engines", "reward", step, generated, end))
             draft.generating_s += generated - start

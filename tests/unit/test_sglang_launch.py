@@ -71,5 +71,3 @@ def test_an_empty_key_is_one_sentence_at_once(command, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("qurl: QURL_API_KEY is set, but empty; unset it")
     assert said.count("\n") == 1
-        said.startswith("qurl: QURL_API_KEY is set, but empty; unset it") and said.count("\n") == 1
-    )
