@@ -115,6 +115,11 @@ class Run:
                     return process.pid
         raise AssertionError(f"engine-{index} has no process")
 
+    def rank(self, index: int) -> int:
+        """The process of one rank that a fork server started."""
+        servers = [p for p in self.processes() if "multiprocessing.forkserver" in str(p.cmdline())]
+        return sorted(p.pid for p in servers if p.ppid() in {s.pid for s in servers})[index]
+
     def stdout(self) -> str:
         return self._out.read_text()
 

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import launch
+from qurl_megatron.runtime import launch, megatron
 from qurl_megatron.runtime.undertaker import bury
 from tests.leftovers import Footprint
 
@@ -151,6 +152,16 @@ def test_a_given_interface_stays(environment, network):
     assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
 
 
+def test_a_taken_meeting_point_is_one_sentence(environment, monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {**TORCHRUN, "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setitem(os.environ, name, value)
+        environment["MASTER_PORT"] = port
+        with pytest.raises(ConfigError, match=rf"port {port}, where the ranks .*set MASTER_PORT"):
+            megatron._meet(torch.device("cpu"))
+
+
 # -- ranks started here ----------------------------------------------------------------------------
 
 
@@ -251,7 +262,7 @@ def settle_in(shared: Path, folder: Path) -> int:
 LAUNCHER = """
 import sys
 from pathlib import Path
-from qurl_megatron.runtime import launch
+from qurl_megatron.runtime import launch, megatron
 from qurl_megatron.runtime.undertaker import bury
 from tests.leftovers import Footprint
 from tests.unit.test_launch import settle_in
@@ -286,12 +297,7 @@ def launched(request, shared, tmp_path):
     launcher.wait()
 
 
-BOTH_WAYS = pytest.mark.parametrize(
-    "launched", ["", "/dev/nvidia0"], ids=["forked", "spawned"], indirect=True
-)
-
-
-@BOTH_WAYS
+@pytest.mark.parametrize("launched", ["", "/dev/nvidia0"], ids=["forked", "spawned"], indirect=True)
 def test_all_ends_with_a_launcher_that_is_killed(launched, shared):
     launcher, footprint, _ = launched
     launcher.kill()
@@ -300,7 +306,12 @@ def test_all_ends_with_a_launcher_that_is_killed(launched, shared):
     assert not shared.exists()
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize(
+    "launched",
+    ["", pytest.param("/dev/nvidia0", marks=pytest.mark.thorough)],
+    ids=["forked", "spawned"],
+    indirect=True,
+)
 def test_all_ends_with_a_rank_that_is_killed(launched, shared):
     launcher, footprint, (rank, _) = launched
     os.kill(rank, signal.SIGKILL)

@@ -1,4 +1,5 @@
 import json
+import socket
 
 import pytest
 
@@ -71,3 +72,14 @@ def test_an_empty_key_is_one_sentence_at_once(command, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("qurl: QURL_API_KEY is set, but empty; unset it")
     assert said.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_sentence_at_once(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "nowhere", "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"qurl: nothing can listen at 127.0.0.1, port {port} (Address already in use); "
+        "give another --port or --host\n"
+    )
