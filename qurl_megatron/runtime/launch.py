@@ -28,6 +28,8 @@ LOST_S = 2.0
 """The same after one was killed: they can save nothing without it."""
 SURE_S = 0.5
 """Seconds by which the death of a rank may be seen after that of a rank that noticed it."""
+LEAVING_S = 0.2
+"""Seconds that a rank which has failed may take to be gone, after its peers have noticed."""
 TEXT = 20_000  # characters that a rank may tell: they wait in a pipe until it has ended
 NO_CODE = 255
 """What multiprocessing takes for the exit code of a process whose fork server is gone."""
@@ -250,10 +252,15 @@ def _first_to_fail() -> bool:
 
     if not dist.is_initialized():
         return os.environ.get("RANK", "0") == "0"
+    time.sleep(LEAVING_S)
     try:
+        # Rank 0 may keep the store: where both are gone, it has told. Asked first, torch would say
+        # the same, and show the frames of its C++.
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(at, timeout=GRACE_S).close()
         return dist.distributed_c10d._get_default_store().add("qurl/failed", 1) == 1
-    except dist.DistError:
-        return False  # rank 0 keeps the store; it is gone, so it has told
+    except (OSError, dist.DistError):
+        return False
 
 
 def _join(

@@ -1,6 +1,7 @@
 """What a rank finds in its environment, and what it makes of what launchers put there."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -231,6 +232,26 @@ def test_a_killed_rank_is_named_with_its_signal_in_one_sentence(number, light, c
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_mistake_on_any_rank_is_one_sentence(rank, light, capfd):
     assert launch.launch(fail_alike, (rank,), 2) == 2
+    assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
+
+
+def fail_alone(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os._exit(fail_alike("0"))
+
+
+def test_under_srun_too_a_mistake_is_one_sentence_and_no_frames_of_torch(capfd):
+    """Rank 0 keeps the store there, and takes it along."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=fail_alone, args=(rank, port)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [2, 1]
     assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
 
 
