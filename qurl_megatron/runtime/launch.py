@@ -5,6 +5,7 @@ one stands.
 """
 
 import contextlib
+import ctypes
 import glob
 import ipaddress
 import multiprocessing
@@ -31,6 +32,7 @@ SURE_S = 0.5
 LEAVING_S = 0.2
 """Seconds that a rank which has failed may take to be gone, after its peers have noticed."""
 TEXT = 20_000  # characters that a rank may tell: they wait in a pipe until it has ended
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NO_CODE = 255
 """What multiprocessing takes for the exit code of a process whose fork server is gone."""
 
@@ -66,6 +68,19 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
     _be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
     return True
+
+
+def end_with_launcher() -> None:
+    """Have what this rank would leave behind end with it, and the rank itself with torchrun.
+
+    srun's own daemon outlives it and ends the ranks; one that was started by hand, with torchrun's
+    variables, may well outlive the shell it came from.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Its main thread starts the ranks: the signal comes when that thread ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getpgrp() == os.getpid():  # else the group is not this rank's
+        bury(os.getpid())
 
 
 def _first_host() -> str:

@@ -9,7 +9,7 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.rollout.sglang.launch import given_key
-from qurl_megatron.runtime.launch import launch, place_under_launcher
+from qurl_megatron.runtime.launch import end_with_launcher, launch, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.checkpoint import description_of
@@ -43,6 +43,7 @@ def start(config: RunConfig) -> int:
     arch = read_arch(read_config(description_of(path)))
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     if placed:
+        end_with_launcher()
         return run_rank(config)
     # Threads that spin at barriers starve the ranks they wait for where there are more
     # ranks than cores.
