@@ -76,10 +76,11 @@ class Footprint:
         files = {file for file in self._files if file.exists()}
         if run_dir is not None and (run_dir / ".token").exists():
             files |= set(Path(SHARED).glob(f"qurl-{(run_dir / '.token').read_text()}*"))
+        # Somebody else's process may have taken a port that has become free.
         listening = {
             connection.laddr.port
             for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN
+            if connection.status == psutil.CONN_LISTEN and connection.pid in {None, *self._seen}
         }
         return found + sorted(map(str, files)) + [f"port {p}" for p in self._ports & listening]
 
