@@ -1,5 +1,6 @@
 """Whole runs that lose processes to signals, or their clock: what they say, do and leave behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -76,30 +77,41 @@ def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_o
 LAUNCHER, LEADER, OTHER = "the launcher", "rank 0", "rank 1"
 
 
+def starting(run: Run, since: float) -> bool:
+    return sum(log.stat().st_mtime > since for log in (run.dir / "logs").glob("*.log")) == 2
+
+
+def saving(run: Run, since: float) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # it has got its name meanwhile
+        folders = (run.dir / "checkpoints").glob(".step_*")
+        return any(folder.stat().st_mtime > since for folder in folders)
+    return False
+
+
+def training(run: Run, since: float) -> bool:
+    log = run.dir / "metrics.jsonl"
+    written = log.exists() and log.stat().st_mtime > since
+    return written and run.step() > max(run.saved(), default=0)
+
+
 @pytest.mark.thorough
 def test_killed_anywhere_again_and_again_a_run_ends_as_if_nothing_had_been(tiny):
     options = ("parallel.tensor=2", "checkpoint.every=1", "train.steps=9", "train.eval_prompts=0")
     run = Run(tiny, "battered", *options)
-    engines = {"starting": lambda: len(list((run.dir / "logs").glob("engine-*.log"))) == 2}
-    for place, victims in (
-        (engines["starting"], (OTHER, LEADER, LAUNCHER)),
-        (lambda: list((run.dir / "checkpoints").glob(".step_*")), (LAUNCHER, OTHER, LEADER)),
-        (lambda: run.step() > max(run.saved(), default=0), (LEADER, LAUNCHER, OTHER)),
-    ):
-        for victim in victims:
-            for log in (run.dir / "logs").glob("*.log"):
-                log.unlink()
+    for place in (starting, saving, training):
+        for victim in (OTHER, LEADER, LAUNCHER):
             killed(run, victim, place)
     assert finished(run) == finished(Run(tiny, "whole", *options))
 
 
-def killed(run: Run, victim: str, there: Callable[[], bool]) -> None:
+def killed(run: Run, victim: str, there: Callable[[Run, float], bool]) -> None:
+    begun = time.time()
     with run.process() as launcher:
-        while not there():
+        while not there(run, begun):
             assert launcher.poll() is None, run.stderr()
             time.sleep(0.001)
-        run.processes()
         pid = launcher.pid if victim == LAUNCHER else run.rank(int(victim[-1]))
+        run.processes()
         os.kill(pid, signal.SIGKILL)
         assert run.ended() == (-signal.SIGKILL if victim == LAUNCHER else 128 + signal.SIGKILL)
         assert run.left() == []
