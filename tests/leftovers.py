@@ -72,7 +72,8 @@ class Footprint:
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                found.append(f"process {process.pid}: {' '.join(process.cmdline())}")
+                what = f"process {process.pid} of {process.ppid()}, {process.status()}"
+                found.append(f"{what}: {' '.join(process.cmdline())}")
         files = {file for file in self._files if file.exists()}
         if run_dir is not None and (run_dir / ".token").exists():
             files |= set(Path(SHARED).glob(f"qurl-{(run_dir / '.token').read_text()}*"))

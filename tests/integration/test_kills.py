@@ -114,7 +114,8 @@ def killed(run: Run, victim: str, there: Callable[[Run, float], bool]) -> None:
         run.processes()
         os.kill(pid, signal.SIGKILL)
         assert run.ended() == (-signal.SIGKILL if victim == LAUNCHER else 128 + signal.SIGKILL)
-        assert run.left() == []
+        # What is forcing a file to a busy disk dies only when that is done.
+        assert run.left(30.0) == []
     if victim != LAUNCHER:
         assert re.match(rf"qurl: {victim} was killed by SIGKILL in step \d+, ", run.stderr())
         assert run.stderr().count("\n") == 1
