@@ -119,6 +119,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serve a model with the embedded engine, over SGLang's HTTP protocol; an API key that requests
     must bring is taken from QURL_API_KEY."""
     from qurl_megatron.rollout.embedded.server import serve as run
+    from qurl_megatron.rollout.sglang.launch import given_key
 
     port = arguments.port
     if port is None:
@@ -133,7 +134,7 @@ def serve(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         cache_gb=arguments.cache_gb,
         exit_with_stdin=arguments.exit_with_stdin,
-        api_key=os.environ.get("QURL_API_KEY") or None,
+        api_key=given_key(os.environ),
     )
     return 0
 

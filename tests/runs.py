@@ -14,6 +14,7 @@ import psutil
 
 from qurl_megatron.observe.timeline import read_timeline
 from qurl_megatron.rollout.process import port_file
+from tests.leftovers import Footprint
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 SAMPLES = 64  # of one step
@@ -69,13 +70,18 @@ class Run:
         self.dir = recipe.parent / name
         self._out, self._err = (recipe.parent / f"{name}.{end}" for end in ("out", "err"))
         self._command = [*QURL, "train", str(recipe), f"train.run_dir={self.dir}", *overrides]
+        self.footprint = Footprint()
 
     @contextlib.contextmanager
     def process(self) -> Iterator[subprocess.Popen]:
         """Whatever happens, nothing of it is left."""
         with self._out.open("w") as out, self._err.open("w") as err:
             self.popen = subprocess.Popen(
-                self._command, stdout=out, stderr=err, start_new_session=True
+                self._command,
+                stdout=out,
+                stderr=err,
+                env=self.footprint.env,
+                start_new_session=True,
             )
         try:
             yield self.popen
@@ -109,6 +115,11 @@ class Run:
                     return process.pid
         raise AssertionError(f"engine-{index} has no process")
 
+    def rank(self, index: int) -> int:
+        """The process of one rank that a fork server started."""
+        servers = [p for p in self.processes() if "multiprocessing.forkserver" in str(p.cmdline())]
+        return sorted(p.pid for p in servers if p.ppid() in {s.pid for s in servers})[index]
+
     def stdout(self) -> str:
         return self._out.read_text()
 
@@ -136,18 +147,11 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """All that still run, engines included."""
-        found = {process.pid: process for process in living(self.popen.pid)}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.popen.pid).children(recursive=True)
-            found |= {process.pid: process for process in children}
-        return list(found.values())
+        return self.footprint.look()
 
-    def left(self) -> list[psutil.Process]:
+    def left(self, seconds: float = 5.0) -> list[str]:
         """What a run that has ended leaves behind, a moment later."""
-        end = time.monotonic() + 5
-        while (found := self.processes()) and time.monotonic() < end:
-            time.sleep(0.1)
-        return found
+        return self.footprint.left(self.dir, seconds)
 
 
 def living(session: int) -> list[psutil.Process]:

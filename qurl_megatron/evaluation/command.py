@@ -107,6 +107,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
             rest = "; the answers so far are kept, and the same command goes on" if kept else ""
             raise ConfigError(f"{error}{rest}") from error
     print(table)
+    if unjudged := rewards.timeouts + rewards.crashes:
+        print(f"{unjudged} answers could not be checked in time, and count as wrong")
     print(f"results: {plan.out / 'results.json'}", flush=True)
     return 0
 

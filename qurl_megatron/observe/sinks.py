@@ -9,13 +9,13 @@ import json
 import math
 import os
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.growing import Growing
 
 
@@ -57,7 +57,7 @@ class JsonlSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: _to_json(float(value)) for name, value in metrics.items()}
-        record = {"step": step, "time": round(time.time(), 3), "metrics": numbers}
+        record = {"step": step, "time": round(now(), 3), "metrics": numbers}
         self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class TensorBoardSink:
         folder = Path(dir)
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{int(now()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = Growing(folder / name)
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
@@ -96,7 +96,7 @@ class TensorBoardSink:
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
-        event = self._proto.Event(wall_time=time.time(), **fields)
+        event = self._proto.Event(wall_time=now(), **fields)
         self._records.write(event.SerializeToString())
 
 

@@ -7,13 +7,13 @@ Times are unix seconds. A span whose end is its start is an event, such as an en
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.growing import Growing
 
 HALTED, FALL_BACK = "halted", "falling back to "
@@ -63,15 +63,15 @@ class Timeline:
     @contextmanager
     def span(self, lane: str, name: str, step: int) -> Iterator[None]:
         """The block's time as a span, also where it raises."""
-        start = time.time()
+        start = now()
         try:
             yield
         finally:
-            self.add(Span(lane, name, step, start, time.time()))
+            self.add(Span(lane, name, step, start, now()))
 
     def event(self, lane: str, name: str, step: int, at: float | None = None) -> None:
-        now = time.time() if at is None else at
-        self.add(Span(lane, name, step, now, now))
+        at = now() if at is None else at
+        self.add(Span(lane, name, step, at, at))
 
     def close(self) -> None:
         self._file.close()

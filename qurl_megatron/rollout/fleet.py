@@ -17,12 +17,13 @@ from typing import TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
 from qurl_megatron.rollout import process
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.membership import Member
-from qurl_megatron.rollout.process import API_KEY, SERVE_COMMAND, EngineProcess
-from qurl_megatron.rollout.sglang.launch import LOADER, Launch
+from qurl_megatron.rollout.process import SERVE_COMMAND, EngineProcess
+from qurl_megatron.rollout.sglang.launch import LOADER, Launch, given_key
 from qurl_megatron.rollout.supervisor import Supervisor
 
 __all__ = ["Engine", "Fleet"]
@@ -63,6 +64,9 @@ class Fleet:
             fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
                 load those in ``model_dir``, whose config.json says how they are quantized.
             trainer_ranks: training ranks on this machine, each on the GPU of its number.
+
+        Raises:
+            ConfigError: QURL_API_KEY is no key.
         """
         self.config = config
         self.fixed = fixed
@@ -76,7 +80,8 @@ class Fleet:
         self._model_dir, self._scheme, self._dtype = model_dir, scheme, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
         self._trainer_ranks = trainer_ranks
-        self._api_key = api_key or os.environ.get(API_KEY)
+        adopts = config.urls or config.rendezvous
+        self._api_key = api_key or (given_key(os.environ) if adopts else None)
         self._lock = threading.RLock()  # of all state here and in the engines; held for moments
         self._turn = threading.RLock()  # held through a publication, and for one look around
         self._engines: list[Engine] = []
@@ -387,7 +392,7 @@ class Fleet:
         with self._lock:
             self._events.append(
                 {
-                    "time": time.time(),
+                    "time": now(),
                     "event": event,
                     "engine": "" if engine is None else engine.name,
                     "message": message,

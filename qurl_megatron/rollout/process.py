@@ -2,8 +2,9 @@
 
 What its environment says of ranks is left out (``runtime.children``), and it has all of the job's
 cores. It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
-save first; and it watches its standard input, a pipe whose other end only the trainer holds, so it
-leaves when the trainer is gone, however that happened.
+save first; and it leaves when the trainer is gone, however that happened: it watches its standard
+input, a pipe whose other end only the trainer holds, and where it is stopped or stuck, it and all
+that it started are killed (``runtime.undertaker``).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import API_KEY, Launch, engine_launch
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
+from qurl_megatron.runtime.undertaker import bury, spare
 
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 LOG_TAIL = 20  # lines quoted when an engine dies
@@ -55,6 +57,7 @@ class EngineProcess:
             ConfigError: the command cannot be run.
         """
         self._port_file.unlink(missing_ok=True)
+        self._forget()
         try:
             with self.log.open(self._mode) as out, on_cores(children_cores()):
                 self.popen = subprocess.Popen(
@@ -67,6 +70,7 @@ class EngineProcess:
                 )
         except OSError as error:
             raise ConfigError(f"{self.launch.command[0]} cannot be started: {error}") from None
+        bury(self.popen.pid)
         self._mode = "ab"
         self._heard = (0, time.monotonic())
 
@@ -109,6 +113,17 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal.SIGKILL)
 
+    def end(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.kill()  # also what it may have left behind
+        self.popen.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.popen is not None:
+            spare(self.popen.pid)
+            self.popen = None
+
 
 def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:
     """Ask all to leave, wait together, then insist."""
@@ -121,9 +136,7 @@ def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(max(0.0, deadline - time.monotonic()))
-        process.kill()  # also what it may have left behind
-        process.popen.wait()
-        process.popen = None
+        process.end()
 
 
 def port_file(folder: Path, name: str) -> Path:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient, EngineError, Load, deadline
-from qurl_megatron.rollout.process import API_KEY
+from qurl_megatron.rollout.sglang.launch import given_key
 
 PATIENCE_S = 10.0
 BETWEEN_S = 0.5  # two looks at an engine that counts tokens, for their number per second
@@ -136,7 +136,7 @@ def _client(url: str, api_key: str | None) -> EngineClient:
 
 def _key(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get(API_KEY) or None
+        return given_key(os.environ)
     try:
         return file.read_text(encoding="utf-8").strip()
     except OSError as error:

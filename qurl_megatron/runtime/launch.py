@@ -5,6 +5,7 @@ one stands.
 """
 
 import contextlib
+import ctypes
 import glob
 import ipaddress
 import multiprocessing
@@ -15,15 +16,26 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 
 import psutil
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.network import own_address
+from qurl_megatron.runtime.undertaker import bury
 
 GRACE_S = 15.0
 """Seconds the other ranks get to end by themselves after one has failed."""
+LOST_S = 2.0
+"""The same after one was killed: they can save nothing without it."""
+SURE_S = 0.5
+"""Seconds by which the death of a rank may be seen after that of a rank that noticed it."""
+LEAVING_S = 0.2
+"""Seconds that a rank which has failed may take to be gone, after its peers have noticed."""
+TEXT = 20_000  # characters that a rank may tell: they wait in a pipe until it has ended
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+NO_CODE = 255
+"""What multiprocessing takes for the exit code of a process whose fork server is gone."""
 
 PRELOAD = ["qurl_megatron.training.loop"]
 """Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
@@ -57,6 +69,19 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
     _be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
     return True
+
+
+def end_with_launcher() -> None:
+    """Have what this rank would leave behind end with it, and the rank itself with torchrun.
+
+    srun's own daemon outlives it and ends the ranks; one that was started by hand, with torchrun's
+    variables, may well outlive the shell it came from.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Its main thread starts the ranks: the signal comes when that thread ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getpgrp() == os.getpid():  # else the group is not this rank's
+        bury(os.getpid())
 
 
 def _first_host() -> str:
@@ -135,11 +160,22 @@ def _check_count(launcher: str, started: int, needed: int | None) -> None:
         )
 
 
-def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
+def launch(
+    target: Callable[..., int],
+    args: tuple,
+    world_size: int,
+    *,
+    lost: Callable[[str], str] = str,
+) -> int:
     """Run ``target(*args)`` on ``world_size`` ranks and return the exit code of the run.
 
     Ranks live in process groups of their own, so that Ctrl-C reaches them once, through this
-    process. The first rank that fails ends the others; its code is returned.
+    process, and end with this process, however it ends. The first rank that fails ends the others;
+    what it gave to ``tell`` is printed, and its code returned. A rank that is killed by signal n
+    goes before all: the run ends with 128 + n.
+
+    Args:
+        lost: makes of "rank 1 was killed by SIGKILL" what the user should read.
     """
     # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -155,20 +191,34 @@ def launch(target: Callable[..., int], args: tuple, world_size: int) -> int:
 
     # The ranks meet at a store of this process, which listens before its port is told to anybody.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         context.Process(
-            target=_run, args=(target, args, rank, world_size, store.port), name=f"rank {rank}"
+            target=_run,
+            args=(target, args, rank, world_size, store.port, told),
+            name=f"rank {rank}",
         )
-        for rank in range(world_size)
+        for rank, (_, told) in enumerate(pipes)
     ]
-    for rank in ranks:
+    for rank, (_, told) in zip(ranks, pipes, strict=True):
         rank.start()
-    with _forwarded(ranks):
-        return _join(ranks)
+        told.close()  # the rank's own is the only one
+    with _forwarded(ranks) as forwarded:
+        return _join(ranks, [reader for reader, _ in pipes], forwarded, lost)
 
 
-def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, port: int) -> None:
+def _run(
+    target: Callable[..., int],
+    args: tuple,
+    rank: int,
+    world_size: int,
+    port: int,
+    launcher: Connection,
+) -> None:
+    global _launcher
+    _launcher = launcher
     os.setpgrp()
+    bury(os.getpid())
     # What a launcher further out has set is not meant for these ranks.
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
@@ -186,27 +236,99 @@ def _run(target: Callable[..., int], args: tuple, rank: int, world_size: int, po
     sys.exit(target(*args))
 
 
-def _join(ranks: list) -> int:
-    """Wait for all; after a first failure the rest have ``GRACE_S`` seconds, then are killed."""
-    waiting, code, deadline = list(ranks), 0, None
-    while waiting:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = wait([rank.sentinel for rank in waiting], timeout)
-        for rank in [rank for rank in waiting if rank.sentinel in ended]:
+_launcher: Connection | None = None
+"""Where a rank tells the process that launched it why it fails; None under torchrun and srun."""
+
+
+def tell(text: str) -> None:
+    """Say on stderr why this rank fails, unless another has: ranks often meet the same mistake.
+
+    Under ``launch`` it is the launcher that says it, for it alone knows where a rank was killed;
+    all that the others see is that a peer is gone.
+    """
+    if _launcher is not None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this rank in a moment
+            _launcher.send((time.monotonic(), text[-TEXT:]))
+    elif _first_to_fail():
+        print(text, file=sys.stderr)
+
+
+def _first_to_fail() -> bool:
+    """True on the first rank to ask at the rendezvous store."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    time.sleep(LEAVING_S)
+    try:
+        # Rank 0 may keep the store: where both are gone, it has told. Asked first, torch would say
+        # the same, and show the frames of its C++.
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(at, timeout=GRACE_S).close()
+        return dist.distributed_c10d._get_default_store().add("qurl/failed", 1) == 1
+    except (OSError, dist.DistError):
+        return False
+
+
+def _join(
+    ranks: list, told: list[Connection], forwarded: set[int], lost: Callable[[str], str]
+) -> int:
+    """Wait for all ranks; after a first failure say why, and end those that do not end."""
+    codes: dict[int, int] = {}
+    _wait(ranks, codes, None)
+    if any(codes.values()):
+        # By then it is clear whether a rank was killed, or only told of what went wrong.
+        _wait(ranks, codes, SURE_S)
+        killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
+        if not killed:
+            _say(_first(told))
+        elif -codes[killed[0]] not in forwarded:
+            _say(f"qurl: {lost(_death(killed[0], codes[killed[0]]))}")
+        _wait(ranks, codes, LOST_S if killed else GRACE_S)
+        for rank in ranks:
+            rank.kill()
             rank.join()
-            waiting.remove(rank)
-            code = code or _exit_code(rank.exitcode)
-        if deadline is not None and time.monotonic() >= deadline:
-            for rank in waiting:
-                rank.kill()
-            deadline = time.monotonic() + GRACE_S
-        elif code and deadline is None:
-            deadline = time.monotonic() + GRACE_S
-    return code
+        first = codes[killed[0]] if killed else next(filter(None, codes.values()))
+        return first if first >= 0 else 128 - first
+    return 0
 
 
-def _exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code
+def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
+    """Note the exit codes of ranks until all have ended, or for so long, or until one has failed.
+
+    Args:
+        seconds: None waits for the first failure.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    while len(codes) < len(ranks) and not (end is None and any(codes.values())):
+        running = {rank.sentinel: i for i, rank in enumerate(ranks) if i not in codes}
+        ended = wait(list(running), None if end is None else max(0.0, end - time.monotonic()))
+        if not ended:
+            return
+        for index in map(running.get, ended):
+            ranks[index].join()
+            codes[index] = ranks[index].exitcode
+
+
+def _first(told: list[Connection]) -> str | None:
+    """The earliest of what ranks told; None: nothing."""
+    found = []
+    for reader in told:
+        with contextlib.suppress(EOFError):  # it ended without a word
+            if reader.poll():
+                found.append(reader.recv())
+    return min(found)[1] if found else None
+
+
+def _say(text: str | None) -> None:
+    if text is not None:
+        print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+def _death(rank: int, code: int) -> str:
+    if code == NO_CODE:
+        return f"rank {rank} was lost, for the process that forked it was killed"
+    return f"rank {rank} was killed by {signal.Signals(-code).name}"
 
 
 class _forwarded:
@@ -215,14 +337,18 @@ class _forwarded:
     def __init__(self, ranks: list) -> None:
         self.ranks = ranks
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> set[int]:
+        """What has been passed on."""
+        self.passed: set[int] = set()
         self.before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self.passed
 
     def __exit__(self, *_) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def _forward(self, number: int, _frame) -> None:
+        self.passed.add(number)
         for rank in self.ranks:
             if rank.is_alive():
                 os.kill(rank.pid, number)

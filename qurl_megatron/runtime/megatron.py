@@ -7,6 +7,7 @@ Megatron keeps its process groups in module globals. Everything above this modul
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,7 +77,8 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         This process' place. On leaving, groups are destroyed and the process can start afresh.
 
     Raises:
-        ConfigError: the number of processes is not the product of the parallel sizes.
+        ConfigError: the number of processes is not the product of the parallel sizes, or they
+            cannot meet.
     """
     started_here = not dist.is_initialized()
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if started_here else dist.get_world_size()
@@ -98,7 +100,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
     from megatron.core import parallel_state, tensor_parallel
 
     if started_here:
-        dist.init_process_group(_backend(device), timeout=WAIT)
+        _meet(device)
         _refuse_shared_gpus(device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
@@ -123,6 +125,22 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
     parallel_state.destroy_model_parallel()
     if started_here:
         dist.destroy_process_group()
+
+
+def _meet(device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: rank 0 cannot listen where the ranks are to meet.
+    """
+    try:
+        dist.init_process_group(_backend(device), timeout=WAIT)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']}, where the ranks are to meet, is taken on "
+            f"{socket.gethostname()}; set MASTER_PORT to another one"
+        ) from None
 
 
 def axis_of(group: dist.ProcessGroup) -> Axis:

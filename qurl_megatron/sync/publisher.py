@@ -17,6 +17,7 @@ import torch.distributed as dist
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import HfShard, Policy
+from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.quant import quantize
@@ -308,7 +309,6 @@ class _Lead:
         self.metrics: dict[str, Metric] = {}
         self._update: Update | None = None
         self._rounds: list[list[tuple[Blobs, dict[str, tuple[int, ...]]]]] = []
-        self._start = time.time()
 
     def begin(self, errors: list) -> dict[str, int]:
         """The engines that shall take the version in, with their tensor sizes."""
@@ -376,8 +376,8 @@ class _Lead:
             }
         if publisher.timeline:
             paused = self.metrics["sync/paused_s"].value
-            now = time.time()
-            publisher.timeline.add(Span("update", "publish", self.version, now - paused, now))
+            end = now()
+            publisher.timeline.add(Span("update", "publish", self.version, end - paused, end))
 
     def _fail(self, failures: Sequence[Mapping[str, str]]) -> None:
         for engine, reason in {e: r for each in failures for e, r in each.items()}.items():

@@ -16,11 +16,13 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
+from qurl_megatron.observe.clock import now
+from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, overlong_penalty
+from qurl_megatron.rewards.pool import TRIES
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -80,6 +82,7 @@ class Lead:
         if state.cursor:
             self.prompts.load_state_dict(state.cursor)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
+        self._told = 0, 0  # of the rewards: timeouts and crashes
         self._drawing, self._grading = threading.Lock(), threading.Lock()
 
     def __enter__(self) -> "Lead":
@@ -161,8 +164,8 @@ class Lead:
         """Times the phases of one step, for its metrics and the timeline."""
 
         def record(phase: str, seconds: float) -> None:
-            now = time.time()
-            self.timeline.add(Span("trainer", phase, step, now - seconds, now))
+            end = now()
+            self.timeline.add(Span("trainer", phase, step, end - seconds, end))
 
         return Timer(self.progress.phase, record=record)
 
@@ -197,6 +200,7 @@ class Lead:
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
         metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
+        metrics |= self._unjudged(step)
         if self.config.reward.overlong_fraction > 0:
             limit = self.config.rollout.max_new_tokens
             metrics["reward/overlong_penalty"] = _overlong(samples, limit, self.config.reward)
@@ -212,6 +216,20 @@ class Lead:
             path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
             self._keep(path, lambda: save_samples(path, samples))
         return Rollout(Responses.of(samples), metrics, draft.generated_tokens, draft.generating_s)
+
+    def _unjudged(self, step: int) -> dict[str, Metric]:
+        """How many answers count as wrong without a verdict, since the last call; also said."""
+        before, self._told = self._told, (self.rewards.timeouts, self.rewards.crashes)
+        timeouts, crashes = (seen - then for seen, then in zip(self._told, before, strict=True))
+        if timeouts or crashes:
+            self.alarm(
+                "reward",
+                f"{timeouts + crashes} answers could not be checked and count as wrong: {timeouts} "
+                f"took longer than reward.timeout_s={self.config.reward.timeout_s:g}, {crashes} "
+                f"brought down {TRIES} workers",
+                step,
+            )
+        return {"reward/timeouts": Sum(timeouts), "reward/crashes": Sum(crashes)}
 
     def recover(self) -> None:
         """No engine is left: wait until one can take the weights in again.
@@ -298,13 +316,13 @@ class Lead:
         config = self.config
 
         def answer(prompts: Sequence[Prompt]) -> list[Sample]:
-            start = time.time()
+            start = now()
             samples = collect(
                 self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
             )
-            generated = time.time()
+            generated = now()
             samples = self._graded(samples)
-            end = time.time()
+            end = now()
             self.timeline.add(Span("engines", "rollout", step, start, generated))
             self.timeline.add(Span("engines", "reward", step, generated, end))
             draft.generating_s += generated - start

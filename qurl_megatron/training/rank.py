@@ -10,6 +10,7 @@ from typing import NoReturn
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
+from qurl_megatron.runtime.launch import tell
 
 
 class StopRequest:
@@ -55,26 +56,12 @@ def run_rank(config: RunConfig) -> int:
 
         finished = train(config, stop)
     except tuple(codes) as error:
-        if _first_to_fail():
-            print(f"qurl: {error}", file=sys.stderr)
+        tell(f"qurl: {error}")
         _leave(codes[type(error)])
     except BaseException:
-        if _first_to_fail():  # what the others see is only that a peer is gone
-            traceback.print_exc()
+        tell(traceback.format_exc())
         _leave(1)
     return 0 if finished else 128 + (stop.signal or signal.SIGTERM)
-
-
-def _first_to_fail() -> bool:
-    """Ranks often meet the same mistake: the first to reach the rendezvous store reports it."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
-    try:
-        return dist.distributed_c10d._get_default_store().add("qurl/failed", 1) == 1
-    except dist.DistError:
-        return False  # rank 0 keeps the store; it is gone, so it has told
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,12 +1,16 @@
 """``qurl train`` before there are ranks: check what it can, make the warm-start model, start."""
 
 import os
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import refusing
-from qurl_megatron.runtime.launch import launch, place_under_launcher
+from qurl_megatron.runtime.launch import end_with_launcher, launch, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.checkpoint import description_of
@@ -16,11 +20,14 @@ def start(config: RunConfig) -> int:
     """Train, in this process under torchrun or srun, else on ranks started here.
 
     Returns:
-        0 when all steps are done; 128 + n after a clean stop on signal n; 2 for a mistake in the
-        input; 3 where the guard, or a number that is not finite, halted the run.
+        0 when all steps are done; 128 + n after a clean stop on signal n, or where signal n killed
+        a rank; 2 for a mistake in the input; 3 where the guard, or a number that is not finite,
+        halted the run.
     """
     from qurl_megatron.training.rank import run_rank
 
+    if config.rollout.urls or config.rollout.rendezvous:
+        given_key(os.environ)  # before minutes are spent on models
     placed = place_under_launcher(config.parallel.world_size)
     path = Path(config.model.path)
     if not placed:  # else the ranks are not alone: rank 0 looks at the run directory for all
@@ -38,11 +45,27 @@ def start(config: RunConfig) -> int:
     arch = read_arch(read_config(description_of(path)))
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     if placed:
+        end_with_launcher()
         return run_rank(config)
     # Threads that spin at barriers starve the ranks they wait for where there are more
     # ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return launch(run_rank, (config,), config.parallel.world_size)
+    lost = partial(_lost, Path(config.train.run_dir))
+    return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
+
+
+def _lost(run_dir: Path, death: str) -> str:
+    """What to read of the death of a rank: when it was, what may be the cause, and what to do."""
+    step, newest = 1, latest(run_dir)
+    with suppress(ConfigError):  # no step has ended yet
+        step += max(record.step for record in read_metrics(run_dir / "metrics.jsonl"))
+    cause = ", as Linux does where memory runs out (`dmesg` tells)" if "SIGKILL" in death else ""
+    saved = f"the newest checkpoint is of step {_step(newest)}" if newest else "nothing is saved"
+    return f"{death} in step {step}{cause}; {saved}: start the same command again"
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _already_done(config: RunConfig) -> bool:

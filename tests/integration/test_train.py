@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_megatron.observe.lanes import overlap
 from qurl_megatron.observe.timeline import read_timeline
+from tests.runs import Run
 from tests.unit.test_convert_mistakes import tool
 
 RECIPE = """
@@ -161,21 +162,28 @@ def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, unin
     assert metrics(run_dir) == metrics(uninterrupted)
 
 
-def test_killed_outright_it_goes_on_from_the_last_whole_checkpoint(recipe, uninterrupted):
-    run_dir = recipe.parent / "killed"
-    command = [*QURL, "train", str(recipe), "parallel.tensor=2", f"train.run_dir={run_dir}"]
-    command.append("checkpoint.every=1")
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while not (run_dir / "checkpoints/step_000002/state.json").exists():
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    for pid in descendants(run.pid):
-        os.kill(pid, signal.SIGKILL)
-    run.wait()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert again.returncode == 0, again.stderr
-    assert metrics(run_dir) == metrics(uninterrupted)
+def test_whatever_is_killed_nothing_is_left_and_it_goes_on_at_once(recipe, uninterrupted):
+    run = Run(recipe, "killed", "parallel.tensor=2", "checkpoint.every=1")
+    with run.process() as launcher:
+        run.wait(lambda: 2 in run.saved())
+        run.processes()
+        launcher.kill()
+        launcher.wait()
+        assert run.left() == []
+    with run.process():
+        run.wait(lambda: "resuming" in run.stdout())
+        os.kill(run.rank(1), signal.SIGKILL)
+        assert run.ended() == 128 + signal.SIGKILL
+        assert run.left() == []
+    assert re.fullmatch(
+        r"qurl: rank 1 was killed by SIGKILL in step \d, as Linux does where memory runs out "
+        r"\(`dmesg` tells\); the newest checkpoint is of step [23]: start the same command again\n",
+        run.stderr(),
+    )
+    with run.process():
+        assert run.ended() == 0, run.stderr()
+        assert run.left() == []
+    assert metrics(run.dir) == metrics(uninterrupted)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -263,13 +271,6 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
         assert min(min(s["versions"]) for s in samples) >= step - 1 - 2
     assert overlap(read_timeline(run_dir / "timeline.jsonl")) > 0
     assert 'id="timeline"' in (run_dir / "report.html").read_text()
-
-
-def descendants(pid: int) -> list[int]:
-    import psutil
-
-    process = psutil.Process(pid)
-    return [pid, *(child.pid for child in process.children(recursive=True))]
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,19 @@ def test_a_run_that_loses_an_engine_loses_no_sample_and_has_it_back_some_steps_l
         assert f"engine-0 {event}" in report, event
 
 
+@pytest.mark.thorough
+def test_a_run_that_is_killed_takes_its_engines_along_though_one_is_stopped(tmp_path):
+    options = ["rollout.backend=sglang", f"rollout.sglang_python={PYTHON}"]
+    run = Run(make_recipe(tmp_path), "run", *options)
+    with run.process() as launcher:
+        run.wait(lambda: run.step() >= 1)
+        assert len(run.processes()) > 6
+        os.kill(run.engine(0), signal.SIGSTOP)
+        launcher.kill()
+        launcher.wait()
+        assert run.left() == []
+
+
 @pytest.mark.slice
 def test_an_engine_killed_between_two_buckets_leaves_and_comes_back_with_the_next_version(drill):
     killed, other = drill.fleet.serving()

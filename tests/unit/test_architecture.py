@@ -80,3 +80,10 @@ def test_only_the_command_line_and_the_training_see_a_whole_recipe():
         if file.relative_to(ROOT).parts[0] in ("cli.py", "training", "config"):
             continue
         assert "RunConfig" not in file.read_text(encoding="utf-8"), file
+
+
+def test_nothing_is_measured_with_a_clock_that_can_be_set():
+    for file in set(FILES) - {ROOT / "observe/clock.py"}:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            set_by_hand = isinstance(node, ast.Attribute) and ast.unparse(node) == "time.time"
+            assert not set_by_hand, f"{file}: take time.monotonic, or observe.clock.now"

@@ -1,16 +1,28 @@
 """What a rank finds in its environment, and what it makes of what launchers put there."""
 
 import json
+import multiprocessing
 import os
+import re
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import launch
+from qurl_megatron.runtime import launch, megatron
+from qurl_megatron.runtime.undertaker import bury
+from tests.leftovers import Footprint
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",
@@ -148,6 +160,16 @@ def test_a_given_interface_stays(environment, network):
     assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
 
 
+def test_a_taken_meeting_point_is_one_sentence(environment, monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {**TORCHRUN, "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setitem(os.environ, name, value)
+        environment["MASTER_PORT"] = port
+        with pytest.raises(ConfigError, match=rf"port {port}, where the ranks .*set MASTER_PORT"):
+            megatron._meet(torch.device("cpu"))
+
+
 # -- ranks started here ----------------------------------------------------------------------------
 
 
@@ -176,3 +198,164 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, tmp_path, monkeypat
         assert (found["LOCAL_RANK"], found["GLOO_SOCKET_IFNAME"]) == (str(rank), "lo")
         if gpus:  # a fork server's children have the environment that it began with
             assert found["OMP_NUM_THREADS"] == "5"
+
+
+def die_in_a_collective(number: int) -> int:
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), number)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        launch.tell(f"a peer is gone: {error}")
+        return 1
+    return 0
+
+
+def fail_alike(rank: str) -> int:
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == rank:
+        launch.tell("qurl: data.path=/nowhere does not exist")
+        os._exit(2)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        launch.tell(str(error))
+    return 1
+
+
+@pytest.fixture
+def light(monkeypatch):
+    monkeypatch.setattr(launch, "PRELOAD", ["torch.distributed"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_named_with_its_signal_in_one_sentence(number, light, capfd):
+    code = launch.launch(die_in_a_collective, (number,), 2, lost=lambda death: f"{death} today")
+    assert code == 128 + number
+    assert capfd.readouterr().err == f"qurl: rank 1 was killed by {number.name} today\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_on_any_rank_is_one_sentence(rank, light, capfd):
+    assert launch.launch(fail_alike, (rank,), 2) == 2
+    assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
+
+
+def fail_alone(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os._exit(fail_alike("0"))
+
+
+def test_under_srun_too_a_mistake_is_one_sentence_and_no_frames_of_torch(capfd):
+    """Rank 0 keeps the store there, and takes it along."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=fail_alone, args=(rank, port)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [2, 1]
+    assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
+
+
+@pytest.fixture
+def shared():
+    """A folder in memory; the ranks of a test put files there, and are to take it with them."""
+    folder = Path(tempfile.mkdtemp(prefix="qurl-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def settle_in(shared: Path, folder: Path) -> int:
+    """Have all that a rank has: children in its group and in others, forked and not, and files."""
+    if os.environ["RANK"] == "0":
+        (shared / "bucket").write_text("weights")
+        bury(shared)
+    bury(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    subprocess.Popen(["sleep", "600"])
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+    return 0
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from qurl_megatron.runtime import launch, megatron
+from qurl_megatron.runtime.undertaker import bury
+from tests.leftovers import Footprint
+from tests.unit.test_launch import settle_in
+if __name__ == "__main__":
+    launch.PRELOAD = []
+    launch.glob.glob = lambda _: sys.argv[1].split()
+    sys.exit(launch.launch(settle_in, (Path(sys.argv[2]), Path(sys.argv[3])), 2))
+"""
+
+
+@pytest.fixture
+def launched(request, shared, tmp_path):
+    """The launcher of two ranks that have settled in, what is known of it, and the ranks."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER)
+    footprint = Footprint()
+    env = {**footprint.env, "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [request.param, str(shared), str(tmp_path)]
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), *arguments], env=env, stderr=subprocess.PIPE, text=True
+    )
+    paths = [tmp_path / "0", tmp_path / "1"]
+    end = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < end and launcher.poll() is None
+        time.sleep(0.02)
+    # Launcher and ranks, and of each of these an undertaker and three children.
+    assert len(footprint.look()) >= 1 + 2 * (1 + 1 + 3)
+    yield launcher, footprint, [int(path.read_text()) for path in paths]
+    for process in footprint.processes():
+        process.kill()
+    launcher.wait()
+
+
+@pytest.mark.parametrize("launched", ["", "/dev/nvidia0"], ids=["forked", "spawned"], indirect=True)
+def test_all_ends_with_a_launcher_that_is_killed(launched, shared):
+    launcher, footprint, _ = launched
+    launcher.kill()
+    launcher.wait()
+    assert footprint.left() == []
+    assert not shared.exists()
+
+
+@pytest.mark.parametrize(
+    "launched",
+    ["", pytest.param("/dev/nvidia0", marks=pytest.mark.thorough)],
+    ids=["forked", "spawned"],
+    indirect=True,
+)
+def test_all_ends_with_a_rank_that_is_killed(launched, shared):
+    launcher, footprint, (rank, _) = launched
+    os.kill(rank, signal.SIGKILL)
+    assert launcher.communicate(timeout=20)[1] == "qurl: rank 0 was killed by SIGKILL\n"
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert footprint.left() == []
+    assert not shared.exists()
+
+
+@pytest.mark.parametrize("launched", [""], ids=["forked"], indirect=True)
+def test_all_ends_with_a_fork_server_that_is_killed(launched):
+    launcher, footprint, (rank, _) = launched
+    os.kill(psutil.Process(rank).ppid(), signal.SIGKILL)
+    said = launcher.communicate(timeout=20)[1]
+    assert re.fullmatch(
+        r"qurl: rank \d was lost, for the process that forked it was killed\n", said
+    )
+    assert launcher.returncode == launch.NO_CODE
+    assert footprint.left() == []

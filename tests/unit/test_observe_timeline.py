@@ -1,5 +1,7 @@
 """Spans survive the file, a resume drops what is done again, and the picture shows the overlap."""
 
+import time
+
 import pytest
 
 from qurl_megatron.errors import ConfigError
@@ -90,3 +92,13 @@ def test_the_report_has_the_timeline_and_the_engines_events(tmp_path):
     page = write_report(run_dir).read_text()
     assert 'id="timeline"' in page and "step 3" in page
     assert "engine-1 died: &lt;killed&gt;" in page
+
+
+def test_a_span_has_its_true_length_though_the_clock_is_set_back_meanwhile(tmp_path, monkeypatch):
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    with timeline.span("trainer", "train", 1):
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    timeline.close()
+    (span,) = read_timeline(tmp_path / "timeline.jsonl")
+    assert 0 <= span.end - span.start < 60

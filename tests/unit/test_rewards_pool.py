@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -78,15 +79,70 @@ def test_no_text_raises_or_stalls(pool, text):
     assert time.monotonic() - begun < 10  # one timeout and a new worker at worst
 
 
-def test_a_worker_that_is_killed_is_replaced(pool):
+def test_killing_idle_workers_costs_no_answer(pool):
     settle(pool)
     crashes = pool.crashes
     for pid in pids(pool):
         os.kill(pid, signal.SIGKILL)
     pairs = [(f"\\boxed{{{i}}}", str(i)) for i in range(6)]
-    assert sum(pool.score(pairs)) >= 4  # a check under way counts as wrong
-    assert pool.crashes > crashes
     assert pool.score(pairs) == [1.0] * 6
+    assert pool.crashes == crashes
+
+
+def test_a_replacement_may_be_killed_while_it_starts(pool):
+    settle(pool)
+    pool._workers = [worker.replaced() for worker in pool._workers]
+    for pid in pids(pool):
+        os.kill(pid, signal.SIGKILL)
+    assert pool.score([("\\boxed{7}", "7"), ("\\boxed{8}", "7")]) == [1.0, 0.0]
+
+
+def test_workers_that_never_start_end_the_call(pool, monkeypatch):
+    monkeypatch.setattr("qurl_megatron.rewards.pool.WORKER", "qurl_megatron.rewards.nowhere")
+    with (
+        RewardPool(RewardConfig(kind="math", workers=1)) as broken,
+        pytest.raises(RuntimeError, match="a reward worker ended while starting; see stderr"),
+    ):
+        broken.score([("1", "1")])
+
+
+def kill_busy(pool: RewardPool, pair: tuple[str, str], times: int) -> threading.Thread:
+    """Kill the first workers that have this check under way."""
+
+    def kill() -> None:
+        killed: set[int] = set()
+        while len(killed) < times:
+            for worker in list(pool._workers):
+                if worker.pair == pair and worker.process.pid not in killed:
+                    os.kill(worker.process.pid, signal.SIGKILL)
+                    killed.add(worker.process.pid)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("times,expected", [(1, [1.0, 1.0]), (2, [0.0, 1.0])])
+def test_a_check_whose_worker_is_killed_is_checked_again_once(pool, times, expected):
+    settle(pool)
+    crashes = pool.crashes
+    # A third of a second, and right; each case its own, for workers remember.
+    slow = ("\\boxed{2^{1.0}" + "+ 1" * (120 + times) + "}", str(122 + times))
+    killer = kill_busy(pool, slow, times)
+    assert pool.score([slow, ("\\boxed{5}", "5")]) == expected
+    killer.join()
+    assert pool.crashes == crashes + times - 1
+
+
+def test_a_stopped_worker_is_a_timeout_however_long_the_text(pool):
+    settle(pool)
+    timeouts, first = pool.timeouts, pids(pool)[0]
+    os.kill(first, signal.SIGSTOP)
+    begun = time.monotonic()
+    assert pool.score([("x" * 200_000, "1"), ("\\boxed{3}", "3")])[1] == 1.0
+    assert time.monotonic() - begun < 6
+    assert pool.timeouts == timeouts + 1 and not alive(first)
 
 
 def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
@@ -129,21 +185,27 @@ def test_leaving_the_pool_ends_its_workers():
     assert not any(map(alive, before))
 
 
-def test_workers_end_with_a_trainer_that_is_killed():
-    script = (
-        "import sys, time\n"
-        "from qurl_megatron.config import RewardConfig\n"
-        "from qurl_megatron.rewards import RewardPool\n"
-        "pool = RewardPool(RewardConfig(kind='math')).__enter__()\n"
-        "pool.score([('1', '1')])\n"
-        "print(pool._workers[0].process.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    pid = int(trainer.stdout.readline())
+TRAINER = """
+import os, signal, sys, threading, time
+from qurl_megatron.config import RewardConfig
+from qurl_megatron.rewards import RewardPool
+from tests.unit.test_rewards_pool import TOWER, pids, settle
+pool = RewardPool(RewardConfig(kind="math", workers=3, timeout_s=1000)).__enter__()
+settle(pool)
+os.kill(pids(pool)[1], signal.SIGSTOP)
+threading.Thread(target=pool.score, args=([TOWER],), daemon=True).start()
+print(*pids(pool), flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_a_trainer_that_is_killed_idle_busy_or_stopped():
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE)
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(workers) == 3
     trainer.kill()
     trainer.communicate()
     deadline = time.monotonic() + 5
-    while alive(pid) and time.monotonic() < deadline:
+    while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not alive(pid)
+    assert not any(map(alive, workers))

@@ -1,8 +1,16 @@
 import json
+import socket
 
 import pytest
 
-from qurl_megatron.rollout.sglang.launch import API_KEY, engine_launch, server_arguments
+from qurl_megatron.cli import main
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.sglang.launch import (
+    API_KEY,
+    engine_launch,
+    given_key,
+    server_arguments,
+)
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else():
@@ -36,3 +44,42 @@ def test_options_that_are_given_win_over_those_the_machine_needs(given):
 def test_where_there_is_cuda_sglang_keeps_its_defaults():
     assert server_arguments([], cuda=True, port=99)[:2] == ["--port", "99"]
     assert "--device" not in server_arguments([], cuda=True, port=99)
+
+
+@pytest.mark.parametrize("key", ["", " ", "a\n", "k\u00e9y", "two\nlines"])
+def test_what_no_request_could_carry_is_refused_as_a_key(key):
+    with pytest.raises(ConfigError, match="QURL_API_KEY is set, but .*; unset it, or set it to"):
+        given_key({API_KEY: key})
+
+
+def test_a_key_and_none_are_taken_as_they_are():
+    assert given_key({API_KEY: "s3cret-_="}) == "s3cret-_="
+    assert given_key({}) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "launch/recipes/quickstart.toml", "rollout.urls=['http://127.0.0.1:1']"],
+        ["serve", "nowhere"],
+        ["fleet", "status", "http://127.0.0.1:1"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_empty_key_is_one_sentence_at_once(command, monkeypatch, capsys):
+    monkeypatch.setenv(API_KEY, "")
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("qurl: QURL_API_KEY is set, but empty; unset it")
+    assert said.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_sentence_at_once(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "nowhere", "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"qurl: nothing can listen at 127.0.0.1, port {port} (Address already in use); "
+        "give another --port or --host\n"
+    )

@@ -60,14 +60,23 @@ def serve(
         cache_gb: key/value cache in GiB.
         exit_with_stdin: leave when stdin reaches its end, so that a dead parent leaves no orphan.
         api_key: required as ``Authorization: Bearer`` on everything but /health.
+
+    Raises:
+        ConfigError: the address is no address of this machine, or the port is taken.
     """
     if threads:
         torch.set_num_threads(threads)
-    engine = load_engine(Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb)
-    worker = EngineThread(engine, threads)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can listen at {host}, port {port} ({error.strerror}); give another "
+                "--port or --host"
+            ) from None
+        engine = load_engine(Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb)
+        worker = EngineThread(engine, threads)
         config = uvicorn.Config(
             build_app(worker, str(model_dir), api_key=api_key),
             log_level="warning",

@@ -5,14 +5,31 @@ machine where it runs, for SGLang.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant.export import quantization_config
 
 API_KEY = "QURL_API_KEY"
 """Environment variable that carries the key: command lines are there for everybody to read."""
+
+
+def given_key(env: Mapping[str, str]) -> str | None:
+    """The engines' API key, where the environment has one.
+
+    Raises:
+        ConfigError: no request could carry it: it is empty, or not plain text.
+    """
+    key = env.get(API_KEY)
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        raise ConfigError(
+            f"{API_KEY} is set, but {'empty' if not key.strip() else 'has characters no key has'}; "
+            "unset it, or set it to the key of the engines"
+        )
+    return key
+
 
 LOADER = "qurl_megatron.rollout.sglang.loader.load"
 

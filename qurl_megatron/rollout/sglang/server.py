@@ -26,8 +26,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang import cpu
-from qurl_megatron.rollout.sglang.launch import API_KEY, server_arguments
+from qurl_megatron.rollout.sglang.launch import API_KEY, given_key, server_arguments
 
 cpu.install()
 
@@ -37,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--exit-with-stdin", action="store_true")
     parser.add_argument("--port-file", type=Path)
     own, rest = parser.parse_known_args(argv)
-    key = os.environ.pop(API_KEY, None)
+    try:
+        key = given_key(os.environ)
+    except ConfigError as error:
+        sys.exit(f"qurl: {error}")
+    os.environ.pop(API_KEY, None)
     if own.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
 
@@ -52,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             "the package in this environment with `pip install --no-deps -e .`, and start with "
             "`python -P`, which leaves out what the working folder says of it"
         )
+    kept = _keep_port()
     args = prepare_server_args(
-        server_arguments(rest, cuda=torch.cuda.is_available(), port=_free_port())
+        server_arguments(rest, cuda=torch.cuda.is_available(), port=kept.getsockname()[1])
     )
     if cpu.wanted():
         # One entry a rank is demanded; only the kernels that are not there would bind to it.
@@ -110,10 +116,15 @@ def _end_children() -> None:
             continue
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _keep_port() -> socket.socket:
+    """Bound to a free port, which nobody else is given in the minutes until SGLang listens there.
+
+    It can, for this socket does not listen, and both allow an address to be used again.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", 0))
+    return kept
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.version import MANIFEST, Manifest
 from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Piece, Receipt, checksum, raw
 from qurl_megatron.runtime import files
+from qurl_megatron.runtime.undertaker import bury
 from qurl_megatron.weights.hf_reader import DTYPES
 
 RECEIPTS = "receipts"
@@ -54,6 +55,8 @@ class FilesSender(AtOnce):
         self.folder = self.root
         with refusing(self.root, size=0):
             (self.root / RECEIPTS).mkdir(parents=True, exist_ok=True)
+        if leads:
+            bury(self.root)
 
     def describe(self, engine: str) -> dict[str, Any]:
         return {"kind": self.kind, "receipts": str(self.root / RECEIPTS)}

@@ -23,6 +23,7 @@ from qurl_megatron.rollout.transport.files import RECEIPTS, mapped, refusing
 from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 from qurl_megatron.runtime.children import expandable_segments
+from qurl_megatron.runtime.undertaker import bury
 
 SLOTS = 2
 
@@ -70,6 +71,8 @@ class MemorySender(AtOnce):
         self.leads, self.receipt_wait_s = leads, receipt_wait_s
         self._facts = own_facts()
         private_folder(self.folder)
+        if leads:
+            bury(self.folder)
         with refusing(self.folder, size=0):
             (self.folder / RECEIPTS).mkdir(exist_ok=True)
         on_gpu = torch.device(device).type == "cuda"

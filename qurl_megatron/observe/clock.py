@@ -1,0 +1,10 @@
+"""The time of day for what is drawn and measured: it goes on evenly, whoever sets the clock."""
+
+import time
+
+_EPOCH = time.time() - time.monotonic()
+
+
+def now() -> float:
+    """Unix seconds, as the clock stood when this process began."""
+    return _EPOCH + time.monotonic()

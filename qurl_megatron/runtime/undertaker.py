@@ -1,0 +1,141 @@
+"""What a process would leave behind ends with it, however it ends: ``atexit``, for SIGKILL too.
+
+Nobody cleans up after a SIGKILL of its own. So a process that has children, or files in memory,
+hires an undertaker: a small process in a session of its own, which is told what there is and acts
+when the process that hired it is gone, or the launcher that a rank must not outlive. It sees that
+at once, by the end of a pipe; where a forked child holds the other end, too, within ``POLL_S``, by
+having another parent.
+
+The file is run by itself, without the package: every rank starts one.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+POLL_S = 0.5
+LEAVING_S = 0.01  # between looks while something is on its way out
+PATIENCE_S = 1.0
+"""For what gets SIGTERM to end by itself: resource trackers, which ignore it, have work to do."""
+
+
+def bury(what: int | Path) -> None:
+    """Have something end with this process: a process group, by its number, or a folder.
+
+    A folder must exist; one that somebody else makes under its name later is spared.
+    """
+    _hired().write(["bury", what] if isinstance(what, int) else ["bury", str(what), _inode(what)])
+
+
+def spare(what: int | Path) -> None:
+    """Take ``bury`` back: it has ended already, and its number may become somebody else's."""
+    _hired().write(["spare", what if isinstance(what, int) else str(what)])
+
+
+class _Undertaker:
+    def __init__(self) -> None:
+        import multiprocessing  # the undertaker itself needs neither, and starts sooner
+        import subprocess
+
+        self.owner = os.getpid()
+        launcher = multiprocessing.parent_process()
+        lifelines = () if launcher is None else (launcher.sentinel,)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=lifelines,
+            start_new_session=True,
+        )
+
+    def write(self, order: list) -> None:
+        # One write, so that threads do not mix theirs. An undertaker that was killed is no reason
+        # to end: what it would do is needed only where we are killed as well.
+        with suppress(BrokenPipeError):
+            os.write(self._process.stdin.fileno(), json.dumps(order).encode() + b"\n")
+
+
+_own: _Undertaker | None = None
+_hiring = threading.Lock()
+
+
+def _hired() -> _Undertaker:
+    """This process' own; a forked one does not give orders to its parent's."""
+    global _own
+    with _hiring:
+        if _own is None or _own.owner != os.getpid():
+            _own = _Undertaker()
+        return _own
+
+
+def _inode(path: Path | str) -> int:
+    return os.stat(path).st_ino
+
+
+# -- the undertaker itself -------------------------------------------------------------------------
+
+
+def main(owner: int, lifelines: list[int]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # batch systems send them to all
+        signal.signal(number, signal.SIG_IGN)
+    left = _until_gone(owner, lifelines)
+    if os.getppid() == owner:
+        os.kill(owner, signal.SIGKILL)
+    _end([what for what in left if isinstance(what, int)])
+    for what, inode in left.items():
+        with suppress(FileNotFoundError):
+            if isinstance(what, str) and _inode(what) == inode:
+                shutil.rmtree(what, ignore_errors=True)
+
+
+def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]:
+    """What there is to bury, once the owner is gone, or one that holds a lifeline's other end.
+
+    The end of standard input says only that the owner is leaving: its exit code is its own affair.
+    """
+    left: dict[int | str, int | None] = {}
+    orders, leaving = b"", False
+    while True:
+        gone = os.getppid() != owner  # perhaps before we began
+        watched = lifelines if leaving else [0, *lifelines]
+        wait_s = 0.0 if gone else LEAVING_S if leaving else POLL_S
+        ready, _, _ = select.select(watched, [], [], wait_s)
+        if 0 in ready:
+            read = os.read(0, 1 << 16)
+            leaving = not read
+            *lines, orders = (orders + read).split(b"\n")
+            for line in lines:
+                order, what, *inode = json.loads(line)
+                left.pop(what, None)
+                if order == "bury":
+                    left[what] = next(iter(inode), None)
+        elif gone or ready:
+            return left
+
+
+def _end(groups: list[int]) -> None:
+    for number, patience in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, 0.0)):
+        groups = [group for group in groups if _signal(group, number)]
+        end = time.monotonic() + patience
+        while time.monotonic() < end and any(_signal(group, 0) for group in groups):
+            time.sleep(LEAVING_S)
+
+
+def _signal(group: int, number: int) -> bool:
+    """False where nobody is left, or the number is another user's by now."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [int(line) for line in sys.argv[2:]])

@@ -1,0 +1,171 @@
+"""Whole runs that lose processes to signals, or their clock: what they say, do and leave behind."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.leftovers import Footprint
+from tests.runs import Run, make_recipe
+
+TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_recipe(tmp_path_factory.mktemp("kills"))
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(run: Run) -> dict[int, dict[str, float]]:
+    """What a run measured, by step, without what depends on the clock."""
+    return {
+        r["step"]: {k: v for k, v in r["metrics"].items() if not TAKES_TIME.match(k)}
+        for r in records(run.dir / "metrics.jsonl")
+    }
+
+
+def finished(run: Run) -> dict[int, dict[str, float]]:
+    with run.process():
+        assert run.ended() == 0, run.stderr()
+        assert run.left() == []
+    return metrics(run)
+
+
+def reward_workers(run: Run) -> list[int]:
+    commands = {p.pid: p.cmdline() for p in run.processes()}
+    return [pid for pid, command in commands.items() if "qurl_megatron.rewards.worker" in command]
+
+
+def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_of(tiny):
+    run = Run(tiny, "graded", "rollout.engines=1", "reward.kind=math", "reward.timeout_s=1")
+    with run.process():
+        run.wait(lambda: run.step() >= 1)
+        for pid in reward_workers(run):
+            os.kill(pid, signal.SIGKILL)
+        since = run.step()
+        run.wait(lambda: run.step() >= since + 2)
+        for pid in reward_workers(run):
+            os.kill(pid, signal.SIGSTOP)
+        run.wait(lambda: "*** reward" in run.stdout())
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.ended() == 128 + signal.SIGTERM, run.stderr()
+        assert run.left() == []
+    (told,) = re.findall(r"\*\*\* reward, step (\d+): (.*)", run.stdout())
+    assert told[1] == (
+        "1 answers could not be checked and count as wrong: 1 took longer than "
+        "reward.timeout_s=1, 0 brought down 2 workers"
+    )
+    seen = metrics(run)
+    assert {step: m["reward/timeouts"] for step, m in seen.items() if m["reward/timeouts"]} == {
+        int(told[0]): 1.0
+    }
+    assert not any(m["reward/crashes"] for m in seen.values())
+
+
+LAUNCHER, LEADER, OTHER = "the launcher", "rank 0", "rank 1"
+
+
+def starting(run: Run, since: float) -> bool:
+    return sum(log.stat().st_mtime > since for log in (run.dir / "logs").glob("*.log")) == 2
+
+
+def saving(run: Run, since: float) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # it has got its name meanwhile
+        folders = (run.dir / "checkpoints").glob(".step_*")
+        return any(folder.stat().st_mtime > since for folder in folders)
+    return False
+
+
+def training(run: Run, since: float) -> bool:
+    log = run.dir / "metrics.jsonl"
+    written = log.exists() and log.stat().st_mtime > since
+    return written and run.step() > max(run.saved(), default=0)
+
+
+@pytest.mark.thorough
+def test_killed_anywhere_again_and_again_a_run_ends_as_if_nothing_had_been(tiny):
+    options = ("parallel.tensor=2", "checkpoint.every=1", "train.steps=9", "train.eval_prompts=0")
+    run = Run(tiny, "battered", *options)
+    for place in (starting, saving, training):
+        for victim in (OTHER, LEADER, LAUNCHER):
+            killed(run, victim, place)
+    assert finished(run) == finished(Run(tiny, "whole", *options))
+
+
+def killed(run: Run, victim: str, there: Callable[[Run, float], bool]) -> None:
+    begun = time.time()
+    with run.process() as launcher:
+        while not there(run, begun):
+            assert launcher.poll() is None, run.stderr()
+            time.sleep(0.001)
+        pid = launcher.pid if victim == LAUNCHER else run.rank(int(victim[-1]))
+        run.processes()
+        os.kill(pid, signal.SIGKILL)
+        assert run.ended() == (-signal.SIGKILL if victim == LAUNCHER else 128 + signal.SIGKILL)
+        # What is forcing a file to a busy disk dies only when that is done.
+        assert run.left(30.0) == []
+    if victim != LAUNCHER:
+        assert re.match(rf"qurl: {victim} was killed by SIGKILL in step \d+, ", run.stderr())
+        assert run.stderr().count("\n") == 1
+
+
+JUMPS = """
+import itertools, time
+real, jump = time.time, itertools.cycle((0, 7200, -7200, 86400))
+time.time = lambda: real() + next(jump)
+"""
+
+
+@pytest.mark.thorough
+def test_a_clock_that_jumps_by_hours_changes_nothing(tiny, tmp_path, monkeypatch):
+    options = ("parallel.tensor=2", "train.steps=3", "reward.kind=math", "reward.timeout_s=3")
+    expected = finished(Run(tiny, "steady", *options))
+    (tmp_path / "sitecustomize.py").write_text(JUMPS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    assert finished(jumping := Run(tiny, "jumping", *options)) == expected
+    spans = records(jumping.dir / "timeline.jsonl")
+    assert all(0 <= span["end"] - span["start"] < 3600 for span in spans)
+    times = [
+        json.loads(x)["time"] for x in (jumping.dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert times == sorted(times)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [LAUNCHER, LEADER, OTHER])
+def test_under_torchrun_nothing_is_left_whoever_is_killed(tiny, victim, tmp_path):
+    """The agent is not ours: it names a killed rank and its signal itself, and ends with 1."""
+    footprint, run_dir = Footprint(), tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    recipe = [str(tiny), "parallel.tensor=2", f"train.run_dir={run_dir}", "warmstart.steps=0"]
+    command = [*torchrun, "-m", "qurl_megatron.cli", "train", *recipe]
+    with (tmp_path / "log").open("w") as log:
+        agent = subprocess.Popen(command, env=footprint.env, stdout=log, stderr=log)
+    try:
+        while not (run_dir / "metrics.jsonl").exists():
+            assert agent.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        ranks = [
+            p.pid for p in footprint.look() if p.ppid() == agent.pid and "train" in p.cmdline()
+        ]
+        pid = agent.pid if victim == LAUNCHER else sorted(ranks)[int(victim[-1])]
+        os.kill(pid, signal.SIGKILL)
+        assert agent.wait(60) == (-signal.SIGKILL if victim == LAUNCHER else 1)
+        assert footprint.left(run_dir) == []
+    finally:
+        for process in footprint.processes():
+            process.kill()
+    if victim != LAUNCHER:
+        assert "(SIGKILL)" in (tmp_path / "log").read_text()

@@ -1,0 +1,83 @@
+"""What ends with a process, and what does not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.leftovers import Footprint
+
+BEGIN = """
+import os, pathlib, signal, subprocess, sys, time
+from qurl_megatron.runtime.undertaker import bury, spare
+def sleeper():
+    return subprocess.Popen(["sleep", "600"], start_new_session=True)
+folder = pathlib.Path(sys.argv[1])
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path: Path, body: str) -> tuple[int, Footprint]:
+    footprint = Footprint()
+    env = {**footprint.env, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", BEGIN + body, str(tmp_path)], env=env, timeout=60)
+    return done.returncode, footprint
+
+
+def test_it_acts_after_an_ordinary_end_too_and_leaves_the_exit_code_alone(tmp_path):
+    body = "os.setpgrp(); bury(os.getpid()); subprocess.Popen(['sleep', '600']); sys.exit(7)"
+    code, footprint = run(tmp_path, body)
+    assert code == 7
+    assert footprint.left() == []
+
+
+def test_what_has_been_spared_and_what_another_has_made_since_stays(tmp_path):
+    body = """
+made, kept = folder / "made", folder / "kept"
+made.mkdir(), kept.mkdir()
+bury(made), bury(kept)
+made.rmdir(), (folder / "other").mkdir(), made.mkdir()
+child = sleeper()
+bury(child.pid), spare(child.pid)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, footprint = run(tmp_path, body)
+    assert code == -9
+    (left,) = [line for line in footprint.left(seconds=1.5) if "sleep" in line]
+    for process in footprint.processes():
+        process.kill()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "other"]
+    assert "sleep 600" in left
+
+
+def test_without_its_undertaker_a_process_goes_on(tmp_path):
+    body = """
+bury(sleeper().pid)
+from qurl_megatron.runtime import undertaker
+undertaker._own._process.kill()
+undertaker._own._process.wait()
+bury(sleeper().pid)
+sys.exit(5)
+"""
+    code, footprint = run(tmp_path, body)
+    assert code == 5
+    assert len(footprint.processes()) == 2
+    for process in footprint.processes():
+        process.kill()
+
+
+def test_a_forked_child_that_lives_on_hides_nothing(tmp_path):
+    """It holds the other end of the undertaker's standard input."""
+    body = """
+bury(sleeper().pid)
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, footprint = run(tmp_path, body)
+    assert code == -9
+    left = footprint.left(seconds=1.5)
+    for process in footprint.processes():
+        process.kill()
+    assert len(left) == 1 and "import os, pathlib" in left[0]
