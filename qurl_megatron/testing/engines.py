@@ -15,6 +15,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from qurl_megatron.rollout.lease import ENDPOINT, Lease
+
 FAULTS = ("500", "cut", "hang", "mixed", "nan", "nothing")
 
 
@@ -54,6 +56,7 @@ class FakeEngine:
         self.looks = 0  # GETs
         self.answered: list[str] = []  # rid of every response that went out whole
         self.session_open = False
+        self.lease = Lease()
         self.running = self.generated = 0
         self._aborted: list[str] = []
         self._lock = threading.Lock()
@@ -117,6 +120,8 @@ class FakeEngine:
         return {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 2}]}
 
     def post(self, endpoint: str, body: dict) -> tuple[int, object]:
+        if endpoint == ENDPOINT:
+            return 200, self.lease.ask(body)
         self.calls.append((endpoint, body))
         act = getattr(self, endpoint.strip("/"), None)
         return (404, {"message": "no such endpoint"}) if act is None else act(body)

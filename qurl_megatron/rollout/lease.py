@@ -1,0 +1,151 @@
+"""An engine belongs to one run: it keeps a lease, which the run that adopted it renews.
+
+The engine itself decides, by its own clock that never jumps, so of two runs that ask at once one
+gets it. A run that ends gives its lease back, and that of a run that was killed lapses after
+LEASE_S; whoever asks meanwhile cannot tell a dead run from a living one, so it waits for the lease
+to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run is the
+same run and gets its engines at once.
+
+Engines that a run starts itself need none: they have a key that nobody else knows.
+"""
+
+import hashlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.answer import shortened
+
+ENDPOINT = "/qurl_lease"
+LEASE_S = 30.0
+RENEW_S = 5.0
+OWNER = ".owner"  # in a run's folder: what its token is made from
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run, to its engines."""
+
+    token: str  # hexadecimal; of no other run
+    label: str  # where a person finds it
+
+    @staticmethod
+    def of(run_dir: Path) -> "Owner":
+        """The run of a folder; a copy of the folder is another run.
+
+        Raises:
+            ConfigError: nothing can be written there.
+        """
+        file, folder = run_dir / OWNER, str(run_dir.resolve())
+        try:
+            secret = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
+            if not secret:
+                secret = secrets.token_hex(16)
+                aside = file.with_suffix(".tmp")
+                aside.write_text(secret, encoding="ascii")
+                aside.rename(file)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read or written: {error.strerror}") from None
+        return Owner(_digest(f"{secret}{folder}"), f"{folder} on {socket.gethostname()}")
+
+    @staticmethod
+    def nobody_else() -> "Owner":
+        """A run without a folder, another one each time."""
+        return Owner(_digest(secrets.token_hex(16)), f"a process on {socket.gethostname()}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An engine's answer to a run that wants it."""
+
+    granted: bool
+    label: str  # of the run that has it
+    left_s: float  # until the lease of that run lapses, unless it is renewed
+
+    @staticmethod
+    def read(answer: dict) -> "Verdict":
+        """
+        Raises:
+            ValueError: it is none.
+        """
+        granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
+        numeric = type(left) in (int, float) and 0 <= left <= 1e6
+        if type(granted) is not bool or type(label) is not str or not numeric:
+            raise ValueError(f"no answer to a request for a lease: {shortened(answer)}")
+        return Verdict(granted, shortened(label), float(left))
+
+
+class Lease:
+    """The engine's end. Its methods may be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._run, self._label, self._until = "", "", 0.0
+
+    def ask(self, body: Any) -> dict[str, Any]:
+        """Grant it to the run that asks, or say who has it.
+
+        Raises:
+            ConfigError: that is no request for a lease.
+        """
+        run, label, seconds = (
+            (body.get(key) for key in ("run", "label", "seconds"))
+            if isinstance(body, dict)
+            else (None,) * 3
+        )
+        numeric = type(seconds) in (int, float) and 0 <= seconds <= 3600
+        if not (isinstance(run, str) and run and isinstance(label, str) and numeric):
+            raise ConfigError("a lease needs run and label, and seconds from 0 to 3600")
+        with self._lock:
+            now = self._clock()
+            free = now >= self._until or self._run == run
+            if free or body.get("take_over") is True:
+                self._run, self._label, self._until = run, shortened(label), now + seconds
+            return {
+                "granted": self._run == run,
+                "label": self._label,
+                "left_s": max(0.0, self._until - now),
+            }
+
+
+class Renewal:
+    """A thread that keeps what a run has; ``lost`` hears of engines that another run took."""
+
+    def __init__(self, held: Callable[[], Iterable[Any]], renew: Callable[[Any], None]) -> None:
+        """
+        Args:
+            held: the engines whose leases are to be renewed now.
+            renew: for one of them, and returns soon.
+        """
+        self._held, self._renew = held, renew
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(RENEW_S):
+            threads = [
+                threading.Thread(target=self._renew, args=(engine,), daemon=True)
+                for engine in self._held()
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(RENEW_S)
