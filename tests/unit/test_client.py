@@ -98,7 +98,9 @@ def test_the_garbage_collector_rests_while_answers_are_read_and_is_then_as_it_wa
 
     async def ask() -> int:
         async with EngineClient(engine.url).session() as session:
-            return await session.generate([[5, 6]], [{"max_new_tokens": 3}], ["a"], read, limit=9999)
+            return await session.generate(
+                [[5, 6]], [{"max_new_tokens": 3}], ["a"], read, limit=9999
+            )
 
     if not collecting:
         gc.disable()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy, sample_seed
 from qurl_megatron.rollout.fleet import Fleet
@@ -291,3 +292,42 @@ def test_seeds_are_stable_and_differ():
         sample_seed(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)
     }
     assert len(seeds) == 16 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("embedded", [True, False])
+def test_an_engine_that_does_not_take_our_key_is_left_out_and_the_others_go_on(embedded, status):
+    bad, good = FakeEngine(embedded=embedded), FakeEngine(embedded=embedded)
+    with fleet_of(bad, good) as fleet:
+        bad.generate = lambda body: (status, {"error": {"message": "who are you?"}})
+        check_whole(gather(fleet))
+        assert [engine.url for engine in fleet.engines()] == [good.url]
+        [said] = [e["message"] for e in fleet.drain()[0] if e["event"] == "gave up"]
+        assert f"{bad.url}/generate answered {status}: who are you?; give its API key" in said
+
+
+def test_only_where_no_engine_takes_our_key_it_is_the_users_mistake():
+    a, b = FakeEngine(), FakeEngine()
+    with fleet_of(a, b) as fleet:
+        a.api_key = b.api_key = "another"
+        with pytest.raises(EngineError, match="no engine is serving"):
+            gather(fleet)
+        with pytest.raises(ConfigError, match="answered 401.*answered 401.*QURL_API_KEY"):
+            fleet.await_recruits(1.0)
+
+
+def test_a_run_begins_with_the_engines_that_take_its_key():
+    refuses, good = FakeEngine(api_key="another"), FakeEngine()
+    with fleet_of(refuses, good) as fleet:
+        check_whole(gather(fleet))
+        assert [engine.url for engine in fleet.engines()] == [good.url]
+        assert "answered 401" in fleet.why_not()
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_request_that_only_one_engine_refuses_is_that_engines_fault(status):
+    bad, good = FakeEngine(), FakeEngine()
+    with fleet_of(bad, good) as fleet:
+        bad.generate = lambda body: (status, {"error": {"message": "I do not like it"}})
+        check_whole(gather(fleet))
+        assert [engine.url for engine in fleet.serving()] == [good.url]
