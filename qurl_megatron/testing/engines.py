@@ -14,6 +14,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.rollout.lease import ENDPOINT, Lease
 
@@ -60,7 +61,7 @@ class FakeEngine:
         self.running = self.generated = 0
         self._aborted: list[str] = []
         self._lock = threading.Lock()
-        self._server = _Server((host, 0), _Handler)
+        self._server = QuietServer((host, 0), _Handler)
         self._server.engine = self
         self.port = self._server.server_address[1]
         self.url = f"http://{host}:{self.port}"
@@ -247,11 +248,11 @@ class _Sequence:
         }
 
 
-class _Server(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
-    engine: FakeEngine
+    engine: Any
 
     def handle_error(self, request, client_address) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
@@ -259,7 +260,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: QuietServer
 
     def log_message(self, *arguments) -> None:
         pass
