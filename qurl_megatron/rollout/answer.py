@@ -11,7 +11,6 @@ only to say what was wrong.
 import contextlib
 import gc
 import json
-import reprlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ import numpy as np
 import orjson
 
 from qurl_megatron.rollout.naming import MIXED, Names
+from qurl_megatron.rollout.schema import count, list_of, or_none, record, seconds, text
+from qurl_megatron.rollout.shorten import shortened
 from qurl_megatron.types import Versions, in_a_row
 
 ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
@@ -75,6 +76,19 @@ class Info:
     kind: Literal["embedded", "sglang"]
     tp: int
     loaders: tuple[str, ...] | None  # SGLang's custom weight loaders; None: it does not tell
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is doing, for the eye."""
+
+    version: str
+    running: int
+    waiting: int
+    generated: int | None  # tokens since it started
+    tokens_per_s: float | None  # as the engine itself last measured it
+    paused: bool | None
+    model: str
 
 
 def parsed(content: bytes) -> Any:
@@ -137,22 +151,63 @@ def read_info(info: dict) -> Info:
         BadAnswer: it says nonsense.
     """
     kind = "embedded" if info.get("engine") == "qurl-embedded" else "sglang"
-    tp, loaders = info.get("tp_size") or 1, info.get("custom_weight_loader", ())
-    if type(tp) is not int or not 1 <= tp <= 1024:
+    tp, loaders = info.get("tp_size") or 1, info.get("custom_weight_loader")
+    if not count(tp) or tp > 1024:
         raise BadAnswer(f"tp_size {shortened(tp)} is no number of ranks")
-    if "custom_weight_loader" not in info:
-        return Info(kind, tp, None)
-    if isinstance(loaders, str):
+    if text(loaders):
         loaders = [loaders]
-    if not isinstance(loaders or [], list) or not all(type(x) is str for x in loaders or []):
+    if not or_none(list_of(text))(loaders):
         raise BadAnswer(f"custom_weight_loader {shortened(loaders)} is no list of names")
-    return Info(kind, tp, tuple(loaders or []))
+    told = "custom_weight_loader" in info
+    return Info(kind, tp, tuple(loaders or ()) if told else None)
 
 
-def shortened(value: object) -> str:
-    """A few words of whatever came, for a sentence."""
-    text = value if isinstance(value, str) else _REPR.repr(value)
-    return text if len(text) <= _REPR.maxother else f"{text[: _REPR.maxother - 3]}..."
+def read_load(info: dict) -> Load:
+    """What an embedded engine is doing, by ``/server_info``.
+
+    Raises:
+        BadAnswer: it says nonsense.
+    """
+    numbers = [info.get(f"num_{what}") for what in ("running_reqs", "waiting_reqs")]
+    generated, paused = info.get("num_generated_tokens"), info.get("is_paused")
+    if not all(map(or_none(count), (*numbers, generated))):
+        raise BadAnswer(f"no numbers of requests and tokens: {shortened([*numbers, generated])}")
+    return Load(
+        version=shortened(str(info.get("weight_version"))),
+        running=numbers[0] or 0,
+        waiting=numbers[1] or 0,
+        generated=generated,
+        tokens_per_s=None,
+        paused=None if paused is None else bool(paused),
+        model=shortened(str(info.get("model_path"))),
+    )
+
+
+def read_loads(info: dict, version: str, loads: Any) -> Load:
+    """The same of SGLang, whose ranks say for themselves what they have to do."""
+    speeds = [each.get("last_gen_throughput") or 0.0 for each in _objects(info, "internal_states")]
+    queues = [
+        [each.get(f"num_{what}_reqs", 0) for each in _objects(loads, "loads")]
+        for what in ("running", "waiting")
+    ]
+    if not all(map(seconds, speeds)) or not all(map(list_of(count), queues)):
+        raise BadAnswer(f"no numbers of requests and tokens: {shortened([speeds, queues])}")
+    return Load(
+        version=version,
+        running=sum(queues[0]),
+        waiting=sum(queues[1]),
+        generated=None,
+        tokens_per_s=sum(speeds),
+        paused=None,
+        model=shortened(str(info.get("model_path"))),
+    )
+
+
+def _objects(holder: dict, name: str) -> list[dict]:
+    found = holder.get(name, [])
+    if not list_of(record)(found):
+        raise BadAnswer(f"{name} is no list of objects: {shortened(found)}")
+    return found
 
 
 @contextlib.contextmanager
@@ -167,10 +222,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-_REPR = reprlib.Repr()
-_REPR.maxother = _REPR.maxstring = 200
 
 
 def _part(answer: Any, asked: Asked, rules: Rules) -> Part:

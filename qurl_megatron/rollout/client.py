@@ -12,7 +12,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +21,16 @@ import orjson
 from qurl_megatron.rollout.answer import (
     BadAnswer,
     Info,
+    Load,
     answer_limit,
     parsed,
     read_info,
-    shortened,
+    read_load,
+    read_loads,
     uncollected,
 )
 from qurl_megatron.rollout.lease import ENDPOINT, Owner, Verdict
+from qurl_megatron.rollout.shorten import shortened
 
 CONTROL_BYTES = 16 << 20  # of an answer that is no generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
@@ -60,19 +62,6 @@ class EngineError(RuntimeError):
         """True where the request was wrong, if it is to be believed."""
         usual = self.status is not None and 400 <= self.status < 500
         return usual and not self.refused and self.status not in (408, 429)
-
-
-@dataclass(frozen=True)
-class Load:
-    """What an engine is doing, for the eye."""
-
-    version: str
-    running: int
-    waiting: int
-    generated: int | None  # tokens since it started
-    tokens_per_s: float | None  # as the engine itself last measured it
-    paused: bool | None
-    model: str
 
 
 @contextlib.contextmanager
@@ -141,36 +130,14 @@ class EngineClient:
 
     def load(self) -> Load:
         """Version, queue and speed, for a table."""
+        info = self.server_info()
         try:
-            return self._load(self.server_info())
-        except (TypeError, AttributeError) as error:
-            raise EngineError(
-                f"{self.url}/server_info says nonsense ({shortened(error)})", faulty=True
-            ) from None
-
-    def _load(self, info: dict) -> Load:
-        states = info.get("internal_states")
-        if states is None:  # embedded
-            return Load(
-                version=str(info.get("weight_version")),
-                running=info.get("num_running_reqs", 0),
-                waiting=info.get("num_waiting_reqs", 0),
-                generated=info.get("num_generated_tokens"),
-                tokens_per_s=None,
-                paused=info.get("is_paused"),
-                model=str(info.get("model_path")),
-            )
-        speeds = [state.get("last_gen_throughput") for state in states]
-        loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S).get("loads", [])
-        return Load(
-            version=self.weight_version(),
-            running=sum(load.get("num_running_reqs", 0) for load in loads),
-            waiting=sum(load.get("num_waiting_reqs", 0) for load in loads),
-            generated=None,
-            tokens_per_s=sum(speed or 0.0 for speed in speeds),
-            paused=None,
-            model=str(info.get("model_path")),
-        )
+            if info.get("internal_states") is None:
+                return read_load(info)
+            loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S)
+            return read_loads(info, self.weight_version(), loads)
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def generate(
         self,

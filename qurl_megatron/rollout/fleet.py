@@ -88,7 +88,7 @@ class Fleet:
         self._model_dir, self._scheme, self._dtype = model_dir, scheme, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
         self._trainer_ranks = trainer_ranks
-        self._api_key = api_key or os.environ.get(API_KEY)
+        self._api_key = api_key or os.environ.get(API_KEY) or None
         self._lock = threading.RLock()  # of all state here and in the engines; held for moments
         self._turn = threading.RLock()  # held through a publication, and for one look around
         self._engines: list[Engine] = []

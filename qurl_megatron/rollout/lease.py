@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.answer import shortened
+from qurl_megatron.rollout.schema import flag, seconds, text
+from qurl_megatron.rollout.shorten import shortened
 
 ENDPOINT = "/qurl_lease"
 LEASE_S = 30.0
@@ -79,8 +80,7 @@ class Verdict:
             ValueError: it is none.
         """
         granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
-        numeric = type(left) in (int, float) and 0 <= left <= 1e6
-        if type(granted) is not bool or type(label) is not str or not numeric:
+        if not (flag(granted) and text(label) and seconds(left)):
             raise ValueError(f"no answer to a request for a lease: {shortened(answer)}")
         return Verdict(granted, shortened(label), float(left))
 

@@ -21,9 +21,9 @@ from qurl_megatron.rollout.answer import (
     read_answer,
     read_answers,
     read_info,
-    shortened,
 )
 from qurl_megatron.rollout.naming import MIXED, UNKNOWN_VERSION, Names
+from qurl_megatron.rollout.shorten import shortened
 
 ASKED = Asked("a", 5)
 RULES = Rules(vocabulary=10, names=Names("abc"), confirmed=7)
