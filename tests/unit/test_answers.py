@@ -121,6 +121,10 @@ def _span(place, **changes):
     return lambda answer: answer["meta_info"]["weight_versions"][place].update(changes)
 
 
+def _add_span(answer, **span):
+    answer["meta_info"]["weight_versions"].append(span)
+
+
 BAD = {
     "no ids": (lambda a: a.pop("output_ids"), "malformed"),
     "ids are an object": (lambda a: a.update(output_ids={"0": 4}), "no list"),
@@ -150,6 +154,10 @@ BAD = {
         lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(1, [-2.0]),
         "malformed",
     ),
+    "one without its text": (
+        lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(1, [-2.0, 0]),
+        "malformed",
+    ),
     "nan": (_log_prob(math.nan), "log-prob nan is not between -104 and 0"),
     "minus infinity": (_log_prob(-math.inf), "log-prob -inf is not between"),
     "infinity": (_log_prob(math.inf), "log-prob inf is not between"),
@@ -165,6 +173,10 @@ BAD = {
     "a gap": (lambda a: a["meta_info"]["weight_versions"].pop(0), "gap"),
     "spans too short": (lambda a: a["meta_info"]["weight_versions"].pop(), "1 of 3"),
     "spans too long": (_span(1, end=4), "4 of 3"),
+    "spans that take tokens back": (
+        lambda a: (_span(1, end=5)(a), _add_span(a, version="8@abc", start=5, end=3)),
+        "gap",
+    ),
     "a span backwards": (_span(0, end=-1), "gap"),
     "a span of half tokens": (_span(0, end=1.0), "gap"),
     "unknown end": (_meta(finish_reason={"type": "tired"}), "tired"),
@@ -223,6 +235,14 @@ def test_a_body_that_is_no_answer_is_refused_in_a_few_words(body, message):
         bad = read_answers(body, [ASKED], RULES)
         raise bad[0]
     assert len(str(error.value)) < 300
+
+
+def test_lists_in_lists_are_refused_however_deep_a_parser_goes():
+    answer = good_answer()
+    _token("deep")(answer)
+    nested = b"[" * 1000 + b"]" * 1000
+    [bad] = read_answers(orjson.dumps([answer]).replace(b'"deep"', nested), [ASKED], RULES)
+    assert isinstance(bad, BadAnswer)
 
 
 def test_a_nan_is_read_to_be_named():

@@ -5,9 +5,11 @@ Each parser gets true messages with one value exchanged for any other, and bytes
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,6 +107,23 @@ def test_a_weight_update_is_a_message_or_a_configerror(text):
             assert piece.start >= 0 and piece.stop >= piece.start
 
 
+@pytest.mark.parametrize(
+    "piece,message",
+    [
+        (replace(PIECE, offset=65), "w ends behind the end of its blob"),
+        (replace(PIECE, dim=2), "w has no dimension 2"),
+        (replace(PIECE, dtype="float32", shape=(1,), offset=2), "in the middle of a number"),
+        (replace(PIECE, dtype="Tensor"), "dtype cannot be Tensor"),
+        (replace(PIECE, shape=(-1, 8)), "shape cannot be"),
+        (replace(PIECE, shape=(2**40, 2**40)), "shape cannot be"),
+    ],
+)
+def test_a_piece_that_no_blob_can_hold_is_refused(piece, message):
+    update = replace(MESSAGE, blobs=(Blob({}, 96, (piece,)),))
+    with pytest.raises(ConfigError, match=f"the weight update is malformed: .*{message}"):
+        Message.from_json(update.to_json())
+
+
 @QUICK
 @given(almost(RECEIPT.to_json()))
 def test_a_receipt_is_its_ranks_own_or_says_what_is_wrong(text):
@@ -141,6 +160,32 @@ def test_a_manifest_and_what_it_promises_are_read_or_a_configerror(text):
             dict(read_version(Path(folder), manifest))
         except ConfigError as error:
             one_line(error)
+
+
+@pytest.mark.parametrize(
+    "manifest,message",
+    [
+        (replace(VERSION, files={"../a": 16, "b": 16}), "files cannot be"),
+        (replace(VERSION, files={"a": 15, "b": 16}), "w is larger than all files together"),
+        (replace(VERSION, files={"a": -1, "b": 99}), "files cannot be"),
+        (replace(VERSION, version=1.5), "version cannot be 1.5"),
+    ],
+)
+def test_a_version_that_no_trainer_publishes_is_refused(manifest, message, tmp_path):
+    (tmp_path / MANIFEST).write_text(manifest.to_json())
+    with pytest.raises(ConfigError, match=f"{MANIFEST} is malformed: {message}"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\0", "missing", "folder", "binary"])
+def test_a_key_file_that_is_none_is_named(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    offered = {"url": "http://a:1", "api_key_file": name}
+    (tmp_path / "engines").write_text(json.dumps(offered))
+    [member] = read_members(tmp_path / "engines").values()
+    with pytest.raises(ConfigError, match="the API key of http://a:1 cannot be read"):
+        member.api_key()
 
 
 @QUICK
