@@ -16,14 +16,19 @@ from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.training.warmstart import warmstart
 from tests.runs import QURL, Run, make_recipe
 
-SMALL = ("data.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.eval_prompts=0")
+SMALL = (
+    "data.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "train.micro_batch=8",
+    "train.eval_prompts=0",
+)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     """A recipe whose model is there already."""
     recipe = make_recipe(tmp_path_factory.mktemp("liars"))
-    config = load(recipe, [])
+    config = load(recipe, ["warmstart.steps=1"])
     warmstart(Path(config.model.path), config.data, config.warmstart, log=lambda line: None)
     return recipe
 
@@ -124,6 +129,7 @@ def test_a_run_does_not_get_the_engine_of_another_until_that_has_ended(tiny):
             assert versions == {step - 1}
 
 
+@pytest.mark.thorough
 def test_a_run_whose_engines_all_refuse_its_key_ends_with_the_users_mistake(tiny):
     with serving(tiny, 1) as (engine,), Proxy(engine) as liar:
         run = Run(tiny, "refused", urls(liar.url), "train.steps=5", *SMALL)
