@@ -1,6 +1,6 @@
 """The engines of one run: started here, adopted by URL, or offered by a batch system.
 
-An adopted engine belongs to one run (``lease``), and what it calls its weights says to which
+An adopted engine belongs to one run (``tenancy``), and what it calls its weights says to which
 (``naming``).
 
 An engine gets traffic only while it has confirmed the current version. One that fails a request,
@@ -24,12 +24,13 @@ from qurl_megatron.rollout import process
 from qurl_megatron.rollout.answer import Info
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
-from qurl_megatron.rollout.lease import LEASE_S, Owner, Renewal
+from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.membership import Member
 from qurl_megatron.rollout.naming import Names
 from qurl_megatron.rollout.process import API_KEY, SERVE_COMMAND, EngineProcess
 from qurl_megatron.rollout.sglang.launch import LOADER, Launch
 from qurl_megatron.rollout.supervisor import Supervisor
+from qurl_megatron.rollout.tenancy import Tenancy
 
 __all__ = ["Engine", "Fleet"]
 
@@ -76,8 +77,8 @@ class Fleet:
         """
         self.config = config
         self.fixed, self.vocabulary = fixed, vocabulary
-        self.owner = owner or Owner.nobody_else()
-        self.names = Names("" if fixed else self.owner.token)
+        owner = owner or Owner.nobody_else()
+        self.names = Names("" if fixed else owner.token)
         self.version: int | None = None
         """The version that serving engines have confirmed; None before the first publication."""
         self.released = False
@@ -97,7 +98,7 @@ class Fleet:
         self.barred: set[str] = set()
         """URLs of engines that have left for good, and are not to be adopted again."""
         self._supervisor = Supervisor(self)
-        self._renewal = Renewal(lambda: [e for e in self.engines() if e.ours], self.renew)
+        self.tenancy = Tenancy(self, owner)
 
     def __enter__(self) -> "Fleet":
         try:
@@ -105,7 +106,7 @@ class Fleet:
                 self._start()
             for url in self.config.urls:
                 self.adopt(Member(url, None), self._api_key)
-            self._renewal.start()
+            self.tenancy.start()
             self._supervisor.gather(self.config.start_limit_s)
             self._supervisor.start()
         except BaseException:
@@ -119,8 +120,7 @@ class Fleet:
     def close(self) -> None:
         """Terminate the engines that were started here; adopted ones are left alone."""
         self._supervisor.stop()
-        self._renewal.stop()
-        self._give_back()
+        self.tenancy.stop()
         process.stop([e.process for e in self._engines if e.process is not None], GRACE_S)
         for engine in self._engines:
             if engine.client is not None:
@@ -498,49 +498,6 @@ class Fleet:
             engine.state = "ready" if empty or self.version is not None else "serving"
             engine.version, engine.reason = None, ""
             self.note("restarted" if engine.restarts else "started", engine, f"at {engine.url}")
-
-    def claim(self, engine: Engine, client: EngineClient) -> None:
-        """Make an adopted engine this run's; one whose run lives leaves.
-
-        Raises:
-            EngineError: it did not say, or its lease may yet lapse: to be asked again.
-        """
-        if self.fixed or engine.process is not None or engine.ours:
-            return
-        taken = self.config.take_over
-        verdict = client.lease(self.owner, LEASE_S, take_over=taken, timeout_s=PROBE_S)
-        if verdict is None or verdict.granted:
-            engine.ours = verdict is not None
-            return
-        before, engine.leased_s = engine.leased_s, verdict.left_s
-        if before is not None and verdict.left_s > before:  # renewed meanwhile: that run lives
-            self.leave(
-                engine,
-                "gave up",
-                f"{engine.url} belongs to a run that is at work ({verdict.label}); give this run "
-                "engines of its own, stop that one, or set rollout.take_over=true",
-            )
-            return
-        raise EngineError(
-            f"{engine.url} belongs to {verdict.label} for {verdict.left_s:.0f} s more, unless that "
-            "run renews its lease"
-        )
-
-    def renew(self, engine: Engine) -> None:
-        """Keep an engine; one that another run has taken over is out."""
-        try:
-            verdict = engine.client.lease(self.owner, LEASE_S, timeout_s=PROBE_S)
-        except EngineError:
-            return  # silent or gone: its health checks see to that, and the lease has some time
-        if verdict is not None and not verdict.granted:
-            engine.ours = False
-            taken = f"{engine.url} was taken over by another run ({verdict.label})"
-            self.leave(engine, "gave up", taken)
-
-    def _give_back(self) -> None:
-        """The leases, so that the next run need not wait for them to lapse."""
-        kept = [engine for engine in self.engines() if engine.ours]
-        _in_parallel(lambda e: e.client.lease(self.owner, 0, timeout_s=PROBE_S), kept, PROBE_S)
 
     def leave(self, engine: Engine, event: str, message: str) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """An engine belongs to one run: it keeps a lease, which the run that adopted it renews.
 
 The engine itself decides, by its own clock that never jumps, so of two runs that ask at once one
-gets it. A run that ends gives its lease back, and that of a run that was killed lapses after
-LEASE_S; whoever asks meanwhile cannot tell a dead run from a living one, so it waits for the lease
+gets it. A run that ends gives its lease back, and that of a run that was killed lapses after half a
+minute; whoever asks meanwhile cannot tell a dead run from a living one, so it waits for the lease
 to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run is the
 same run and gets its engines at once.
 
@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from qurl_megatron.rollout.schema import flag, seconds, text
 from qurl_megatron.rollout.shorten import shortened
 
 ENDPOINT = "/qurl_lease"
-LEASE_S = 30.0
-RENEW_S = 5.0
 OWNER = ".owner"  # in a run's folder: what its token is made from
 
 
@@ -116,36 +114,3 @@ class Lease:
                 "label": self._label,
                 "left_s": max(0.0, self._until - now),
             }
-
-
-class Renewal:
-    """A thread that keeps what a run has; ``lost`` hears of engines that another run took."""
-
-    def __init__(self, held: Callable[[], Iterable[Any]], renew: Callable[[Any], None]) -> None:
-        """
-        Args:
-            held: the engines whose leases are to be renewed now.
-            renew: for one of them, and returns soon.
-        """
-        self._held, self._renew = held, renew
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(RENEW_S):
-            threads = [
-                threading.Thread(target=self._renew, args=(engine,), daemon=True)
-                for engine in self._held()
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(RENEW_S)

@@ -122,7 +122,7 @@ class Supervisor:
         try:
             info = client.info(self._config.health_limit_s(engine.kind))
             if engine.state == "starting":
-                self._fleet.claim(engine, client)
+                self._fleet.tenancy.claim(engine, client)
         except EngineError as failure:
             error = failure
             if error.refused and engine.process is None:

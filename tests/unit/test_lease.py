@@ -7,8 +7,7 @@ import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout import fleet as fleet_module
-from qurl_megatron.rollout import lease, supervisor
+from qurl_megatron.rollout import lease, supervisor, tenancy
 from qurl_megatron.rollout.client import EngineClient, EngineError
 from qurl_megatron.rollout.collect import collect
 from qurl_megatron.rollout.fleet import Fleet
@@ -23,8 +22,8 @@ ONE, OTHER = Owner("aa", "run one"), Owner("bb", "run other")
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(supervisor, "RETRY_S", 0.05)
-    monkeypatch.setattr(fleet_module, "LEASE_S", 1.0)
-    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(tenancy, "LEASE_S", 1.0)
+    monkeypatch.setattr(tenancy, "RENEW_S", 0.1)
 
 
 def fleet_of(*engines: FakeEngine, owner: Owner, fixed: bool = False, **options) -> Fleet:
