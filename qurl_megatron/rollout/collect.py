@@ -350,8 +350,8 @@ class _Collection:
             if isinstance(part, Part):
                 item.take(part)
             elif bad is None:
-                engine, prompt = flight.engine, item.prompt.index
-                bad = EngineError(f"{engine} answered prompt {prompt}: {part}", faulty=True)
+                url, prompt = flight.engine.url, item.prompt.index
+                bad = EngineError(f"{url} answered prompt {prompt}: {part}", faulty=True)
         if bad is not None:
             await self._fail(flight, bad)
 

@@ -63,8 +63,9 @@ def trained(run: Run, vocabulary: int) -> None:
     """Nothing that was trained on is anything but an engine's true answer."""
     steps = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
-        assert all(math.isfinite(value) for value in step.values()), step
-        assert step["rollout/rho_max"] < 2 and abs(step["rollout/kl_k3"]) < 0.01
+        metrics = step["metrics"]
+        assert all(map(math.isfinite, metrics.values())), step
+        assert metrics["rollout/rho_max"] < 2 and metrics["rollout/kl_k3"] < 0.01
         for sample in run.samples(step["step"]):
             assert all(0 <= token < vocabulary for token in sample["response_ids"])
             assert all(-104 < value <= 1e-4 for value in sample["behaviour_log_probs"])
