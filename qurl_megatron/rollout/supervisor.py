@@ -182,7 +182,8 @@ class Supervisor:
         fleet = self._fleet
         with fleet._lock:
             engine.failures += 1
-            engine.reason = death
+            if not engine.condemned:  # else it was killed for a better reason
+                engine.reason = death
             fleet.note("died", engine, death)
             if engine.restarts >= self._config.max_restarts:
                 fleet.leave(engine, "gave up", f"after {engine.restarts} restarts; it {death}")

@@ -298,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port-file", type=Path, required=True)
     parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
     parser.add_argument("--lives", type=Path, help="a line is added at each start")
     options, _ = parser.parse_known_args()
     if options.lives is not None:
@@ -306,6 +307,7 @@ def main() -> None:
     engine = FakeEngine(
         embedded=True, token_s=options.token_s, api_key=os.environ.get("QURL_API_KEY")
     )
+    engine.faults = options.fault
     aside = options.port_file.with_suffix(".tmp")
     aside.write_text(str(engine.port))
     aside.replace(options.port_file)

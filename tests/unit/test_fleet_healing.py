@@ -84,6 +84,20 @@ def test_an_engine_that_was_killed_comes_back_and_joins_with_the_next_publicatio
         assert names[-3:] == ["died", "restarted", "joined"]
 
 
+def test_an_engine_of_ours_that_says_what_cannot_be_is_started_anew_and_the_reason_is_kept(
+    tmp_path,
+):
+    with local_fleet(tmp_path, "--fault", "nan") as fleet:
+        fleet.publish("unused", 1)
+        with pytest.raises(EngineError, match="no engine is serving: .*log-prob nan is not"):
+            collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
+        bad = fleet.engines()
+        assert not any(engine.state == "stale" for engine in fleet.recruits())
+        wait_until(lambda: all(e.restarts == 1 and e.state == "ready" for e in bad))
+        told = [e["message"] for e in fleet.drain()[0] if e["event"] == "failed"]
+        assert len(told) == 2 and all("log-prob nan" in message for message in told)
+
+
 def test_a_death_is_quoted_from_the_log_and_restarts_are_counted(tmp_path):
     with local_fleet(tmp_path) as fleet:
         os.kill(fleet.serving()[0].process.popen.pid, signal.SIGKILL)
