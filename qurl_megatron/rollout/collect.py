@@ -321,6 +321,8 @@ class _Collection:
                 # An engine that crashed may have answered from weights that nobody confirmed.
                 if not flight.lost:
                     await self._land(flight, task)
+                else:
+                    task.exception()  # looked at, or Python prints it when the task is dropped
             finally:
                 received = sum(item.received for item in flight.items) - before
                 self.fleet.vacate(
