@@ -104,7 +104,13 @@ def run(plan: Plan) -> int:
             logs = plan.work / f"logs-{scheme}-tp{tp}"
             started = time.perf_counter()
             with (
-                Fleet(rollout, plan.model, scheme=scheme, log_dir=logs)
+                Fleet(
+                    rollout,
+                    plan.model,
+                    scheme=scheme,
+                    log_dir=logs,
+                    vocabulary=policy.arch.vocab,
+                )
                 if ranks.leads
                 else nullcontext() as fleet
             ):

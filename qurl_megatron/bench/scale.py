@@ -35,8 +35,8 @@ from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.pack import pack_samples
 from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.rollout import plan
-from qurl_megatron.rollout.client import parsed, uncollected
-from qurl_megatron.rollout.collect import read_answer
+from qurl_megatron.rollout.answer import Asked, Rules, read_answers, uncollected
+from qurl_megatron.rollout.naming import Names
 from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.types import Prompt, Sample
@@ -77,12 +77,13 @@ def answers(count: int, seed: int) -> bytes:
     """What SGLang answers to one group."""
     draw = np.random.default_rng(seed)
     found = []
-    for _ in range(count):
+    for index in range(count):
         ids = draw.integers(0, VOCABULARY, TOKENS).tolist()
         log_probs = (-draw.exponential(1, TOKENS)).astype(np.float32).tolist()
         meta = {
+            "id": f"{index}",
             "finish_reason": {"type": "length", "length": TOKENS},
-            "weight_versions": [{"version": "7", "start": 0, "end": TOKENS}],
+            "weight_versions": [{"version": "7@0", "start": 0, "end": TOKENS}],
             "output_token_logprobs": [[p, i, None] for p, i in zip(log_probs, ids, strict=True)],
         }
         found.append({"text": "", "output_ids": ids, "meta_info": meta})
@@ -92,7 +93,8 @@ def answers(count: int, seed: int) -> bytes:
 def parse(prompts: list[Prompt], content: bytes) -> list[Sample]:
     """As ``rollout.collect`` does it."""
     with uncollected():
-        parts = [read_answer(answer, TOKENS, 7) for answer in parsed(content)]
+        asked = [Asked(f"{index}", TOKENS) for index in range(len(prompts))]
+        parts = read_answers(content, asked, Rules(VOCABULARY, Names("0"), 7, 7))
     return [
         Sample(prompt, part.ids, part.log_probs, part.finish, part.versions)
         for prompt, part in zip(prompts, parts, strict=True)

@@ -32,6 +32,7 @@ SAME_RUN = (
     "rollout.sglang_python",
     "rollout.urls",
     "rollout.rendezvous",
+    "rollout.take_over",
     "rollout.colocate",
     "rollout.requests_per_engine",
     "rollout.straggler_s",

@@ -376,6 +376,9 @@ class RolloutConfig:
     """File of JSON lines, or folder with one JSON file per engine, each {"url": ...} with an
     optional "api_key_file"; a batch system writes it, and engines may come and go during a run."""
 
+    take_over: bool = False
+    """Adopt engines even from a run that is at work; it loses them."""
+
     colocate: bool = False
     """Engines share the trainer's GPUs and give their memory back while it trains."""
 

@@ -96,6 +96,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         scheme=plan.scheme,
         dtype=plan.dtype,
         log_dir=plan.out / "logs",
+        # A model that only its engines understand may say it elsewhere; tokens are but decoded.
+        vocabulary=read_config(description_of(plan.model)).get("vocab_size", 2**31),
         fixed=True,
     )
     with _claimed(plan.out):

@@ -5,21 +5,34 @@ requests can wait, and be given up, without a thread each. Every failure is an E
 names the engine, the endpoint and the cause.
 """
 
+import asyncio
 import contextlib
 import functools
-import gc
-import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import orjson
 
+from qurl_megatron.rollout.answer import (
+    BadAnswer,
+    Info,
+    Load,
+    answer_limit,
+    parsed,
+    read_info,
+    read_load,
+    read_loads,
+    uncollected,
+)
+from qurl_megatron.rollout.lease import ENDPOINT, Owner, Verdict
+from qurl_megatron.rollout.shorten import shortened
+
+CONTROL_BYTES = 16 << 20  # of an answer that is no generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
 
 Read = TypeVar("Read")
@@ -30,29 +43,25 @@ _DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)
 class EngineError(RuntimeError):
     """An engine did not do what it was asked: which one, at which endpoint, with what answer."""
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, faulty: bool = False) -> None:
         super().__init__(message)
         self.status = status  # of the HTTP answer, where there was one
+        self.faulty = faulty  # it answered, and what it said cannot be: it is not to be believed
+
+    def of(self, purpose: str) -> "EngineError":
+        """The same, as the failure of something larger."""
+        return EngineError(f"{purpose} failed: {self}", status=self.status, faulty=self.faulty)
+
+    @property
+    def refused(self) -> bool:
+        """True where it does not take our key; another engine may."""
+        return self.status in (401, 403)
 
     @property
     def ours(self) -> bool:
-        """True where the request was wrong: no other engine would answer it either."""
-        return (
-            self.status is not None and 400 <= self.status < 500 and self.status not in (408, 429)
-        )
-
-
-@dataclass(frozen=True)
-class Load:
-    """What an engine is doing, for the eye."""
-
-    version: str
-    running: int
-    waiting: int
-    generated: int | None  # tokens since it started
-    tokens_per_s: float | None  # as the engine itself last measured it
-    paused: bool | None
-    model: str
+        """True where the request was wrong, if it is to be believed."""
+        usual = self.status is not None and 400 <= self.status < 500
+        return usual and not self.refused and self.status not in (408, 429)
 
 
 @contextlib.contextmanager
@@ -70,7 +79,8 @@ class EngineClient:
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        headers = {"Content-Type": "application/json"}
+        # What is packed may unpack to any size.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self._options = {
@@ -103,39 +113,31 @@ class EngineClient:
         """Comes from the engine's own loop, paused or not: an answer proves that it runs."""
         return self._first(("/server_info", "/get_server_info"), timeout_s)
 
+    def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
+        """What of ``server_info`` is relied on."""
+        try:
+            return read_info(self.server_info(timeout_s))
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
+
     def weight_version(self) -> str:
         # Not from server_info, where SGLang tells what it was started with.
         info = self._first(("/model_info", "/get_model_info"), CONTROL_TIMEOUT_S)
         version = info.get("weight_version")
         if version is None:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
-        return str(version)
+        return shortened(str(version))
 
     def load(self) -> Load:
         """Version, queue and speed, for a table."""
         info = self.server_info()
-        states = info.get("internal_states")
-        if states is None:  # embedded
-            return Load(
-                version=str(info.get("weight_version")),
-                running=info.get("num_running_reqs", 0),
-                waiting=info.get("num_waiting_reqs", 0),
-                generated=info.get("num_generated_tokens"),
-                tokens_per_s=None,
-                paused=info.get("is_paused"),
-                model=str(info.get("model_path")),
-            )
-        speeds = [state.get("last_gen_throughput") for state in states]
-        loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S).get("loads", [])
-        return Load(
-            version=self.weight_version(),
-            running=sum(load.get("num_running_reqs", 0) for load in loads),
-            waiting=sum(load.get("num_waiting_reqs", 0) for load in loads),
-            generated=None,
-            tokens_per_s=sum(speed or 0.0 for speed in speeds),
-            paused=None,
-            model=str(info.get("model_path")),
-        )
+        try:
+            if info.get("internal_states") is None:
+                return read_load(info)
+            loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S)
+            return read_loads(info, self.weight_version(), loads)
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def generate(
         self,
@@ -146,7 +148,13 @@ class EngineClient:
     ) -> list[dict]:
         """Responses with log-probs, in the order of the prompts, then of their samples."""
         body = _generation(input_ids, sampling_params, rid)
-        return self._answers(self._request("POST", "/generate", body))
+        given = body["sampling_params"]
+        params = [given] * len(input_ids) if isinstance(given, dict) else given
+        limit = answer_limit([one.get("max_new_tokens", 128) * one.get("n", 1) for one in params])
+        answers = self._parsed("/generate", self._request("POST", "/generate", body, limit=limit))
+        if not isinstance(answers, list):
+            raise EngineError(f"{self.url}/generate answered a batch with {shortened(answers)!r}")
+        return answers
 
     def score(self, input_ids: Sequence[int], *, start: int) -> list[float]:
         """Log-probs of ``input_ids[start:]``, each given all tokens before it; SGLang only."""
@@ -156,7 +164,8 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        scored = self._object("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
+        content = self._request("POST", "/generate", body, limit=answer_limit([len(input_ids)]))
+        scored = self._parsed("/generate", content)["meta_info"]["input_token_logprobs"]
         return [log_prob for log_prob, *_ in scored[start:]]
 
     @contextlib.asynccontextmanager
@@ -214,6 +223,29 @@ class EngineClient:
     def end_weight_update(self) -> None:
         self._succeed("/end_weight_update", {})
 
+    def lease(
+        self, owner: Owner, seconds: float, *, take_over: bool = False, timeout_s: float
+    ) -> Verdict | None:
+        """Ask for the engine, or for more time with it; 0 seconds give it back.
+
+        Returns:
+            None where the engine keeps no leases: SGLang that our server did not start.
+        """
+        body = {
+            "run": owner.token,
+            "label": owner.label,
+            "seconds": seconds,
+            "take_over": take_over,
+        }
+        try:
+            return Verdict.read(self._object("POST", ENDPOINT, body, timeout_s))
+        except EngineError as error:
+            if error.status in (404, 405):
+                return None
+            raise
+        except ValueError as error:
+            raise EngineError(f"{self.url}{ENDPOINT}: {error}", faulty=True) from None
+
     def set_weight_version(self, version: int | str) -> None:
         """Stamp what is generated from now on; running requests keep their earlier spans."""
         body = {"new_version": str(version), "abort_all_requests": False}
@@ -245,57 +277,112 @@ class EngineClient:
     def _object(
         self, method: str, endpoint: str, body: dict | None, timeout_s: float | None = None
     ) -> dict:
-        response = self._request(method, endpoint, body, timeout_s)
-        try:
-            answer = response.json()
-        except ValueError:
-            answer = None
+        content = self._request(method, endpoint, body, timeout_s)
+        answer = self._parsed(endpoint, content)
         if not isinstance(answer, dict):
             raise EngineError(
-                f"{self.url}{endpoint} answered no JSON object: {response.text[:200]}"
+                f"{self.url}{endpoint} answered no JSON object: {shortened(answer)}", faulty=True
             )
         return answer
 
+    def _parsed(self, endpoint: str, content: bytes) -> Any:
+        try:
+            return parsed(content)
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}{endpoint} answered {error}", faulty=True) from None
+
     def _request(
-        self, method: str, endpoint: str, body: dict | None = None, timeout_s: float | None = None
-    ) -> httpx.Response:
+        self,
+        method: str,
+        endpoint: str,
+        body: dict | None = None,
+        timeout_s: float | None = None,
+        *,
+        limit: int = CONTROL_BYTES,
+    ) -> bytes:
+        """The body of an answer that says yes."""
         timeout = self._timeout_s if timeout_s is None else timeout_s
-        if (limit := _DEADLINE.get()) is not None:
-            timeout = min(timeout, limit - time.monotonic())
+        if (end := _DEADLINE.get()) is not None:
+            timeout = min(timeout, end - time.monotonic())
             if timeout <= 0:
                 raise EngineError(f"{self.url}{endpoint} was not asked: the deadline has passed")
         try:
             content = None if body is None else orjson.dumps(body)
-            response = self._http.request(method, endpoint, content=content, timeout=timeout)
+            request = self._http.build_request(method, endpoint, content=content, timeout=timeout)
+            response = self._http.send(request, stream=True)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._silent(endpoint, error, timeout) from error
         except RuntimeError as error:  # closed: the engine has left the fleet
             raise EngineError(f"{self.url}{endpoint} was not asked: {error}") from error
-        return self._checked(endpoint, response)
+        answer, end = _Body(self, endpoint, response, limit), time.monotonic() + timeout
+        try:
+            for chunk in response.iter_raw():
+                answer.take(chunk)
+                if time.monotonic() > end:  # a byte now and then keeps the socket's own limit away
+                    raise httpx.ReadTimeout("")
+        except httpx.HTTPError as error:
+            raise self._silent(endpoint, error, timeout) from error
+        finally:
+            response.close()
+        return answer.whole()
 
     def _silent(self, endpoint: str, error: Exception, timeout_s: float) -> EngineError:
         if isinstance(error, httpx.TimeoutException):
             return EngineError(f"{self.url}{endpoint} did not answer within {timeout_s:.0f} s")
-        return EngineError(
-            f"{self.url}{endpoint} did not answer: {str(error) or type(error).__name__}"
-        )
+        why = shortened(str(error)) or type(error).__name__
+        return EngineError(f"{self.url}{endpoint} did not answer: {why}")
 
-    def _checked(self, endpoint: str, response: httpx.Response) -> httpx.Response:
-        if response.status_code == 200:
-            return response
-        raise EngineError(
-            f"{self.url}{endpoint} answered {response.status_code}: {_message(response)}",
-            status=response.status_code,
-        )
 
-    def _answers(self, response: httpx.Response) -> list[dict]:
-        try:
-            answer = parsed(response.content)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, list):
-            raise EngineError(f"{self.url}/generate answered a batch with {response.text[:200]!r}")
-        return answer
+class _Body:
+    """What comes of an answer, as far as there is room for it."""
+
+    def __init__(
+        self, client: EngineClient, endpoint: str, response: httpx.Response, limit: int
+    ) -> None:
+        self._where, self._response, self._limit = client.url + endpoint, response, limit
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def take(self, chunk: bytes) -> None:
+        """
+        Raises:
+            EngineError: it is more than any true answer has.
+        """
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size > self._limit:
+            raise EngineError(
+                f"{self._where} answered with more than {self._limit} bytes", faulty=True
+            )
+
+    def whole(self) -> bytes:
+        """
+        Raises:
+            EngineError: it was no yes.
+        """
+        content, status = b"".join(self._chunks), self._response.status_code
+        if status != 200:
+            raise EngineError(
+                f"{self._where} answered {status}: {shortened(_message(content))}", status=status
+            )
+        return content
+
+    def of_json(self) -> bytes:
+        """The same, where it is said to be JSON.
+
+        Raises:
+            EngineError: it was no yes, or is something else.
+        """
+        content = self.whole()
+        for header, meant in (("content-type", "application/json"), ("content-encoding", "")):
+            told = self._response.headers.get(header, "")
+            if told.partition(";")[0].strip().lower() != meant:
+                raise EngineError(
+                    f"{self._where} answered with {header} {shortened(told)!r}: "
+                    f"{shortened(content[:200].decode(errors='replace'))}",
+                    faulty=True,
+                )
+        return content
 
 
 class Session:
@@ -309,25 +396,45 @@ class Session:
         input_ids: Sequence[Sequence[int]],
         params: Sequence[dict],
         rid: Sequence[str],
-        read: Callable[[list[dict]], Read],
+        read: Callable[[bytes], Read],
         *,
+        limit: int,
         cache_key: str | None = None,
     ) -> Read:
-        """What ``read`` makes of what ``EngineClient.generate`` would return.
+        """What ``read`` makes of the body of an answer.
 
         Args:
-            read: must keep nothing of the answers: they are millions of small objects.
+            read: must keep nothing of what it parses: those are millions of small objects.
+            limit: bytes that the body has at most.
             cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
         """
         body = _generation(input_ids, params, rid)
         if cache_key is not None:
             body["extra_key"] = cache_key
-        try:
-            response = await self._http.post("/generate", content=orjson.dumps(body))
-        except httpx.HTTPError as error:
-            raise self._client._silent("/generate", error, self._client._timeout_s) from error
+        content = await self._post("/generate", body, limit)
         with uncollected():
-            return read(self._client._answers(self._client._checked("/generate", response)))
+            try:
+                return read(content)
+            except BadAnswer as error:
+                raise EngineError(f"{self._client.url}/generate: {error}", faulty=True) from None
+
+    async def _post(self, endpoint: str, body: dict, limit: int) -> bytes:
+        client, content = self._client, orjson.dumps(body)
+        try:
+            # In all: a byte now and then keeps the socket's own limit away.
+            async with (
+                asyncio.timeout(client._timeout_s),
+                self._http.stream("POST", endpoint, content=content) as response,
+            ):
+                answer = _Body(client, endpoint, response, limit)
+                async for chunk in response.aiter_raw():
+                    answer.take(chunk)
+        except httpx.HTTPError as error:
+            raise client._silent(endpoint, error, client._timeout_s) from error
+        except TimeoutError:
+            late = httpx.ReadTimeout("")
+            raise client._silent(endpoint, late, client._timeout_s) from None
+        return answer.of_json()
 
 
 def _generation(
@@ -344,38 +451,18 @@ def _generation(
     return body if rid is None else {**body, "rid": list(rid)}
 
 
-def parsed(content: bytes) -> Any:
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return json.loads(content)  # knows NaN, which says more of an engine than "no JSON"
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Without Python's garbage collector, for answers: every token is a list of its own, and it
-    would search them all again and again. They hold no cycles.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # reading them takes tens of milliseconds
 
 
-def _message(response: httpx.Response) -> str:
+def _message(content: bytes) -> str:
+    """What an engine says of its refusal."""
     try:
-        body = response.json()
-    except ValueError:
-        return response.text[:500]
+        body = parsed(content)
+    except BadAnswer:
+        body = None
     if not isinstance(body, dict):
-        return response.text[:500]
+        return content[:500].decode(errors="replace")
     error = body.get("error")
     return str(error.get("message") if isinstance(error, dict) else body.get("message", body))

@@ -20,21 +20,26 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from operator import itemgetter
+from itertools import chain
 
 import numpy as np
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.rollout.answer import (
+    Asked,
+    BadAnswer,
+    Part,
+    Rules,
+    answer_limit,
+    read_answers,
+)
 from qurl_megatron.rollout.client import EngineError, Session
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.types import Prompt, Sample, Versions, in_a_row
+from qurl_megatron.types import Prompt, Sample
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
-UNKNOWN_VERSION = -1  # weights that an engine started with, under a name that is no number
-UPDATING = "updating-"  # prefix of the version that an engine names in the middle of an update
 
 Finished = Callable[[list[Sample]], None]
 """What is told of a prompt's samples; it must return at once, for the engines wait meanwhile."""
@@ -111,24 +116,13 @@ def _hash63(text: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """What one answer adds to a response."""
-
-    ids: np.ndarray  # int32
-    log_probs: np.ndarray  # float32
-    versions: Versions
-    finish: str
-    message: str | None  # of an abort
-
-
 @dataclass(eq=False)
 class _Item:
     """One response in the making."""
 
     prompt: Prompt
     params: dict
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     finish: str = ""
     failures: list[str] = field(default_factory=list)  # since the last new token
 
@@ -153,7 +147,7 @@ class _Item:
             params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{self.received}")
         return [*self.prompt.input_ids, *(i for p in self.parts for i in p.ids.tolist())], params
 
-    def take(self, part: _Part) -> None:
+    def take(self, part: Part) -> None:
         self.parts.append(part)
         if part.finish != "abort":
             self.finish = part.finish
@@ -288,13 +282,22 @@ class _Collection:
             self.sessions[client] = await self.stack.enter_async_context(client.session())
         return self.sessions[client]
 
-    async def _fly(self, flight: _Flight, session: Session) -> list[_Part | EngineError]:
-        requests = [item.request() for item in flight.items]
+    async def _fly(self, flight: _Flight, session: Session) -> list[Part | BadAnswer]:
+        fleet, requests = self.fleet, [item.request() for item in flight.items]
+        asked = [
+            Asked(f"{flight.rid}{index}", item.budget) for index, item in enumerate(flight.items)
+        ]
+
+        def read(content: bytes) -> list[Part | BadAnswer]:
+            rules = Rules(fleet.vocabulary, fleet.names, flight.version, fleet.newest)
+            return read_answers(content, asked, rules)
+
         return await session.generate(
             [ids for ids, _ in requests],
             [params for _, params in requests],
-            [f"{flight.rid}{index}" for index in range(len(requests))],
-            lambda answers: _parts(flight, answers, self.fleet.newest),
+            [one.rid for one in asked],
+            read,
+            limit=answer_limit([one.budget for one in asked]),
             # Prefixes that other weights computed are not to be shared, flushed or not.
             cache_key=str(flight.version) if flight.engine.kind == "sglang" else None,
         )
@@ -318,6 +321,8 @@ class _Collection:
                 # An engine that crashed may have answered from weights that nobody confirmed.
                 if not flight.lost:
                     await self._land(flight, task)
+                else:
+                    task.exception()  # looked at, or Python prints it when the task is dropped
             finally:
                 received = sum(item.received for item in flight.items) - before
                 self.fleet.vacate(
@@ -338,19 +343,19 @@ class _Collection:
         try:
             parts = task.result()
         except EngineError as error:
-            if error.ours:
-                raise
-            await self._fail(flight, str(error))
+            if error.ours and len(self.fleet.serving()) < 2:
+                raise  # an engine that is wrong about it would be alone with that
+            await self._fail(flight, error)
             return
         bad = None
         for item, part in zip(flight.items, parts, strict=True):
-            if isinstance(part, _Part):
+            if isinstance(part, Part):
                 item.take(part)
-            else:
-                item.failed(str(part))
-                bad = bad or part
+            elif bad is None:
+                url, prompt = flight.engine.url, item.prompt.index
+                bad = EngineError(f"{url} answered prompt {prompt}: {part}", faulty=True)
         if bad is not None:
-            await self._fail(flight, str(bad), blame=False)
+            await self._fail(flight, bad)
 
     async def _look(self) -> None:
         """Stop if asked; leave engines that failed; abort what takes too long."""
@@ -381,11 +386,13 @@ class _Collection:
         patience = flight.patience * 2 if flight.aborted else flight.patience
         self.waiting.appendleft((rest, patience, None))
 
-    async def _fail(self, flight: _Flight, reason: str, *, blame: bool = True) -> None:
-        for item in flight.items if blame else ():
-            if not item.finish:
-                item.failed(reason)
-        await asyncio.to_thread(self.fleet.fail, flight.engine, reason)
+    async def _fail(self, flight: _Flight, error: EngineError) -> None:
+        # One that says what cannot be, or does not let us in, says nothing of the request.
+        if not (error.faulty or error.refused):
+            for item in flight.items:
+                if not item.finish:
+                    item.failed(str(error))
+        await asyncio.to_thread(self.fleet.fail, flight.engine, error)
 
     async def _abort(self, flight: _Flight) -> None:
         flight.aborted = True
@@ -395,7 +402,7 @@ class _Collection:
         try:
             await asyncio.to_thread(flight.engine.client.abort, flight.rid)
         except EngineError as error:
-            await asyncio.to_thread(self.fleet.fail, flight.engine, str(error))
+            await asyncio.to_thread(self.fleet.fail, flight.engine, error)
 
     async def _give_up(self) -> None:
         """Leave nothing behind: requests that nobody waits for would go on being computed."""
@@ -409,98 +416,3 @@ class _Collection:
             # Dead or deaf: the error that brought us here says more.
             with contextlib.suppress(EngineError):
                 await asyncio.to_thread(engine.client.abort, f"{self.tag}-")
-
-
-def _parts(flight: _Flight, answers: list[dict], newest: int | None) -> list[_Part | EngineError]:
-    """What each answer is worth.
-
-    Raises:
-        EngineError: they do not belong to the requests.
-    """
-    if len(answers) != len(flight.items):
-        raise EngineError(
-            f"{flight.engine} answered {len(flight.items)} requests with {len(answers)} responses"
-        )
-    parts: list[_Part | EngineError] = []
-    for item, answer in zip(flight.items, answers, strict=True):
-        try:
-            parts.append(read_answer(answer, item.budget, flight.version, newest))
-        except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-            parts.append(_unusable(flight, item, f"malformed answer ({error!r})"))
-        except ValueError as error:
-            parts.append(_unusable(flight, item, str(error)))
-    return parts
-
-
-def _unusable(flight: _Flight, item: _Item, why: str) -> EngineError:
-    return EngineError(f"{flight.engine}, prompt {item.prompt.index}: {why}")
-
-
-def read_answer(
-    answer: dict, budget: int, confirmed: int | None, newest: int | None = None
-) -> _Part:
-    """Check one answer: a wrong log-prob would not crash anything, it would bias the gradient.
-
-    Args:
-        budget: tokens that were asked for.
-        confirmed: version that the engine had confirmed before it was asked; None: any will do.
-        newest: that this run has published.
-    """
-    given, meta = answer["output_ids"], answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"unknown finish_reason {reason!r}")
-    triples = meta["output_token_logprobs"] if given else []
-    versions = _versions(meta, len(given)) if given else ()
-    if reason == "abort":  # it may have come between a token and its log-prob
-        whole = min(len(given), len(triples))
-        given, triples, versions = given[:whole], triples[:whole], _first(versions, whole)
-    elif not given:
-        raise ValueError("the response is empty")
-    if list(map(itemgetter(1), triples)) != given:
-        raise ValueError(f"{len(triples)} log-probs do not belong to the {len(given)} tokens")
-    if len(given) > budget:
-        raise ValueError(f"{len(given)} tokens, where {budget} were asked for")
-    ids = np.fromiter(given, np.int32, len(given))
-    log_probs = np.fromiter(map(itemgetter(0), triples), np.float32, len(triples))
-    if not (np.isfinite(log_probs) & (log_probs <= 1e-4)).all():
-        raise ValueError("a log-prob is not finite, or positive")
-    seen = [version for version, _ in versions]
-    if confirmed is not None and any(version < confirmed for version in seen):
-        raise ValueError(f"weights of version {min(seen)}, where it had confirmed {confirmed}")
-    if newest is not None and any(version > newest for version in seen):
-        raise ValueError(
-            f"weights of version {max(seen)}, where {newest} is the newest: "
-            "another run publishes to this engine"
-        )
-    return _Part(ids, log_probs, versions, reason, meta["finish_reason"].get("message"))
-
-
-def _versions(meta: dict, count: int) -> Versions:
-    """Of an answer's tokens, from the spans of a request that may have seen several."""
-    if "weight_versions" not in meta:  # older SGLang tells the last one only
-        return ((_number(meta["weight_version"]), count),)
-    versions, end = [], 0
-    for span in meta["weight_versions"]:
-        if span["start"] != end:
-            raise ValueError(f"version spans leave a gap at token {end}")
-        end = max(end, span["end"])
-        versions.append((_number(span["version"]), end - span["start"]))
-    if end != count:
-        raise ValueError(f"version spans cover {end} of {count} tokens")
-    return in_a_row(versions)
-
-
-def _first(versions: Versions, count: int) -> Versions:
-    """Of the first ``count`` tokens alone."""
-    ends = accumulate(tokens for _, tokens in versions)
-    return in_a_row(
-        (version, max(0, min(tokens, tokens + count - end)))
-        for (version, tokens), end in zip(versions, ends, strict=True)
-    )
-
-
-def _number(version: str) -> int:
-    if str(version).startswith(UPDATING):
-        raise ValueError(f"tokens from mixed weights, in the middle of an update ({version})")
-    return int(version) if str(version).isdecimal() else UNKNOWN_VERSION

@@ -46,6 +46,9 @@ class Engine:
     reason: str = ""  # why it is stale or gone
     pointers: tuple[str, ...] = ()  # of each rank, where its parameters lie
 
+    leased_s: float | None = None  # what another run's lease had left when it was last asked for
+    ours: bool = False  # its lease is this run's
+
     released: bool = False  # its device memory is the trainer's
 
     in_flight: int = 0  # responses asked of it
@@ -53,6 +56,8 @@ class Engine:
     tokens: int = 0  # received from it
     failures: int = 0  # grows whenever its requests are given up
     failed_updates: int = 0  # in a row
+    condemned: bool = False  # ours, and it said what cannot be: to be started anew
+    refuses: bool = False  # left because it does not take our key
     excused_until: float = 0.0  # not asked to take part before; of the monotonic clock
     restarts: int = 0
     started_at: float = 0.0
@@ -82,7 +87,7 @@ class Engine:
         if self.client is not None:
             self.client.close()
         self.client, self.start_at, self.released = None, None, False
-        self.failed_updates = 0
+        self.failed_updates, self.condemned = 0, False
         self.pulse = Pulse(epoch=epoch)
         self.started_at = time.monotonic()
 

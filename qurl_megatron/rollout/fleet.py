@@ -1,5 +1,8 @@
 """The engines of one run: started here, adopted by URL, or offered by a batch system.
 
+An adopted engine belongs to one run (``tenancy``), and what it calls its weights says to which
+(``naming``).
+
 An engine gets traffic only while it has confirmed the current version. One that fails a request,
 an update or a health check leaves the traffic at once; the run goes on with the others, and the
 supervisor heals it: killed and started again where it is ours, waited for where it is not. It is
@@ -19,12 +22,16 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.rollout import process
+from qurl_megatron.rollout.answer import Info
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
+from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.membership import Member
+from qurl_megatron.rollout.naming import Names
 from qurl_megatron.rollout.process import SERVE_COMMAND, EngineProcess
-from qurl_megatron.rollout.sglang.launch import LOADER, Launch, given_key
+from qurl_megatron.rollout.sglang.launch import API_KEY, LOADER, Launch, given_key
 from qurl_megatron.rollout.supervisor import Supervisor
+from qurl_megatron.rollout.tenancy import Tenancy
 
 __all__ = ["Engine", "Fleet"]
 
@@ -50,6 +57,8 @@ class Fleet:
         scheme: str,
         dtype: str = "bfloat16",
         log_dir: Path | str,
+        vocabulary: int,
+        owner: Owner | None = None,
         serve_command: Sequence[str] = SERVE_COMMAND,
         api_key: str | None = None,
         fixed: bool = False,
@@ -59,6 +68,8 @@ class Fleet:
         Args:
             model_dir: Hugging Face folder that started engines load first.
             log_dir: gets ``engine-i.log`` per started engine.
+            vocabulary: of the model; token ids are below it.
+            owner: the run that adopted engines are to belong to; None: one that is nobody else.
             serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
             api_key: of adopted servers; engines started here get one that is made for this run.
             fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
@@ -69,7 +80,9 @@ class Fleet:
             ConfigError: QURL_API_KEY is no key.
         """
         self.config = config
-        self.fixed = fixed
+        self.fixed, self.vocabulary = fixed, vocabulary
+        owner = owner or Owner.nobody_else()
+        self.names = Names("" if fixed else owner.token)
         self.version: int | None = None
         """The version that serving engines have confirmed; None before the first publication."""
         self.released = False
@@ -87,7 +100,10 @@ class Fleet:
         self._engines: list[Engine] = []
         self._events: list[dict] = []
         self._counts = dict.fromkeys(("restarts", "retries", "aborted"), 0)
+        self.barred: set[str] = set()
+        """URLs of engines that have left for good, and are not to be adopted again."""
         self._supervisor = Supervisor(self)
+        self.tenancy = Tenancy(self, owner)
 
     def __enter__(self) -> "Fleet":
         try:
@@ -95,6 +111,7 @@ class Fleet:
                 self._start()
             for url in self.config.urls:
                 self.adopt(Member(url, None), self._api_key)
+            self.tenancy.start()
             self._supervisor.gather(self.config.start_limit_s)
             self._supervisor.start()
         except BaseException:
@@ -108,6 +125,7 @@ class Fleet:
     def close(self) -> None:
         """Terminate the engines that were started here; adopted ones are left alone."""
         self._supervisor.stop()
+        self.tenancy.stop()
         process.stop([e.process for e in self._engines if e.process is not None], GRACE_S)
         for engine in self._engines:
             if engine.client is not None:
@@ -137,9 +155,17 @@ class Fleet:
         return [engine.client for engine in self.engines() if engine.client is not None]
 
     def refusals(self) -> list[str]:
-        """Why engines have left."""
+        """Why engines have left, but for those that do not take our key: others may."""
         with self._lock:
-            return [engine.reason for engine in self._engines if engine.state == "gone"]
+            gone = [engine for engine in self._engines if engine.state == "gone"]
+            return [engine.reason for engine in gone if not engine.refuses]
+
+    def locked_out(self) -> str:
+        """A sentence where there are engines, and not one of them takes our key."""
+        with self._lock:
+            if not self._engines or not all(engine.refuses for engine in self._engines):
+                return ""
+            return "; ".join(engine.reason for engine in self._engines)
 
     def recruits(self) -> list[Engine]:
         """Those that a publication should include: serving, ready, or stale but alive."""
@@ -158,6 +184,7 @@ class Fleet:
                 or (
                     engine.state == "stale"
                     and engine.pulse.healthy
+                    and not engine.condemned
                     and time.monotonic() >= engine.excused_until
                 )
             ]
@@ -166,10 +193,13 @@ class Fleet:
         """The recruits, as soon as there are any.
 
         Raises:
+            ConfigError: all refuse our key.
             EngineError: none came in time, or none can come.
         """
         end = time.monotonic() + timeout_s
         while not (found := self.recruits()):
+            if reason := self.locked_out():
+                raise ConfigError(reason)
             if not self.engines() or time.monotonic() > end:
                 raise EngineError(f"no engine came back: {self.why_not()}")
             time.sleep(0.2)
@@ -220,21 +250,23 @@ class Fleet:
                     self.fail(engine, f"it was not brought to version {version}")
 
     def publish(self, folder: Path | str, version: int) -> None:
-        """Bring the engines to the weights in ``folder``, under the name ``version``.
+        """Bring the engines to the weights in ``folder``, under the name of ``version``.
 
         Raises:
             EngineError: none confirmed the version; names all. Those that fail stay paused and get
                 no traffic, the others continue.
         """
 
+        name = self.names.of(version)
+
         def update(engine: Engine) -> None:
             client = engine.client
             client.pause("retract")
             if engine.kind == "sglang":  # the embedded engine changes name and weights in one step
-                client.set_weight_version(f"updating-{version}")
-            client.update_weights_from_disk(folder, version)
+                client.set_weight_version(self.names.updating(version))
+            client.update_weights_from_disk(folder, name)
             served = client.weight_version()
-            if served != str(version):
+            if served != name:
                 raise EngineError(f"{client.url} serves version {served!r} after the update")
             client.resume()
 
@@ -274,7 +306,7 @@ class Fleet:
                 # Nobody restarts it, and all wait for it: less and less often.
                 wait = EXCUSED_S * 2 ** min(engine.failed_updates, 6)
                 engine.excused_until = time.monotonic() + wait
-            self.fail(engine, f"{purpose} failed: {error}")
+            self.fail(engine, error.of(purpose))
         if not results:
             reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
             raise EngineError(f"{purpose} failed on {len(errors)} engines: {reasons}")
@@ -370,19 +402,35 @@ class Fleet:
             engine.tokens_in_flight -= tokens
             engine.tokens += received
 
-    def fail(self, engine: Engine, reason: str) -> None:
-        """Out of the traffic until an update succeeds; its requests are to be given up."""
+    def fail(self, engine: Engine, why: str | EngineError) -> None:
+        """Out of the traffic until an update succeeds; its requests are to be given up.
+
+        One that does not take our key is out for good, and one of ours that said what cannot be is
+        to be started anew.
+        """
+        error = why if isinstance(why, EngineError) else EngineError(why)
+        if error.refused and engine.process is None:
+            self.lock_out(engine, error)
+            return
         death = engine.process.exited(DEATH_S) if engine.process is not None else None
         with self._lock:
             if engine.state in ("starting", "gone"):
                 return
             if engine.state != "stale":
-                self.note("failed", engine, reason)
+                self.note("failed", engine, str(error))
             engine.state = "stale"
+            engine.condemned |= error.faulty and engine.process is not None
             # The log of a process says more than "connection refused".
-            engine.reason = death or reason
+            engine.reason = death or str(error)
             engine.failures += 1
             engine.pulse.healthy, engine.pulse.due = False, 0.0
+
+    def lock_out(self, engine: Engine, error: EngineError) -> None:
+        """It does not take our key: the run goes on with the others."""
+        with self._lock:
+            if engine.state != "gone":
+                engine.refuses = True
+                self.leave(engine, "gave up", f"{error}; give its API key in {API_KEY}")
 
     # What happened.
 
@@ -436,10 +484,10 @@ class Fleet:
         with self._lock:
             engine.client = self._client(url, self._run_key)
 
-    def arrived(self, engine: Engine, info: dict) -> None:
+    def arrived(self, engine: Engine, info: Info) -> None:
         """It answers: ready, or serving where nothing has been published that it could lack."""
-        embedded = info.get("engine") == "qurl-embedded"
-        updatable = embedded or LOADER in (info.get("custom_weight_loader", [LOADER]) or [])
+        embedded = info.kind == "embedded"
+        updatable = embedded or info.loaders is None or LOADER in info.loaders
         if not updatable and not self.fixed:
             self.leave(
                 engine,
@@ -449,8 +497,7 @@ class Fleet:
             )
             return
         with self._lock:
-            engine.kind = "embedded" if embedded else "sglang"
-            engine.tp = int(info.get("tp_size") or 1)
+            engine.kind, engine.tp = info.kind, info.tp
             # Started without weights.
             empty = engine.process is not None and not embedded and not self.fixed
             engine.state = "ready" if empty or self.version is not None else "serving"
@@ -461,6 +508,8 @@ class Fleet:
         with self._lock:
             engine.state, engine.reason = "gone", message
             engine.failures += 1
+            if event == "gave up" and engine.process is None:
+                self.barred.add(engine.url)
             self.note(event, engine, message)
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:

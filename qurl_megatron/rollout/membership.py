@@ -6,11 +6,11 @@ What is written there joins the fleet, what is gone from there leaves it. A key 
 beside the rendezvous, so that both can live in one folder that only the user can read.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout import schema
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Member:
             return None
         try:
             return self.api_key_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter: no text, or no name of a file
             raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
 
 
@@ -64,10 +64,18 @@ def _text(file: Path) -> str | None:
 
 def _member(where: str, text: str, folder: Path) -> Member:
     try:
-        entry = json.loads(text)
-        url, key_file = entry["url"], entry.get("api_key_file")
-        return Member(url.rstrip("/"), None if key_file is None else folder / key_file)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        entry = schema.parse(text)
+        given = {key: entry.get(key) for key in _MEMBER} if schema.record(entry) else entry
+        given = schema.fields(given, _MEMBER)
+    except schema.Malformed as error:
         raise ConfigError(
-            f'rendezvous {where} is not {{"url": ..., "api_key_file": ...}}: {error!r}'
+            f'rendezvous {where} is not {{"url": ..., "api_key_file": ...}}: {error}'
         ) from None
+    key_file = given["api_key_file"]
+    return Member(given["url"].rstrip("/"), None if key_file is None else folder / key_file)
+
+
+_MEMBER: dict[str, schema.Range] = {
+    "url": lambda value: schema.text(value) and value.startswith(("http://", "https://")),
+    "api_key_file": schema.or_none(schema.text),
+}

@@ -10,6 +10,7 @@ that it started are killed (``runtime.undertaker``).
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from qurl_megatron.runtime.children import children_cores, on_cores, without_lau
 from qurl_megatron.runtime.undertaker import bury, spare
 
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
+PORT = re.compile(r"[1-9][0-9]{0,4}")
 LOG_TAIL = 20  # lines quoted when an engine dies
 
 # How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
@@ -93,7 +95,8 @@ class EngineProcess:
     def port(self) -> int | None:
         """Where it listens; None until it says so."""
         with contextlib.suppress(FileNotFoundError):
-            return int(self._port_file.read_text(encoding="utf-8"))
+            said = self._port_file.read_text(encoding="utf-8", errors="replace").strip()
+            return int(said) if PORT.fullmatch(said) else None
         return None
 
     def exited(self, wait_s: float = 0.0) -> str | None:

@@ -15,7 +15,8 @@ from rich.live import Live
 from rich.table import Table
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.client import EngineClient, EngineError, Load, deadline
+from qurl_megatron.rollout.answer import Load
+from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.sglang.launch import given_key
 
 PATIENCE_S = 10.0

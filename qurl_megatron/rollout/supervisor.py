@@ -21,7 +21,6 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient, EngineError
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.membership import read_members
-from qurl_megatron.rollout.process import API_KEY
 
 if TYPE_CHECKING:
     from qurl_megatron.rollout.fleet import Fleet
@@ -49,8 +48,11 @@ class Supervisor:
     def gather(self, timeout_s: float) -> None:
         """Wait for the engines a run begins with.
 
+        One that does not take our key is left out where another does.
+
         Raises:
-            EngineError: one died, refused us or did not come up in time.
+            ConfigError: one cannot be this run's, or none takes our key.
+            EngineError: one died or did not come up in time.
         """
         fleet, end = self._fleet, time.monotonic() + timeout_s
         wanted = self._config.engines if self._rendezvous else 1
@@ -60,10 +62,10 @@ class Supervisor:
             for engine in engines:
                 if engine.process and (death := engine.process.exited()):
                     raise EngineError(f"{engine.name} {death}")
-                if engine.pulse.error and engine.pulse.error.status in (401, 403):
-                    raise EngineError(f"{engine.pulse.error}; give its API key in {API_KEY}")
             if reasons := fleet.refusals():
-                raise EngineError("; ".join(reasons))
+                raise ConfigError("; ".join(reasons))
+            if reason := fleet.locked_out():
+                raise ConfigError(reason)
             waiting = [engine for engine in engines if engine.state == "starting"]
             if not waiting and len(engines) >= wanted:
                 return
@@ -118,9 +120,13 @@ class Supervisor:
     def _check(self, engine: Engine, client: EngineClient, epoch: int) -> None:
         sent, error = time.monotonic(), None
         try:
-            info = client.server_info(self._config.health_limit_s(engine.kind))
+            info = client.info(self._config.health_limit_s(engine.kind))
+            if engine.state == "starting":
+                self._fleet.tenancy.claim(engine, client)
         except EngineError as failure:
             error = failure
+            if error.refused and engine.process is None:
+                self._fleet.lock_out(engine, error)
         with self._fleet._lock:
             pulse = engine.pulse
             if engine.client is not client or pulse.epoch != epoch:
@@ -152,7 +158,8 @@ class Supervisor:
                     self._fleet.note("failed", engine, _lateness(engine, limit_s))
                     engine.process.kill()
             elif engine.pulse.silent_since is None:
-                if engine.process is not None and engine.failed_updates >= PATIENCE:
+                hopeless = engine.condemned or engine.failed_updates >= PATIENCE
+                if engine.process is not None and hopeless:
                     engine.process.kill()
             elif self._hung(engine, now):
                 silence = now - engine.pulse.silent_since
@@ -175,7 +182,8 @@ class Supervisor:
         fleet = self._fleet
         with fleet._lock:
             engine.failures += 1
-            engine.reason = death
+            if not engine.condemned:  # else it was killed for a better reason
+                engine.reason = death
             fleet.note("died", engine, death)
             if engine.restarts >= self._config.max_restarts:
                 fleet.leave(engine, "gave up", f"after {engine.restarts} restarts; it {death}")
@@ -196,8 +204,9 @@ class Supervisor:
         try:
             members = read_members(self._rendezvous)
             known = {engine.url: engine for engine in fleet.engines()}
+            fleet.barred &= members.keys()
             for url, member in members.items():
-                if url not in known:
+                if url not in known and url not in fleet.barred:
                     fleet.adopt(member, member.api_key() or fleet._api_key)
             # A file that is being written anew is empty for a moment.
             self._absent = Counter({url: self._absent[url] + 1 for url in known.keys() - members})

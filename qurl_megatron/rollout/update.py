@@ -1,11 +1,12 @@
 """One new version on its way into the engines of a fleet, driven from one place.
 
-    pause -> "updating-7" -> begin -> bucket, ... -> check -> finish, end, flush -> "7" -> go on
+    pause -> "updating-7@run" -> begin -> bucket, ... -> check -> finish, end, flush -> "7@run"
+    -> go on
 
-In between, an engine calls its weights "updating-7": were it to answer, the answer would show that
-it came from mixed weights. Every engine rank leaves a receipt; only an engine whose ranks all have
-every tensor, exactly once and unharmed, gets the new name and traffic. One that fails stays paused
-and is named; the others go on without it.
+In between, an engine calls its weights "updating-7@run": were it to answer, the answer would show
+that it came from mixed weights. Every engine rank leaves a receipt; only an engine whose ranks all
+have every tensor, exactly once and unharmed, gets the new name and traffic. One that fails stays
+paused and is named; the others go on without it.
 """
 
 import secrets
@@ -131,9 +132,10 @@ class Update:
             client.end_weight_update()
             if self.config.pause == "retract":
                 client.flush()
-            client.set_weight_version(self.version)
+            name = self.fleet.names.of(self.version)
+            client.set_weight_version(name)
             served = client.weight_version()
-            if served != str(self.version):
+            if served != name:
                 raise EngineError(f"{engine.url} serves version {served!r} after the update")
             client.resume()
 
@@ -157,7 +159,7 @@ class Update:
 
     def _begin(self, engine: Engine) -> None:
         engine.client.pause(self.config.pause)
-        engine.client.set_weight_version(f"updating-{self.version}")
+        engine.client.set_weight_version(self.fleet.names.updating(self.version))
         engine.client.begin_weight_update()
 
     def _call(

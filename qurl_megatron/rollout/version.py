@@ -11,6 +11,7 @@ out. Nothing here is ever unpickled.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.wire import Blob, checksum
+from qurl_megatron.rollout import schema
+from qurl_megatron.rollout.shorten import shortened
+from qurl_megatron.rollout.wire import Blob, checksum, is_dtype, is_shape
 
 FORMAT = "qurl-version-2"
 MANIFEST = "manifest.json"
@@ -90,31 +93,60 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw.pop("format", None) != FORMAT:
+            raw = schema.parse(path.read_bytes())
+            if schema.record(raw) and raw.pop("format", None) != FORMAT:
                 raise ConfigError(f"{path} is not of format {FORMAT}")
-            return Manifest(
-                version=int(raw["version"]),
-                scheme=str(raw["scheme"]),
-                files={name: int(size) for name, size in raw["files"].items()},
-                tensors={
-                    name: TensorEntry(
-                        shape=tuple(entry["shape"]),
-                        dtype=entry["dtype"],
-                        split_dim=entry["split_dim"],
-                        slices=tuple(Slice(**s) for s in entry["slices"]),
-                    )
-                    for name, entry in raw["tensors"].items()
-                },
-            )
+            raw = schema.fields(raw, _MANIFEST)
+            tensors = {name: _entry(name, entry) for name, entry in raw["tensors"].items()}
+            there = sum(raw["files"].values())
+            for name, entry in tensors.items():  # room is made for it before its parts are read
+                if getattr(torch, entry.dtype).itemsize * math.prod(entry.shape) > there:
+                    raise schema.Malformed(f"{shortened(name)} is larger than all files together")
+            return Manifest(**{**raw, "tensors": tensors})
         except FileNotFoundError:
             raise ConfigError(
                 f"{folder} has no {MANIFEST}: not a published version, or an unfinished one"
             ) from None
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{path} is malformed: {error!r}") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
+        except schema.Malformed as error:
+            raise ConfigError(f"{path} is malformed: {error}") from None
+
+
+def _entry(name: str, raw: dict) -> TensorEntry:
+    raw = schema.fields(raw, _ENTRY)
+    slices = tuple(Slice(**schema.fields(part, _SLICE)) for part in raw["slices"])
+    try:
+        return TensorEntry(tuple(raw["shape"]), raw["dtype"], raw["split_dim"], slices)
+    except ConfigError as error:
+        raise schema.Malformed(f"{shortened(name)}: {error}") from None
+
+
+def _files(value: object) -> bool:
+    """Names in the folder itself, and their sizes."""
+    return schema.map_of(schema.count)(value) and all(
+        name and name == Path(name).name and "\0" not in name for name in value
+    )
+
+
+_MANIFEST: dict[str, schema.Range] = {
+    "version": schema.count,
+    "scheme": schema.text,
+    "files": _files,
+    "tensors": schema.map_of(schema.record),
+}
+_ENTRY: dict[str, schema.Range] = {
+    "shape": is_shape,
+    "dtype": is_dtype,
+    "split_dim": schema.or_none(schema.count),
+    "slices": schema.list_of(schema.record),
+}
+_SLICE: dict[str, schema.Range] = {
+    "file": schema.text,
+    "start": schema.count,
+    "length": schema.count,
+    "checksum": schema.text,
+}
 
 
 def manifest_of(

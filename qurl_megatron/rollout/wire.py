@@ -11,10 +11,11 @@ to a custom weight loader; the bytes take the transport's own way, and are never
 
 import base64
 import json
+import math
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 import torch
@@ -22,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout import schema
 
 FORMAT = "qurl-update-1"
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
@@ -93,23 +95,13 @@ class Message:
             ConfigError: not a message of this format.
         """
         try:
-            raw = orjson.loads(text)
-            if raw.pop("format", None) != FORMAT:
+            raw = schema.parse(text)
+            if schema.record(raw) and raw.pop("format", None) != FORMAT:
                 raise ConfigError(f"the weight update is not of format {FORMAT}")
-            blobs = tuple(
-                Blob(
-                    where=blob["where"],
-                    bytes=blob["bytes"],
-                    pieces=tuple(
-                        Piece(**{**piece, "shape": tuple(piece["shape"])})
-                        for piece in blob["pieces"]
-                    ),
-                )
-                for blob in raw.pop("blobs")
-            )
-            return Message(**raw, blobs=blobs)
-        except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError) as error:
-            raise ConfigError(f"the weight update is malformed: {error!r}") from None
+            raw = schema.fields(raw, _MESSAGE)
+            return Message(**{**raw, "blobs": tuple(map(_blob, raw["blobs"]))})
+        except schema.Malformed as error:
+            raise ConfigError(f"the weight update is malformed: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -127,18 +119,78 @@ class Receipt:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Receipt":
+    def from_json(text: str | bytes) -> "Receipt":
         """
         Raises:
             ConfigError: it is of another version of this package.
         """
         try:
-            return Receipt(**json.loads(text))
-        except (TypeError, json.JSONDecodeError) as error:
+            return Receipt(**schema.fields(schema.parse(text), _RECEIPT))
+        except schema.Malformed as error:
             raise ConfigError(
                 f"an engine left a receipt that is none ({error}); install the same version of "
                 "this package in the engines' environment"
             ) from None
+
+
+def _blob(raw: Any) -> Blob:
+    raw = schema.fields(raw, _BLOB)
+    pieces = tuple(map(_piece, raw["pieces"]))
+    for piece in pieces:
+        if piece.offset + piece.bytes > raw["bytes"]:
+            raise schema.Malformed(f"{piece.name} ends behind the end of its blob")
+    return Blob(raw["where"], raw["bytes"], pieces)
+
+
+def _piece(raw: Any) -> Piece:
+    raw = schema.fields(raw, _PIECE)
+    piece = Piece(**{**raw, "shape": tuple(raw["shape"])})
+    if piece.dim is not None and piece.dim >= len(piece.shape):
+        raise schema.Malformed(f"{piece.name} has no dimension {piece.dim}")
+    if piece.offset % getattr(torch, piece.dtype).itemsize:
+        raise schema.Malformed(f"{piece.name} begins in the middle of a number")
+    return piece
+
+
+def is_dtype(name: Any) -> bool:
+    """torch's name of a number format."""
+    return schema.text(name) and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def is_shape(value: Any) -> bool:
+    return schema.list_of(schema.count)(value) and math.prod(value) <= schema.LARGEST
+
+
+_PIECE: dict[str, schema.Range] = {
+    "name": schema.text,
+    "dtype": is_dtype,
+    "shape": is_shape,
+    "dim": schema.or_none(schema.count),
+    "start": schema.count,
+    "offset": schema.count,
+    "checksum": schema.text,
+}
+_BLOB: dict[str, schema.Range] = {
+    "where": schema.record,
+    "bytes": schema.count,
+    "pieces": schema.list_of(schema.record),
+}
+_MESSAGE: dict[str, schema.Range] = {
+    "action": lambda value: value in get_args(Action),
+    "session": schema.text,
+    "version": schema.count,
+    "index": schema.count,
+    "transport": schema.record,
+    "blobs": schema.list_of(schema.record),
+}
+_RECEIPT: dict[str, schema.Range] = {
+    "session": schema.text,
+    "rank": schema.count,
+    "error": schema.or_none(schema.text),
+    "bytes": schema.count,
+    "seconds": schema.seconds,
+    "pointers": schema.text,
+}
 
 
 def raw(tensor: Tensor) -> Tensor:

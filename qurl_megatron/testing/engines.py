@@ -14,6 +14,9 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+from qurl_megatron.rollout.lease import ENDPOINT, Lease
 
 FAULTS = ("500", "cut", "hang", "mixed", "nan", "nothing")
 
@@ -54,10 +57,11 @@ class FakeEngine:
         self.looks = 0  # GETs
         self.answered: list[str] = []  # rid of every response that went out whole
         self.session_open = False
+        self.lease = Lease()
         self.running = self.generated = 0
         self._aborted: list[str] = []
         self._lock = threading.Lock()
-        self._server = _Server((host, 0), _Handler)
+        self._server = QuietServer((host, 0), _Handler)
         self._server.engine = self
         self.port = self._server.server_address[1]
         self.url = f"http://{host}:{self.port}"
@@ -117,6 +121,8 @@ class FakeEngine:
         return {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 2}]}
 
     def post(self, endpoint: str, body: dict) -> tuple[int, object]:
+        if endpoint == ENDPOINT:
+            return 200, self.lease.ask(body)
         self.calls.append((endpoint, body))
         act = getattr(self, endpoint.strip("/"), None)
         return (404, {"message": "no such endpoint"}) if act is None else act(body)
@@ -242,11 +248,11 @@ class _Sequence:
         }
 
 
-class _Server(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
-    engine: FakeEngine
+    engine: Any
 
     def handle_error(self, request, client_address) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
@@ -254,7 +260,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: QuietServer
 
     def log_message(self, *arguments) -> None:
         pass
@@ -292,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port-file", type=Path, required=True)
     parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
     parser.add_argument("--lives", type=Path, help="a line is added at each start")
     options, _ = parser.parse_known_args()
     if options.lives is not None:
@@ -300,6 +307,7 @@ def main() -> None:
     engine = FakeEngine(
         embedded=True, token_s=options.token_s, api_key=os.environ.get("QURL_API_KEY")
     )
+    engine.faults = options.fault
     aside = options.port_file.with_suffix(".tmp")
     aside.write_text(str(engine.port))
     aside.replace(options.port_file)

@@ -26,6 +26,7 @@ from qurl_megatron.rewards.pool import TRIES
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.runtime.files import refusal, refusing
 from qurl_megatron.runtime.launch import ranks_here
@@ -36,9 +37,11 @@ from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.checkpoint import description_of
 
 FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
+LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
 
 
@@ -98,6 +101,8 @@ class Lead:
                     scheme=self.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",
+                    vocabulary=read_arch(read_config(description_of(config.model.path))).vocab,
+                    owner=Owner.of(self.run_dir),
                     trainer_ranks=ranks_here(os.environ),
                 )
             )
@@ -389,6 +394,8 @@ class Lead:
         for event in events:
             what = " ".join((event["engine"], event["event"], event["message"].splitlines()[0]))
             self.timeline.event("fleet", what.strip(), step, event["time"])
+            if event["event"] in LOST:
+                self.progress.alarm(f"fleet, step {step}: {what.strip()}")
         return metrics
 
     def _graded(self, samples: list[Sample]) -> list[Sample]:

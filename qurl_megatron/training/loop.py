@@ -319,7 +319,7 @@ def _publish(
     """
     for _ in range(HEALS):
         if failure is not None and (gone := _recovered(lead)):
-            return {}, EngineError(f"{failure}; {gone}")
+            return {}, type(gone)(f"{failure}; {gone}")
         try:
             return publisher.publish(version), None
         except EngineError as error:
@@ -329,13 +329,13 @@ def _publish(
     return {}, failure
 
 
-def _recovered(lead: Lead | None) -> EngineError | None:
+def _recovered(lead: Lead | None) -> EngineError | ConfigError | None:
     """None once an engine is back; else why none is, on every rank."""
     failure = None
     if lead:
         try:
             lead.recover()
-        except EngineError as error:
+        except (EngineError, ConfigError) as error:
             failure = error
     return _share((None, failure))[1]
 

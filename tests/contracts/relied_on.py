@@ -359,6 +359,7 @@ _IO = "managers.io_struct"
 _OPTIONS = "arg_groups.fields"
 
 SGLANG = [
+    _sg("entrypoints.http_server.app"),
     _sg("entrypoints.http_server.launch_server"),
     _sg("entrypoints.engine.init_tokenizer_manager"),
     _sg("plugins.load_plugins"),

@@ -140,7 +140,9 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
         if ranks.leads:
             engine = stack.enter_context(FakeEngine(embedded=True))
             adopted = RolloutConfig(urls=(engine.url,))
-            fleet = stack.enter_context(Fleet(adopted, "unused", scheme="int8", log_dir=out))
+            fleet = stack.enter_context(
+                Fleet(adopted, "unused", scheme="int8", log_dir=out, vocabulary=8192)
+            )
         sync = SyncConfig(keep=4, bucket_mb=1.0)
         name = f"rank{ranks.rank}"
         sender = FilesSender(disk / "versions", name, leads=ranks.leads)
@@ -171,10 +173,10 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
         dist.barrier()
         errors.append(refused(apart, 3))
         if fleet:
-            assert fleet.version == 0 and engine.version == "0"
+            assert fleet.version == 0 and engine.version == fleet.names.of(0)
         publisher.publish(4)
         if fleet:
-            assert engine.version == "4"
+            assert engine.version == fleet.names.of(4)
             assert Manifest.read(disk / "versions/v000004").version == 4
         (out / f"{name}.json").write_text(json.dumps(errors))
 

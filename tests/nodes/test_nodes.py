@@ -132,7 +132,7 @@ def test_under_torchrun_two_nodes_train_with_an_engine_on_a_third(nodes, recipe,
     answer = subprocess.run(
         nodes[0].command(sys.executable, "-c", ask), capture_output=True, text=True, check=True
     )
-    assert json.loads(answer.stdout)["weight_version"] in (2, "2")
+    assert json.loads(answer.stdout)["weight_version"].startswith("2@")
 
 
 def test_under_srun_they_resume_where_rank_0_says_though_one_sees_old_folders(

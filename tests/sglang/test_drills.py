@@ -23,6 +23,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient, EngineError
 from qurl_megatron.rollout.collect import collect
 from qurl_megatron.rollout.fleet import Engine, Fleet
+from qurl_megatron.rollout.naming import Names
 from qurl_megatron.rollout.process import API_KEY
 from qurl_megatron.rollout.transport import Sender
 from qurl_megatron.rollout.transport.group import GroupSender, host_store
@@ -32,7 +33,7 @@ from qurl_megatron.types import Prompt
 from tests.disks import small_disk
 from tests.runs import SAMPLES, Run, living, make_recipe
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
-from tests.sglang.trainer import file_senders, publish
+from tests.sglang.trainer import OWNER, file_senders, publish
 
 ROOT = Path(__file__).parents[2]
 UPDATE_S = 12.0  # an update takes a second on a quiet machine
@@ -66,7 +67,8 @@ class Drill:
 
     def correct(self, engine: Engine, which: int) -> bool:
         """It serves the newest number, and answers as these weights do."""
-        named = engine.client.weight_version() == str(self.number) == str(engine.version)
+        named = engine.client.weight_version() == self.fleet.names.of(self.number)
+        named &= engine.version == self.number
         return named and difference(answers(engine.client), self.expected[which]) == 0
 
     def mixed(self, engine: Engine) -> bool:
@@ -76,7 +78,7 @@ class Drill:
             patience.generate([[1, 2, 3]], {"max_new_tokens": 1})
         except EngineError as error:
             assert "did not answer within" in str(error)
-            return engine.client.weight_version() == f"updating-{self.number}"
+            return engine.client.weight_version() == self.fleet.names.updating(self.number)
         return False
 
     def events(self) -> list[tuple[str, str]]:
@@ -99,7 +101,14 @@ def drill(tmp_path_factory):
         samples_per_prompt=1,
         max_new_tokens=200,
     )
-    fleet = Fleet(config, folder / "base", scheme="int8", dtype="float32", log_dir=folder / "logs")
+    fleet = Fleet(
+        config,
+        folder / "base",
+        scheme="int8",
+        dtype="float32",
+        log_dir=folder / "logs",
+        vocabulary=CASE.changes["vocab_size"],
+    )
     drill = Drill(fleet, folder)
     with fleet:
         drill.start()
@@ -336,7 +345,7 @@ def test_a_trainer_killed_in_an_update_leaves_engines_silent_until_the_next_one_
     again = run_trainer(order | {"dies": False}, drill.fleet._run_key)
     assert again.returncode == 0, again.stderr
     for engine in drill.fleet.engines():
-        assert engine.client.weight_version() == str(drill.number)
+        assert engine.client.weight_version() == Names(OWNER.token).of(drill.number)
         assert difference(answers(engine.client), drill.expected[1]) == 0
 
 

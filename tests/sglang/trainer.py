@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
 from qurl_megatron.rollout.fleet import Engine, Fleet
+from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.transport import Sender
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.update import Taken, Update
@@ -23,6 +24,7 @@ from qurl_megatron.rollout.wire import Blob
 from tests.sglang.engines import Tensors, shards
 
 BUCKETS = 3
+OWNER = Owner("0123456789ab", "the drills' trainer")  # the same run, however often it is started
 
 During = Callable[[int, list[Blob]], None]
 """(bucket, every training rank's blob of it), when the buckets before it are loaded and before
@@ -94,7 +96,13 @@ def main(order: dict) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with Fleet(
-        config, order["model"], scheme="int8", dtype="float32", log_dir=folder / "logs"
+        config,
+        order["model"],
+        scheme="int8",
+        dtype="float32",
+        log_dir=folder / "logs",
+        vocabulary=1 << 20,
+        owner=OWNER,
     ) as fleet:
         pids = [engine.process.popen.pid for engine in fleet.engines() if engine.process]
         print(json.dumps(pids), flush=True)

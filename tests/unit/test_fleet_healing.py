@@ -43,12 +43,14 @@ def local_fleet(tmp_path, *options, **changes) -> Fleet:
     """Two engines in processes of their own."""
     command = [sys.executable, "-m", "qurl_megatron.testing.engines", *map(str, options)]
     config = RolloutConfig(engines=2, **{**QUICK, **changes})
-    return Fleet(config, "unused", scheme="none", log_dir=tmp_path, serve_command=command)
+    return Fleet(
+        config, "unused", scheme="none", log_dir=tmp_path, vocabulary=96, serve_command=command
+    )
 
 
 def adopted(*engines: FakeEngine, **changes) -> Fleet:
     config = RolloutConfig(urls=tuple(e.url for e in engines), **{**QUICK, **changes})
-    return Fleet(config, "unused", scheme="none", log_dir="unused")
+    return Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
 
 
 def wait_until(condition, seconds: float = 10.0) -> None:
@@ -77,9 +79,23 @@ def test_an_engine_that_was_killed_comes_back_and_joins_with_the_next_publicatio
         assert {v for s in samples for v in s.token_versions} == {1}
         fleet.publish("unused", 2)
         assert fleet.serving() == [killed, other]
-        assert killed.version == 2 and killed.client.weight_version() == "2"
+        assert killed.version == 2 and killed.client.weight_version() == fleet.names.of(2)
         names = [event for engine, event in events(fleet) if engine == "engine-0"]
         assert names[-3:] == ["died", "restarted", "joined"]
+
+
+def test_an_engine_of_ours_that_says_what_cannot_be_is_started_anew_and_the_reason_is_kept(
+    tmp_path,
+):
+    with local_fleet(tmp_path, "--fault", "nan") as fleet:
+        fleet.publish("unused", 1)
+        with pytest.raises(EngineError, match="no engine is serving: .*log-prob nan is not"):
+            collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
+        bad = fleet.engines()
+        assert not any(engine.state == "stale" for engine in fleet.recruits())
+        wait_until(lambda: all(e.restarts == 1 and e.state == "ready" for e in bad))
+        told = [e["message"] for e in fleet.drain()[0] if e["event"] == "failed"]
+        assert len(told) == 2 and all("log-prob nan" in message for message in told)
 
 
 def test_a_death_is_quoted_from_the_log_and_restarts_are_counted(tmp_path):
@@ -164,7 +180,7 @@ runpy.run_module("qurl_megatron.testing.engines", run_name="__main__", alter_sys
 def test_an_engine_may_take_its_time_to_start_while_its_log_grows(tmp_path):
     config = RolloutConfig(start_timeout_s=4.0, **QUICK)
     command = [sys.executable, "-c", SLOW]
-    options = {"scheme": "none", "log_dir": tmp_path, "serve_command": command}
+    options = {"scheme": "none", "log_dir": tmp_path, "vocabulary": 96, "serve_command": command}
     with Fleet(config, "unused", **options) as fleet:
         assert len(fleet.serving()) == 1
 
@@ -187,17 +203,17 @@ def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_
         assert time.monotonic() - start < 1.5
         assert [e.url for e in fleet.serving()] == [good.url]
         assert hung.paused.is_set()  # not told to go on: it might have half of the weights
-        assert hung.version == "updating-2"
+        assert hung.version == fleet.names.updating(2)
         assert "did not answer within" in fleet.why_not()
         hung.update_fault = ""
         fleet.publish("unused", 3)
-        assert len(fleet.serving()) == 2 and hung.version == "3"
+        assert len(fleet.serving()) == 2 and hung.version == fleet.names.of(3)
 
 
 def test_an_engine_that_says_yes_but_serves_the_old_version_is_named_and_stays_paused():
     with FakeEngine() as liar, adopted(liar) as fleet:
         liar.update_fault = "lie"
-        with pytest.raises(EngineError, match=f"{liar.url} serves version 'updating-2'"):
+        with pytest.raises(EngineError, match=f"{liar.url} serves version 'updating-2@"):
             fleet.publish("unused", 2)
         assert liar.paused.is_set() and fleet.serving() == []
 
@@ -332,7 +348,7 @@ def test_engines_come_and_go_with_the_rendezvous(tmp_path):
         offered.mkdir()
         (tmp_path / "engines" / "key").write_text("secret\n")
         config = RolloutConfig(rendezvous=str(offered), **QUICK)
-        fleet = Fleet(config, "unused", scheme="none", log_dir="unused")
+        fleet = Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
         (offered / "a.json").write_text(json.dumps({"url": first.url}))
         with fleet:
             fleet.publish("unused", 1)
@@ -374,7 +390,7 @@ def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_p
         config = RolloutConfig(rendezvous=str(file), engines=2, start_timeout_s=0.4, **QUICK)
         with (
             pytest.raises(EngineError, match="offers 1 of 2 engines after 0 s"),
-            Fleet(config, "unused", scheme="none", log_dir="unused"),
+            Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96),
         ):
             pass
 
@@ -382,7 +398,7 @@ def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_p
 def test_an_adopted_engine_wants_its_key_at_once(monkeypatch):
     with FakeEngine(api_key="secret") as engine:
         start = time.monotonic()
-        with pytest.raises(EngineError, match="answered 401.*QURL_API_KEY"), adopted(engine):
+        with pytest.raises(ConfigError, match="answered 401.*QURL_API_KEY"), adopted(engine):
             pass
         assert time.monotonic() - start < 5
         monkeypatch.setenv("QURL_API_KEY", "secret")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Interrupted, collect, greedy, read_answer, sample_seed
+from qurl_megatron.rollout.collect import Interrupted, collect, greedy, sample_seed
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.testing.engines import FakeEngine, token_at
 from qurl_megatron.types import Prompt
@@ -26,7 +27,9 @@ def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
     with ExitStack() as stack:
         for engine in engines:
             stack.callback(engine.close)
-        fleet = stack.enter_context(Fleet(config, "unused", scheme="none", log_dir="unused"))
+        fleet = stack.enter_context(
+            Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
+        )
         if version is not None:
             fleet.publish("unused", version)
         fleet.drain()
@@ -226,7 +229,7 @@ def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
             fleet.each(lambda e: e.client.abort(everything=True), "aborting", engines)
             fleet.each(lambda e: e.client.pause("abort"), "pausing", engines)
             engine._aborted.clear()
-            engine.version = "8"
+            engine.version = fleet.names.of(8)
             fleet.each(lambda e: e.client.resume(), "resuming", engines)
             fleet.confirm(engines, 8)
         samples = pending.result(10)
@@ -291,80 +294,40 @@ def test_seeds_are_stable_and_differ():
     assert len(seeds) == 16 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def good_answer() -> dict:
-    return {
-        "text": "",
-        "output_ids": [4, 5, 6],
-        "meta_info": {
-            "finish_reason": {"type": "length", "length": 3},
-            "weight_version": "8",
-            "weight_versions": [
-                {"version": "7", "start": 0, "end": 1},
-                {"version": "8", "start": 1, "end": 3},
-            ],
-            "output_token_logprobs": [[-1.0, 4, None], [-2.0, 5, None], [0.0, 6, None]],
-        },
-    }
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("embedded", [True, False])
+def test_an_engine_that_does_not_take_our_key_is_left_out_and_the_others_go_on(embedded, status):
+    bad, good = FakeEngine(embedded=embedded), FakeEngine(embedded=embedded)
+    with fleet_of(bad, good) as fleet:
+        bad.generate = lambda body: (status, {"error": {"message": "who are you?"}})
+        check_whole(gather(fleet))
+        assert [engine.url for engine in fleet.engines()] == [good.url]
+        [said] = [e["message"] for e in fleet.drain()[0] if e["event"] == "gave up"]
+        assert f"{bad.url}/generate answered {status}: who are you?; give its API key" in said
 
 
-def test_a_token_carries_the_version_of_its_span():
-    part = read_answer(good_answer(), 5, 7)
-    assert part.versions == ((7, 1), (8, 2))
-    assert part.log_probs.tolist() == [-1.0, -2.0, 0.0]
-    assert part.finish == "length"
+def test_only_where_no_engine_takes_our_key_it_is_the_users_mistake():
+    a, b = FakeEngine(), FakeEngine()
+    with fleet_of(a, b) as fleet:
+        a.api_key = b.api_key = "another"
+        with pytest.raises(EngineError, match="no engine is serving"):
+            gather(fleet)
+        with pytest.raises(ConfigError, match="answered 401.*answered 401.*QURL_API_KEY"):
+            fleet.await_recruits(1.0)
 
 
-def test_a_token_of_a_version_that_this_run_has_not_published_is_refused():
-    assert read_answer(good_answer(), 5, 7, newest=8).versions == ((7, 1), (8, 2))
-    with pytest.raises(ValueError, match="version 8, where 7 is the newest"):
-        read_answer(good_answer(), 5, 7, newest=7)
+def test_a_run_begins_with_the_engines_that_take_its_key():
+    refuses, good = FakeEngine(api_key="another"), FakeEngine()
+    with fleet_of(refuses, good) as fleet:
+        check_whole(gather(fleet))
+        assert [engine.url for engine in fleet.engines()] == [good.url]
+        assert "answered 401" in fleet.why_not()
 
 
-def test_an_abort_in_a_queue_has_no_tokens_and_one_between_token_and_log_prob_loses_the_token():
-    aborted = {"type": "abort", "message": "why"}
-    queued = {"output_ids": [], "meta_info": {"finish_reason": aborted, "weight_version": "7"}}
-    assert read_answer(queued, 5, 7).ids.tolist() == []
-    late = good_answer()
-    late["meta_info"]["finish_reason"] = aborted
-    late["meta_info"]["output_token_logprobs"].pop()
-    assert read_answer(late, 5, 7).ids.tolist() == [4, 5]
-    assert read_answer(late, 5, 7).versions == ((7, 1), (8, 1))
-
-
-def _without(key):
-    return lambda meta: meta.pop(key)
-
-
-def _set_log_prob(value):
-    def change(meta):
-        meta["output_token_logprobs"][1][0] = value
-
-    return change
-
-
-BAD = {
-    "no log-probs": (_without("output_token_logprobs"), "output_token_logprobs"),
-    "too few log-probs": (lambda m: m["output_token_logprobs"].pop(), "do not belong"),
-    "another token": (lambda m: m["output_token_logprobs"][0].__setitem__(1, 9), "do not belong"),
-    "nan": (_set_log_prob(float("nan")), "not finite"),
-    "minus infinity": (_set_log_prob(float("-inf")), "not finite"),
-    "beyond float32": (_set_log_prob(-1e300), "not finite"),
-    "null": (_set_log_prob(None), "not finite"),
-    "positive": (_set_log_prob(0.5), "positive"),
-    "no version": (lambda m: (m.pop("weight_versions"), m.pop("weight_version")), "weight_version"),
-    "a gap": (lambda m: m["weight_versions"].pop(0), "gap"),
-    "spans too short": (lambda m: m["weight_versions"].pop(), "1 of 3"),
-    "unknown end": (lambda m: m.update(finish_reason={"type": "tired"}), "tired"),
-    "mixed": (lambda m: m["weight_versions"][1].update(version="updating-8"), "mixed weights"),
-    "too old": (lambda m: m["weight_versions"][0].update(version="6"), "version 6, where"),
-}
-
-
-@pytest.mark.parametrize("change,message", BAD.values(), ids=BAD)
-def test_an_answer_that_cannot_be_trained_on_is_refused(change, message):
-    answer = good_answer()
-    change(answer["meta_info"])
-    with pytest.raises((ValueError, KeyError, TypeError), match=message):
-        read_answer(answer, 5, 7)
-    with pytest.raises(ValueError, match="where 2 were asked for"):
-        read_answer(good_answer(), 2, 7)
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_request_that_only_one_engine_refuses_is_that_engines_fault(status):
+    bad, good = FakeEngine(), FakeEngine()
+    with fleet_of(bad, good) as fleet:
+        bad.generate = lambda body: (status, {"error": {"message": "I do not like it"}})
+        check_whole(gather(fleet))
+        assert [engine.url for engine in fleet.serving()] == [good.url]

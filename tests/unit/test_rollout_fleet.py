@@ -30,7 +30,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fleet(folder, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
-    with Fleet(CONFIG, folder, scheme="int8", dtype="float32", log_dir=logs) as started:
+    with Fleet(
+        CONFIG, folder, scheme="int8", vocabulary=96, dtype="float32", log_dir=logs
+    ) as started:
         yield started
 
 
@@ -45,7 +47,7 @@ def test_started_engines_serve_with_their_own_log(fleet):
 def test_publish_brings_every_engine_to_the_version(fleet, folder, tmp_path):
     version = write_version(tmp_path / "v3", random_tensors(folder, seed=3), 3, "int8")
     fleet.publish(version, 3)
-    assert [client.weight_version() for client in fleet.clients] == ["3", "3"]
+    assert [client.weight_version() for client in fleet.clients] == [fleet.names.of(3)] * 2
     samples = greedy(fleet, PROMPTS, 4)
     assert {s.versions for s in samples if len(s.response_ids) == 4} == {((3, 4),)}
 
@@ -111,7 +113,7 @@ def test_adopted_servers_outlive_the_fleet(folder, tmp_path):
     live = LiveServer(folder)
     try:
         config = RolloutConfig(urls=(live.url,))
-        with Fleet(config, folder, scheme="int8", log_dir=tmp_path) as fleet:
+        with Fleet(config, folder, scheme="int8", vocabulary=96, log_dir=tmp_path) as fleet:
             assert [client.url for client in fleet.clients] == [live.url]
         assert live.client.healthy()
     finally:
@@ -122,7 +124,7 @@ def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder,
     dies = [sys.executable, "-c", "import sys; print('no such weights'); sys.exit(3)"]
     with (
         pytest.raises(EngineError, match=r"(?s)engine-\d exited with status 3.*no such weights"),
-        Fleet(CONFIG, folder, scheme="int8", log_dir=tmp_path, serve_command=dies),
+        Fleet(CONFIG, folder, scheme="int8", vocabulary=96, log_dir=tmp_path, serve_command=dies),
     ):
         pass
 
@@ -130,7 +132,9 @@ def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder,
 def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder, tmp_path):
     sleeps = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(60)"]
     config = replace(CONFIG, start_timeout_s=0.6)
-    fleet = Fleet(config, folder, scheme="int8", log_dir=tmp_path, serve_command=sleeps)
+    fleet = Fleet(
+        config, folder, scheme="int8", vocabulary=96, log_dir=tmp_path, serve_command=sleeps
+    )
     start = time.monotonic()
     with pytest.raises(
         EngineError,
@@ -145,7 +149,9 @@ def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder,
 
 def test_engines_leave_cleanly_when_asked_and_when_their_parent_is_gone(folder, tmp_path):
     config = replace(CONFIG, max_restarts=0)
-    with Fleet(config, folder, scheme="int8", dtype="float32", log_dir=tmp_path) as fleet:
+    with Fleet(
+        config, folder, scheme="int8", vocabulary=96, dtype="float32", log_dir=tmp_path
+    ) as fleet:
         asked, orphaned = (engine.process.popen for engine in fleet.engines())
         asked.send_signal(signal.SIGTERM)
         orphaned.stdin.close()

@@ -10,7 +10,7 @@ from qurl_megatron.sync.publisher import _blobs_for
 PIECE = Piece("model.layers.0.mlp.up_proj.weight", "int8", (4, 8), 0, 12, 64, "0a1b")
 BLOBS = (
     Blob({"path": "/dev/shm/ä", "offset": 128}, 96, (PIECE, PIECE)),
-    Blob({"slot": 3, "cuda": None}, 32, (PIECE,)),
+    Blob({"slot": 3, "cuda": None}, 96, (PIECE,)),
 )
 NOTHING = Blob({}, 0, ())
 
@@ -39,7 +39,7 @@ def test_files_are_described_once_for_all_ranks_of_all_engines():
 
 def test_what_is_cut_for_ranks_is_described_once_for_all_engines_of_a_size():
     cut = {
-        (tp, rank): Blob({"slot": 10 * tp + rank}, 64, (PIECE,))
+        (tp, rank): Blob({"slot": 10 * tp + rank}, 96, (PIECE,))
         for tp in (1, 2)
         for rank in range(tp)
     }

@@ -160,7 +160,7 @@ class Gathered:
         start = time.perf_counter()
         client.end_weight_update()
         client.flush()
-        client.set_weight_version(version)
+        client.set_weight_version(self.fleet.names.of(version))
         client.resume()
         spent.load_s += time.perf_counter() - start
         spent.paused_s = time.perf_counter() - started[0]

@@ -35,7 +35,7 @@ def parse(prompts: Sequence[Prompt], content: bytes) -> list[TupleSample]:
         assert all(math.isfinite(value) and value <= 1e-4 for value in log_probs)
         versions: list[int] = []
         for span in meta["weight_versions"]:
-            versions += [int(span["version"])] * (span["end"] - span["start"])
+            versions += [int(span["version"].partition("@")[0])] * (span["end"] - span["start"])
         found.append(
             TupleSample(
                 prompt, tuple(ids), tuple(log_probs), meta["finish_reason"]["type"], tuple(versions)

@@ -29,6 +29,7 @@ from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.protocol import Limits, parse_generate
 from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
+from qurl_megatron.rollout.lease import ENDPOINT, Lease
 from qurl_megatron.weights.arch import read_arch, read_config, read_eos
 from qurl_megatron.weights.checkpoint import description_of
 
@@ -126,6 +127,7 @@ def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = No
             Route("/update_weights_from_disk", handlers.update_from_disk, methods=post),
             Route("/update_weights_from_tensor", handlers.update_from_tensor, methods=post),
             Route("/abort_request", handlers.abort, methods=post),
+            Route(ENDPOINT, handlers.lease, methods=post),
         ],
         exception_handlers={ConfigError: _bad_request},
     )
@@ -146,6 +148,7 @@ class _Handlers:
             read_eos(description_of(model_path)),
         )
         self._updating = asyncio.Lock()
+        self._lease = Lease()
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.worker.failure is None else 503)
@@ -230,6 +233,9 @@ class _Handlers:
             self.worker.call(lambda engine: engine.abort(matches, "Aborted by abort_request."))
         )
         return Response()
+
+    async def lease(self, request: Request) -> Response:
+        return JSONResponse(self._lease.ask(await _json(request)))
 
     async def update_from_disk(self, request: Request) -> Response:
         body = await _json(request)

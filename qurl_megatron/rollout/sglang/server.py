@@ -17,16 +17,19 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.lease import ENDPOINT, Lease
 from qurl_megatron.rollout.sglang import cpu
 from qurl_megatron.rollout.sglang.launch import API_KEY, given_key, server_arguments
 
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if own.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
 
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
@@ -65,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # One entry a rank is demanded; only the kernels that are not there would bind to it.
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * args.tp_size))
     args.resolve_once()
+    app.add_route(ENDPOINT, leases(), methods=["POST"])
     try:
         launch_server(
             args,
@@ -73,6 +77,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     finally:
         _end_children()
+
+
+def leases() -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint that keeps the engine's lease."""
+    lease = Lease()
+
+    async def ask(request: Request) -> Response:
+        try:
+            return JSONResponse(lease.ask(await request.json()))
+        except (ConfigError, ValueError) as error:
+            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
+    return ask
 
 
 def _init_tokenizer_manager(key: str | None, *args, **kwargs):

@@ -37,7 +37,7 @@ from qurl_megatron.rollout.transport.meeting import (
     still_open,
 )
 from qurl_megatron.rollout.transport.memory import SLOTS
-from qurl_megatron.rollout.transport.receipts import missing
+from qurl_megatron.rollout.transport.receipts import missing, received
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
@@ -180,7 +180,7 @@ class GroupSender:
             key = _receipt(session, rank)
             there = patient(self.store, key, deadline)
             found.append(
-                Receipt.from_json(self.store.get(key).decode()) if there else missing(session, rank)
+                received(self.store.get(key), session, rank) if there else missing(session, rank)
             )
             self.store.delete_key(key)
         return found

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from qurl_megatron.rollout import schema
 from qurl_megatron.rollout.transport.facts import disagreement
 
 POLL_S = 0.001
@@ -37,9 +38,23 @@ class Hello:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Hello":
-        raw = json.loads(text)
+    def from_json(text: str | bytes) -> "Hello":
+        """
+        Raises:
+            LinkError: it is of another version of this package.
+        """
+        try:
+            raw = schema.fields(schema.parse(text), _HELLO)
+        except schema.Malformed as error:
+            raise LinkError(f"an end says what is none of our lines: {error}") from None
         return Hello(raw["link"], tuple(raw["moved"]), raw["facts"])
+
+
+_HELLO: dict[str, schema.Range] = {
+    "link": schema.text,
+    "moved": schema.list_of(schema.count),
+    "facts": schema.map_of(schema.text),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ class Meeting:
         except RuntimeError as error:
             late = [self.who(each) for each, key in enumerate(keys) if not self.store.check([key])]
             raise LinkError(f"{', '.join(late)} did not come" if late else str(error)) from None
-        return [Hello.from_json(text.decode()) for text in self.store.multi_get(keys)]
+        return [Hello.from_json(text) for text in self.store.multi_get(keys)]
 
     def who(self, rank: int) -> str:
         if rank < self.senders:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.shorten import shortened
 from qurl_megatron.rollout.wire import Receipt
 
 POLL_S = 0.01
@@ -44,7 +45,7 @@ def collect(folder: Path, session: str, ranks: int, wait_s: float) -> list[Recei
         for rank in sorted(set(range(ranks)) - found.keys()):
             path = folder / _name(session, rank)
             with contextlib.suppress(FileNotFoundError):
-                found[rank] = Receipt.from_json(path.read_text(encoding="utf-8"))
+                found[rank] = received(path.read_bytes(), session, rank)
                 path.unlink()
         if len(found) == ranks or time.monotonic() > deadline:
             return [found.get(rank) or missing(session, rank) for rank in range(ranks)]
@@ -62,6 +63,18 @@ def _refresh(folder: Path) -> None:
         os.fstat(opened)
     finally:
         os.close(opened)
+
+
+def received(text: bytes, session: str, rank: int) -> Receipt:
+    """What an engine rank left; nonsense is that engine's error, and no other's."""
+    try:
+        receipt = Receipt.from_json(text)
+    except ConfigError as error:
+        return Receipt(session, rank, str(error), 0, 0.0)
+    if (receipt.session, receipt.rank) != (session, rank):
+        whose = f"of rank {receipt.rank} in {shortened(receipt.session)}"
+        return Receipt(session, rank, f"engine rank {rank} left a receipt {whose}", 0, 0.0)
+    return receipt
 
 
 def missing(session: str, rank: int) -> Receipt:

@@ -1,0 +1,368 @@
+"""What engines say: every range of the schema, and bytes that nobody would think of."""
+
+import json
+import math
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_megatron.rollout.answer import (
+    LOWEST,
+    Asked,
+    BadAnswer,
+    Info,
+    Part,
+    Rules,
+    answer_limit,
+    parsed,
+    read_answer,
+    read_answers,
+    read_info,
+)
+from qurl_megatron.rollout.naming import MIXED, UNKNOWN_VERSION, Names
+from qurl_megatron.rollout.shorten import shortened
+
+ASKED = Asked("a", 5)
+RULES = Rules(vocabulary=10, names=Names("abc"), confirmed=7)
+
+
+def good_answer() -> dict:
+    return {
+        "text": "",
+        "output_ids": [4, 0, 1],
+        "meta_info": {
+            "id": "a",
+            "finish_reason": {"type": "length", "length": 3},
+            "weight_version": "8@abc",
+            "weight_versions": [
+                {"version": "7@abc", "start": 0, "end": 1},
+                {"version": "8@abc", "start": 1, "end": 3},
+            ],
+            "output_token_logprobs": [[-1.0, 4, None], [-2, 0, None], [0.0, 1, None]],
+        },
+    }
+
+
+def read(answer, asked: Asked = ASKED, rules: Rules = RULES) -> Part:
+    return read_answer(answer, asked, rules)
+
+
+def test_a_token_carries_the_version_of_its_span():
+    part = read(good_answer())
+    assert part.versions == ((7, 1), (8, 2))
+    assert part.ids.tolist() == [4, 0, 1] and part.ids.dtype == np.int32
+    assert part.log_probs.tolist() == [-1.0, -2.0, 0.0] and part.log_probs.dtype == np.float32
+    assert part.finish == "length"
+
+
+def test_older_sglang_tells_one_version_of_all_tokens():
+    answer = good_answer()
+    del answer["meta_info"]["weight_versions"]
+    assert read(answer).versions == ((8, 3),)
+
+
+def test_a_token_of_a_version_that_this_run_has_not_published_is_refused():
+    rules = Rules(10, Names("abc"), confirmed=7, newest=8)
+    assert read(good_answer(), rules=rules).versions == ((7, 1), (8, 2))
+    with pytest.raises(BadAnswer, match="version 8, where 7 is the newest"):
+        read(good_answer(), rules=Rules(10, Names("abc"), confirmed=7, newest=7))
+
+
+def test_whoever_only_looks_takes_the_versions_of_any_run():
+    assert read(good_answer(), rules=Rules(10, Names(""))).versions == ((7, 1), (8, 2))
+
+
+def test_an_abort_in_a_queue_has_no_tokens_and_one_between_token_and_log_prob_loses_the_token():
+    aborted = {"type": "abort", "message": "why"}
+    queued = {"output_ids": [], "meta_info": {"id": "a", "finish_reason": aborted}}
+    assert read(queued).ids.tolist() == [] and read(queued).message == "why"
+    late = good_answer()
+    late["meta_info"]["finish_reason"] = aborted
+    late["meta_info"]["output_token_logprobs"].pop()
+    assert read(late).ids.tolist() == [4, 0]
+    assert read(late).versions == ((7, 1), (8, 1))
+
+
+def test_log_probs_up_to_rounding_and_down_to_the_smallest_float_are_taken():
+    answer = good_answer()
+    for index, value in enumerate((1e-5, math.log(2**-149), -1e-30)):
+        answer["meta_info"]["output_token_logprobs"][index][0] = value
+    assert read(answer).log_probs.tolist() == pytest.approx([1e-5, -103.2789, 0.0], rel=1e-5)
+    assert math.log(2**-149) > LOWEST
+
+
+def _meta(**changes):
+    return lambda answer: answer["meta_info"].update(changes)
+
+
+def _without(*keys):
+    return lambda answer: [answer["meta_info"].pop(key) for key in keys]
+
+
+def _token(value, place=1):
+    def change(answer):
+        answer["output_ids"][place] = value
+        answer["meta_info"]["output_token_logprobs"][place][1] = value
+
+    return change
+
+
+def _log_prob(value, place=1):
+    def change(answer):
+        answer["meta_info"]["output_token_logprobs"][place][0] = value
+
+    return change
+
+
+def _span(place, **changes):
+    return lambda answer: answer["meta_info"]["weight_versions"][place].update(changes)
+
+
+def _add_span(answer, **span):
+    answer["meta_info"]["weight_versions"].append(span)
+
+
+BAD = {
+    "no ids": (lambda a: a.pop("output_ids"), "malformed"),
+    "ids are an object": (lambda a: a.update(output_ids={"0": 4}), "no list"),
+    "no tokens": (lambda a: a.update(output_ids=[]), "empty"),
+    "id = vocabulary": (_token(10), "token id 10 is outside the vocabulary of 10"),
+    "id below 0": (_token(-3), "token id -3 is outside"),
+    "id 5.5": (_token(5.5), "token id 5.5 is no integer"),
+    "id 5.0": (_token(5.0), "token id 5.0 is no integer"),
+    "id '5'": (_token("5"), "token id '?5'? is no integer"),
+    "id true": (_token(True), "token id True is no integer"),
+    "id false": (_token(False, 2), "token id False is no integer"),
+    "id null": (_token(None), "token id None is no integer"),
+    "id 2**70": (_token(2**70), "token id 1180591620717411303424 is no integer"),
+    "id 2**64 - 1": (_token(2**64 - 1), "is no integer"),
+    "id a list": (_token([1]), "is no integer"),
+    "no log-probs": (_without("output_token_logprobs"), "output_token_logprobs"),
+    "too few log-probs": (
+        lambda a: a["meta_info"]["output_token_logprobs"].pop(),
+        "2 log-probs do not belong",
+    ),
+    "log-prob of another token": (
+        lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(1, 9),
+        "do not belong",
+    ),
+    "log-probs alone": (_meta(output_token_logprobs=[[-1.0], [-2.0], [0.0]]), "malformed"),
+    "one without its token": (
+        lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(1, [-2.0]),
+        "malformed",
+    ),
+    "one without its text": (
+        lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(1, [-2.0, 0]),
+        "malformed",
+    ),
+    "nan": (_log_prob(math.nan), "log-prob nan is not between -104 and 0"),
+    "minus infinity": (_log_prob(-math.inf), "log-prob -inf is not between"),
+    "infinity": (_log_prob(math.inf), "log-prob inf is not between"),
+    "absurd": (_log_prob(-1e30), r"log-prob -1e\+30 is not between"),
+    "beyond float32": (_log_prob(-1e300), r"log-prob -1e\+300"),
+    "beyond any float": (_log_prob(-(10**400)), "is no number that a float holds"),
+    "positive": (_log_prob(0.5), "log-prob 0.5 is not between"),
+    "a sure thing": (_log_prob(1), "log-prob 1 is not between"),
+    "log-prob null": (_log_prob(None), "log-prob None is no number"),
+    "log-prob '-1'": (_log_prob("-1"), "log-prob '?-1'? is no number"),
+    "log-prob false": (_log_prob(False), "log-prob False is no number"),
+    "no version": (_without("weight_versions", "weight_version"), "weight_version"),
+    "a gap": (lambda a: a["meta_info"]["weight_versions"].pop(0), "gap"),
+    "spans too short": (lambda a: a["meta_info"]["weight_versions"].pop(), "1 of 3"),
+    "spans too long": (_span(1, end=4), "4 of 3"),
+    "spans that take tokens back": (
+        lambda a: (_span(1, end=5)(a), _add_span(a, version="8@abc", start=5, end=3)),
+        "gap",
+    ),
+    "a span backwards": (_span(0, end=-1), "gap"),
+    "a span of half tokens": (_span(0, end=1.0), "gap"),
+    "unknown end": (_meta(finish_reason={"type": "tired"}), "tired"),
+    "no end": (_meta(finish_reason=None), "malformed"),
+    "mixed": (_span(1, version="updating-8@abc"), "mixed weights"),
+    "too old": (_span(0, version="6@abc"), "version 6, where it had confirmed 7"),
+    "unnamed": (_span(0, version="default"), "version -1, where it had confirmed 7"),
+    "another run's": (_span(1, version="8@def"), "8@def: another run publishes"),
+    "going back": (
+        lambda a: (_span(0, version="8@abc")(a), _span(1, version="7@abc")(a)),
+        "go back",
+    ),
+    "a number for a version": (_span(1, version=8), "version -1, where"),
+    "another's answer": (_meta(id="b"), "answers request b, not a"),
+    "nobody's answer": (_without("id"), "malformed"),
+}
+
+
+@pytest.mark.parametrize("change,message", BAD.values(), ids=BAD)
+def test_an_answer_that_cannot_be_trained_on_is_refused(change, message):
+    answer = good_answer()
+    change(answer)
+    with pytest.raises(BadAnswer, match=message):
+        read(answer)
+
+
+def test_more_tokens_than_were_asked_for_are_refused():
+    with pytest.raises(BadAnswer, match="3 tokens, where 2 were asked for"):
+        read(good_answer(), Asked("a", 2))
+
+
+def test_what_is_wrong_with_one_answer_is_not_held_against_the_others():
+    bad = good_answer() | {"output_ids": [11, 0, 1]}
+    content = orjson.dumps([good_answer(), bad, good_answer()])
+    first, second, third = read_answers(content, [ASKED] * 3, RULES)
+    assert isinstance(first, Part) and isinstance(third, Part)
+    assert isinstance(second, BadAnswer)
+
+
+BODIES = {
+    b"": "no JSON",
+    b"<html>": "no JSON: <html>",
+    b"[" * 200_000 + b"]" * 200_000: "no JSON",
+    b"[{}, {}": "no JSON",
+    b"\xff\xfe": "no JSON",
+    b'{"error": 1}': "no list of answers: {'error': 1}",
+    b"[]": "1 requests were answered with 0 responses",
+    b"[{}, {}]": "1 requests were answered with 2 responses",
+    b"[" + b"9" * 5000 + b"]": "no JSON|malformed",
+}
+
+
+@pytest.mark.parametrize("body,message", BODIES.items(), ids=range(len(BODIES)))
+def test_a_body_that_is_no_answer_is_refused_in_a_few_words(body, message):
+    with pytest.raises(BadAnswer, match=message) as error:
+        bad = read_answers(body, [ASKED], RULES)
+        raise bad[0]
+    assert len(str(error.value)) < 300
+
+
+def test_lists_in_lists_are_refused_however_deep_a_parser_goes():
+    answer = good_answer()
+    _token("deep")(answer)
+    nested = b"[" * 1000 + b"]" * 1000
+    [bad] = read_answers(orjson.dumps([answer]).replace(b'"deep"', nested), [ASKED], RULES)
+    assert isinstance(bad, BadAnswer)
+
+
+def test_a_nan_is_read_to_be_named():
+    assert str(parsed(b"[NaN, null, -0.1]")) == "[nan, None, -0.1]"
+
+
+def test_the_bound_of_a_body_is_far_above_what_tokens_need():
+    ids = [151_000] * 1000
+    meta = {"output_token_logprobs": [[-0.6931471824645996, i, "\u1234" * 9] for i in ids]}
+    body = orjson.dumps([{"text": "\u1234" * 9000, "output_ids": ids, "meta_info": meta}])
+    assert 3 * len(body) < answer_limit([1000]) < 20 * len(body)
+
+
+def test_names_tell_this_runs_versions_from_others():
+    names = Names("abc")
+    assert names.number(names.of(12)) == 12
+    assert names.number(names.updating(12)) is MIXED
+    assert names.number("12@def") is names.number("updating-12@def") is None
+    odd = ("default", "12", 12, None, "", "@abc", "-1@abc", "1e3@abc", "\u0663@abc", "9" * 40)
+    assert {names.number(name) for name in odd} == {UNKNOWN_VERSION}
+    assert [Names("").number(name) for name in ("12@def", "12", "x")] == [12, 12, UNKNOWN_VERSION]
+
+
+@pytest.mark.parametrize(
+    "info,expected",
+    [
+        ({"engine": "qurl-embedded"}, Info("embedded", 1, None)),
+        ({"tp_size": 4}, Info("sglang", 4, None)),
+        ({"tp_size": None, "custom_weight_loader": None}, Info("sglang", 1, ())),
+        ({"custom_weight_loader": ["a.b"]}, Info("sglang", 1, ("a.b",))),
+        ({"custom_weight_loader": "a.b"}, Info("sglang", 1, ("a.b",))),
+    ],
+)
+def test_what_an_engine_is(info, expected):
+    assert read_info(info) == expected
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        *({"tp_size": value} for value in (-1, 2.0, "2", True, [1], 10**9)),
+        *({"custom_weight_loader": value} for value in (1, [1], {"a": 1}, ["a", None])),
+    ],
+)
+def test_nonsense_about_an_engine_is_refused(info):
+    with pytest.raises(BadAnswer):
+        read_info(info)
+
+
+QUICK = settings(max_examples=400, derandomize=True, deadline=None, database=None)
+NUMBERS = st.one_of(
+    st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.sampled_from([0, 1, 4, -1.0])
+)
+JSON = st.recursive(
+    st.one_of(st.none(), NUMBERS, st.text(max_size=5), st.just("7@abc")),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+PATHS = [
+    (),
+    ("output_ids",),
+    ("output_ids", 1),
+    ("meta_info",),
+    *(("meta_info", key) for key in good_answer()["meta_info"]),
+    ("meta_info", "finish_reason", "type"),
+    ("meta_info", "output_token_logprobs", 1),
+    *(("meta_info", "output_token_logprobs", 1, place) for place in range(3)),
+    ("meta_info", "weight_versions", 0),
+    *(("meta_info", "weight_versions", 0, key) for key in ("version", "start", "end")),
+]
+
+
+def check(found: Part | BadAnswer) -> None:
+    """A value within every range, or one short sentence."""
+    if isinstance(found, BadAnswer):
+        assert 0 < len(str(found)) < 400
+        return
+    assert found.ids.dtype == np.int32 and found.log_probs.dtype == np.float32
+    assert len(found.ids) == len(found.log_probs) == sum(count for _, count in found.versions) <= 5
+    assert ((found.ids >= 0) & (found.ids < 10)).all()
+    assert np.isfinite(found.log_probs).all()
+    assert ((found.log_probs >= LOWEST) & (found.log_probs <= 1e-4)).all()
+    assert {version for version, _ in found.versions} <= {7, 8}
+
+
+@QUICK
+@given(st.sampled_from(PATHS), JSON)
+def test_any_value_anywhere_in_an_answer_gives_a_part_or_a_bad_answer(path, value):
+    answer = holder = {"answer": good_answer()}
+    for key in ("answer", *path)[:-1]:
+        holder = holder[key]
+    holder[("answer", *path)[-1]] = value
+    rules = Rules(10, Names("abc"), confirmed=7, newest=8)
+    try:
+        check(read(answer["answer"], rules=rules))
+    except BadAnswer as error:
+        check(error)
+
+
+@QUICK
+@given(st.one_of(st.binary(max_size=60), JSON.map(lambda value: json.dumps(value).encode())))
+def test_any_bytes_for_a_body_give_parts_or_a_bad_answer(body):
+    try:
+        found = read_answers(body, [ASKED], RULES)
+    except BadAnswer as error:
+        found = [error]
+    for one in found:
+        check(one)
+
+
+@QUICK
+@given(st.dictionaries(st.sampled_from(["engine", "tp_size", "custom_weight_loader"]), JSON))
+def test_whatever_an_engine_says_it_is(info):
+    try:
+        assert 1 <= read_info(info).tp <= 1024
+    except BadAnswer as error:
+        check(error)
+
+
+def test_long_texts_are_shortened():
+    assert len(shortened("x" * 10_000)) == 200 and len(shortened([["y" * 900] * 900] * 9)) <= 210

@@ -1,0 +1,253 @@
+"""Bytes from outside that are read beside engines' answers: a value, or the one error.
+
+Each parser gets true messages with one value exchanged for any other, and bytes of all kinds.
+"""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout import status
+from qurl_megatron.rollout.answer import Load
+from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.rollout.membership import Member, read_members
+from qurl_megatron.rollout.process import EngineProcess, Launch, port_file
+from qurl_megatron.rollout.transport.meeting import Hello, LinkError
+from qurl_megatron.rollout.transport.receipts import collect
+from qurl_megatron.rollout.version import MANIFEST, Manifest, Slice, TensorEntry, read_version
+from qurl_megatron.rollout.wire import Blob, Message, Piece, Receipt
+
+QUICK = settings(max_examples=300, derandomize=True, deadline=None, database=None)
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(),
+        st.text(max_size=6),
+        st.sampled_from(["../x", "int8", "float32", "dtype", "\0", "check", "http://a", 10**400]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+NOISE = st.one_of(
+    st.binary(max_size=80),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.just(b"[" * 100_000),
+    st.just(b'{"a":' * 100_000),
+    st.just(b"\xff\xfe\x00"),
+    st.just(b""),
+)
+
+
+def places(value, so_far=()):
+    """The way to every value in a document."""
+    yield so_far
+    items = value.items() if isinstance(value, dict) else ()
+    for key, inner in enumerate(value) if isinstance(value, list) else items:
+        yield from places(inner, (*so_far, key))
+
+
+def almost(true: str | bytes) -> st.SearchStrategy[bytes]:
+    """A true message with one value that is another one, or without one, or cut off; or noise."""
+    document = json.loads(true)
+
+    def changed(path: tuple, value, how: str) -> bytes:
+        holder = {"": copy.deepcopy(document)}
+        inner, last = holder, ("", *path)[-1]
+        for key in ("", *path)[:-1]:
+            inner = inner[key]
+        if how == "without" and path:
+            del inner[last]
+        else:
+            inner[last] = value
+        text = json.dumps(holder[""]).encode()
+        return text[: len(text) // 2] if how == "cut" else text
+
+    paths = st.sampled_from(list(places(document)))
+    how = st.sampled_from(["another"] * 4 + ["without", "cut"])
+    return st.one_of(st.builds(changed, paths, JSON, how), NOISE)
+
+
+PIECE = Piece("w", "int8", (4, 8), 0, 12, 64, "0a1b")
+MESSAGE = Message(
+    "bucket", "v7-engine-0-01", 7, 2, {"kind": "files"}, (Blob({"path": "/x"}, 96, (PIECE,)),)
+)
+RECEIPT = Receipt("v7-engine-0-01", 0, None, 100, 0.5, "ab")
+HELLO = Hello("link", (0, 1), {"torch": "2"})
+ENTRY = TensorEntry((4, 8), "int8", 0, (Slice("a", 0, 2, "0a"), Slice("b", 2, 2, "0b")))
+VERSION = Manifest(7, "int8", {"a": 16, "b": 16}, {"w": ENTRY})
+
+
+def one_line(error: Exception) -> None:
+    assert 0 < len(str(error)) < 1000 and "\n" not in str(error)
+
+
+@QUICK
+@given(almost(MESSAGE.to_json()))
+def test_a_weight_update_is_a_message_or_a_configerror(text):
+    try:
+        message = Message.from_json(text)
+    except ConfigError as error:
+        one_line(error)
+        return
+    assert message.action in ("connect", "bucket", "check", "finish") and message.index >= 0
+    for blob in message.blobs:
+        for piece in blob.pieces:
+            assert 0 <= piece.offset <= piece.offset + piece.bytes <= blob.bytes
+            assert piece.start >= 0 and piece.stop >= piece.start
+
+
+@pytest.mark.parametrize(
+    "piece,message",
+    [
+        (replace(PIECE, offset=65), "w ends behind the end of its blob"),
+        (replace(PIECE, dim=2), "w has no dimension 2"),
+        (replace(PIECE, dtype="float32", shape=(1,), offset=2), "in the middle of a number"),
+        (replace(PIECE, dtype="Tensor"), "dtype cannot be Tensor"),
+        (replace(PIECE, shape=(-1, 8)), "shape cannot be"),
+        (replace(PIECE, shape=(2**40, 2**40)), "shape cannot be"),
+    ],
+)
+def test_a_piece_that_no_blob_can_hold_is_refused(piece, message):
+    update = replace(MESSAGE, blobs=(Blob({}, 96, (piece,)),))
+    with pytest.raises(ConfigError, match=f"the weight update is malformed: .*{message}"):
+        Message.from_json(update.to_json())
+
+
+@QUICK
+@given(almost(RECEIPT.to_json()))
+def test_a_receipt_is_its_ranks_own_or_says_what_is_wrong(text):
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "v7-engine-0-01-0.json").write_bytes(text)
+        [receipt] = collect(Path(folder), "v7-engine-0-01", 1, 0.0)
+    assert (receipt.session, receipt.rank) == ("v7-engine-0-01", 0)
+    assert receipt.error is None or receipt.error or text
+    assert type(receipt.bytes) is int and receipt.seconds >= 0 and isinstance(receipt.pointers, str)
+
+
+@QUICK
+@given(almost(HELLO.to_json()))
+def test_a_line_of_a_meeting_is_one_or_a_link_error(text):
+    try:
+        hello = Hello.from_json(text)
+    except LinkError as error:
+        one_line(error)
+        return
+    assert isinstance(hello.link, str) and all(type(n) is int for n in hello.moved)
+    assert all(isinstance(fact, str) for fact in hello.facts.values())
+
+
+@QUICK
+@given(almost(VERSION.to_json()))
+def test_a_manifest_and_what_it_promises_are_read_or_a_configerror(text):
+    with TemporaryDirectory() as folder:
+        (Path(folder) / MANIFEST).write_bytes(text)
+        for name in "ab":
+            (Path(folder) / name).write_bytes(b"no tensors" + b" " * 6)
+        try:
+            manifest = Manifest.read(Path(folder))
+            assert all((Path(folder) / name).parent == Path(folder) for name in manifest.files)
+            dict(read_version(Path(folder), manifest))
+        except ConfigError as error:
+            one_line(error)
+
+
+@pytest.mark.parametrize(
+    "manifest,message",
+    [
+        (replace(VERSION, files={"../a": 16, "b": 16}), "files cannot be"),
+        (replace(VERSION, files={"a": 15, "b": 16}), "w is larger than all files together"),
+        (replace(VERSION, files={"a": -1, "b": 99}), "files cannot be"),
+        (replace(VERSION, version=1.5), "version cannot be 1.5"),
+    ],
+)
+def test_a_version_that_no_trainer_publishes_is_refused(manifest, message, tmp_path):
+    (tmp_path / MANIFEST).write_text(manifest.to_json())
+    with pytest.raises(ConfigError, match=f"{MANIFEST} is malformed: {message}"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\0", "missing", "folder", "binary"])
+def test_a_key_file_that_is_none_is_named(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    offered = {"url": "http://a:1", "api_key_file": name}
+    (tmp_path / "engines").write_text(json.dumps(offered))
+    [member] = read_members(tmp_path / "engines").values()
+    with pytest.raises(ConfigError, match="the API key of http://a:1 cannot be read"):
+        member.api_key()
+
+
+@QUICK
+@given(almost('{"url": "http://a:1", "api_key_file": "key"}'), st.booleans())
+def test_a_rendezvous_offers_engines_or_is_a_configerror(text, lines):
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "engine.json"
+        file.write_bytes(text)
+        try:
+            members = read_members(file if lines else Path(folder))
+            for url, member in members.items():
+                assert isinstance(member, Member) and url.startswith("http")
+                key = member.api_key()
+                assert key is None or isinstance(key, str)
+        except ConfigError as error:
+            one_line(error)
+
+
+def test_a_rendezvous_may_say_more_than_we_read(tmp_path):
+    (tmp_path / "a.json").write_text('{"url": "http://a:1", "node": "n7"}')
+    assert read_members(tmp_path) == {"http://a:1": Member("http://a:1", None)}
+
+
+@QUICK
+@given(st.one_of(st.binary(max_size=12), st.just(b"30000\n"), st.just(b"0"), st.just(b"99999999")))
+def test_a_port_file_names_a_port_or_none_yet(text):
+    with TemporaryDirectory() as folder:
+        port_file(Path(folder), "e").write_bytes(text)
+        port = EngineProcess("e", Launch((), {}), Path(folder)).port()
+    assert port is None or 0 < port < 100_000
+
+
+STATED = [
+    {"weight_version": "7", "num_running_reqs": 1, "num_generated_tokens": 5, "is_paused": False},
+    {"internal_states": [{"last_gen_throughput": 1.5}], "model_path": "m"},
+]
+LOADS = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]}
+
+
+@settings(QUICK, max_examples=200)
+@given(
+    st.sampled_from(STATED).flatmap(lambda info: almost(json.dumps(info))),
+    st.one_of(st.just(json.dumps(LOADS).encode()), almost(json.dumps(LOADS))),
+)
+def test_the_table_of_engines_has_a_row_whatever_they_say(info, loads):
+    said = {"/server_info": info, "/v1/loads": loads, "/model_info": b'{"weight_version": "7"}'}
+    client = engine_client(said)
+    before = status.look([client])
+    [row] = status.look([client], before)
+    assert isinstance(row.load, Load) or row.error
+    status.table([row])
+
+
+def engine_client(said: dict[str, bytes]):
+    """A client whose engine says these bytes."""
+
+    client = EngineClient("http://127.0.0.1:9")
+
+    def request(method, endpoint, *rest, **more) -> bytes:
+        if endpoint not in said:
+            raise EngineError("no such endpoint", status=404)
+        return said[endpoint]
+
+    client._request = request
+    return client

@@ -1,0 +1,200 @@
+"""An engine belongs to one run: who gets it, who waits, who is refused, and who loses it."""
+
+import shutil
+import time
+
+import pytest
+
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout import lease, supervisor, tenancy
+from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.rollout.collect import collect
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.lease import Lease, Owner
+from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.types import Prompt
+
+PROMPTS = [Prompt(i, (5, 6), "", "") for i in range(4)]
+ONE, OTHER = Owner("aa", "run one"), Owner("bb", "run other")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.05)
+    monkeypatch.setattr(tenancy, "LEASE_S", 1.0)
+    monkeypatch.setattr(tenancy, "RENEW_S", 0.1)
+
+
+def fleet_of(*engines: FakeEngine, owner: Owner, fixed: bool = False, **options) -> Fleet:
+    urls = tuple(engine.url for engine in engines)
+    config = RolloutConfig(urls=urls, samples_per_prompt=1, max_new_tokens=4, **options)
+    return Fleet(
+        config,
+        "unused",
+        scheme="none",
+        log_dir="unused",
+        vocabulary=96,
+        owner=owner,
+        fixed=fixed,
+    )
+
+
+def wait_until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_engine_of_a_run_that_lives_is_refused_in_a_sentence_that_names_it():
+    with FakeEngine() as engine, fleet_of(engine, owner=ONE) as first:
+        first.publish("unused", 1)
+        with (
+            pytest.raises(
+                ConfigError,
+                match=rf"{engine.url} belongs to a run that is at work \(run one\); .*take_over",
+            ) as error,
+            fleet_of(engine, owner=OTHER),
+        ):
+            pass
+        assert "\n" not in str(error.value)
+        assert len(collect(first, PROMPTS, first.config, seed=0, step=0)) == 4
+        assert engine.version == "1@aa"
+
+
+def test_a_run_that_ended_leaves_its_engines_to_the_next_at_once():
+    with FakeEngine() as engine:
+        with fleet_of(engine, owner=ONE):
+            pass
+        start = time.monotonic()
+        with fleet_of(engine, owner=OTHER) as second:
+            second.publish("unused", 1)
+        assert time.monotonic() - start < 0.8
+
+
+def test_the_engines_of_a_run_that_was_killed_are_free_when_its_lease_has_lapsed():
+    with FakeEngine() as engine:
+        EngineClient(engine.url).lease(ONE, 0.7, timeout_s=5)
+        start = time.monotonic()
+        with fleet_of(engine, owner=OTHER) as second:
+            assert 0.5 < time.monotonic() - start < 3
+            second.publish("unused", 1)
+        assert engine.version == "1@bb"
+
+
+def test_a_run_that_is_started_again_gets_its_own_engines_at_once():
+    with FakeEngine() as engine:
+        EngineClient(engine.url).lease(ONE, 60, timeout_s=5)
+        start = time.monotonic()
+        with fleet_of(engine, owner=ONE) as again:
+            again.publish("unused", 1)
+        assert time.monotonic() - start < 1
+
+
+def test_who_waits_too_long_for_a_lease_to_lapse_is_told_whose_it_is():
+    with FakeEngine() as engine:
+        EngineClient(engine.url).lease(ONE, 60, timeout_s=5)
+        with (
+            pytest.raises(EngineError, match="belongs to run one for 60 s more"),
+            fleet_of(engine, owner=OTHER, start_timeout_s=0.3),
+        ):
+            pass
+
+
+def test_an_engine_that_is_taken_over_is_lost_to_the_run_that_had_it_and_to_nothing_else():
+    with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own, owner=ONE) as first:
+        first.publish("unused", 1)
+        with fleet_of(shared, owner=OTHER, take_over=True) as second:
+            second.publish("unused", 1)
+            wait_until(lambda: len(first.engines()) == 1)
+            assert f"{shared.url} was taken over by another run (run other)" in first.why_not()
+            events = [(event["event"], event["engine"]) for event in first.drain()[0]]
+            assert ("gave up", "engine-0") in events
+            first.publish("unused", 2)
+            assert (shared.version, own.version) == ("1@bb", "2@aa")
+
+
+def test_tokens_of_another_runs_weights_are_refused_and_generated_elsewhere():
+    with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own, owner=ONE) as fleet:
+        fleet.publish("unused", 1)
+        shared.version = "1@bb"
+        samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
+        assert len(samples) == 4 and {s.versions for s in samples} == {((1, 4),)}
+        assert "weights 1@bb: another run publishes to this engine" in fleet.why_not()
+        assert [engine.url for engine in fleet.serving()] == [own.url]
+
+
+def test_whoever_only_asks_takes_no_lease_and_needs_none():
+    with FakeEngine() as engine, fleet_of(engine, owner=ONE) as first:
+        first.publish("unused", 3)
+        with fleet_of(engine, owner=OTHER, fixed=True) as looking:
+            samples = collect(looking, PROMPTS, looking.config, seed=0, step=0)
+            assert {s.versions for s in samples} == {((3, 4),)}
+        assert EngineClient(engine.url).lease(ONE, 1, timeout_s=5).granted
+
+
+def test_an_engine_that_keeps_no_leases_is_adopted_all_the_same():
+    with FakeEngine() as engine:
+        engine.post = lambda path, body: (
+            (404, {}) if path == lease.ENDPOINT else FakeEngine.post(engine, path, body)
+        )
+        with fleet_of(engine, owner=ONE) as fleet:
+            fleet.publish("unused", 1)
+            assert len(fleet.serving()) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"granted": 1}, {"granted": True, "label": "", "left_s": "x"}]
+)
+def test_nonsense_about_a_lease_is_that_engines_fault(answer):
+    with FakeEngine() as engine:
+        engine.lease.ask = lambda body: answer
+        with pytest.raises(EngineError, match="no answer to a request for a lease") as error:
+            EngineClient(engine.url).lease(ONE, 1, timeout_s=5)
+        assert error.value.faulty
+
+
+def ask(made: Lease, run: str, seconds: float = 10, **more) -> tuple[bool, str, float]:
+    answer = made.ask({"run": run, "label": f"run {run}", "seconds": seconds, **more})
+    return answer["granted"], answer["label"], answer["left_s"]
+
+
+def test_a_lease_is_one_runs_until_it_lapses_is_given_back_or_taken():
+    now = 100.0
+    made = Lease(clock=lambda: now)
+    assert ask(made, "a") == (True, "run a", 10)
+    assert ask(made, "b") == (False, "run a", 10)
+    now += 4
+    assert ask(made, "b") == (False, "run a", 6)
+    assert ask(made, "a") == (True, "run a", 10)
+    now += 10
+    assert ask(made, "b") == (True, "run b", 10)
+    assert ask(made, "a", take_over=True) == (True, "run a", 10)
+    assert ask(made, "b") == (False, "run a", 10)
+    ask(made, "a", 0)
+    assert ask(made, "b") == (True, "run b", 10)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [None, [], {}, {"run": "a"}, {"run": "", "label": "", "seconds": 1}]
+    + [{"run": "a", "label": "x", "seconds": s} for s in (-1, "1", None, 1e9, float("nan"), True)],
+)
+def test_a_request_for_a_lease_that_is_none_is_refused(body):
+    with pytest.raises(ConfigError, match="a lease needs run and label"):
+        Lease().ask(body)
+
+
+def test_a_run_is_its_folder_and_a_copy_of_that_is_another_run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    made = Owner.of(folder)
+    assert Owner.of(folder) == made and str(folder) in made.label
+    shutil.copytree(folder, tmp_path / "copy")
+    assert Owner.of(tmp_path / "copy").token != made.token
+    shutil.rmtree(folder)
+    folder.mkdir()
+    assert Owner.of(folder).token != made.token
+    with pytest.raises(ConfigError, match="owner cannot be read or written"):
+        Owner.of(tmp_path / "nowhere")
