@@ -189,7 +189,7 @@ def test_a_run_that_is_killed_takes_its_engines_along_though_one_is_stopped(tmp_
         os.kill(run.engine(0), signal.SIGSTOP)
         launcher.kill()
         launcher.wait()
-        assert run.left() == []
+        assert run.left(30.0) == []
 
 
 @pytest.mark.slice
