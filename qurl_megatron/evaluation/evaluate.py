@@ -29,6 +29,8 @@ from qurl_megatron.rewards.pool import RewardPool
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.schema import count, or_none
+from qurl_megatron.rollout.shorten import shortened
 from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.types import Prompt, Sample
 
@@ -130,7 +132,11 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
 
 def _max_tokens(info: dict[str, Any], context: float) -> int | None:
     """Prompt and response together: what fits into the cache, and into the context."""
-    limit = min(info.get("max_total_num_tokens") or math.inf, info.get("context_length") or context)
+    cache, length = info.get("max_total_num_tokens"), info.get("context_length")
+    if not (or_none(count)(cache) and or_none(count)(length)):
+        said = shortened([cache, length])
+        raise ConfigError(f"{info.get('model_path')}: its engine takes {said} tokens, it says")
+    limit = min(cache or math.inf, length or context)
     return int(limit) if math.isfinite(limit) else None
 
 
