@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from tests.leftovers import Footprint
 from tests.runs import Run, make_recipe
 
@@ -119,6 +120,36 @@ def killed(run: Run, victim: str, there: Callable[[Run, float], bool]) -> None:
     if victim != LAUNCHER:
         assert re.match(rf"qurl: {victim} was killed by SIGKILL in step \d+, ", run.stderr())
         assert run.stderr().count("\n") == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.data=2"])
+def test_a_run_that_is_killed_goes_on_the_same_at_every_layout(tiny, layout):
+    options = (layout, "checkpoint.every=1", "train.steps=4", "train.eval_prompts=0")
+    run = Run(tiny, f"resumed-{layout}", *options)
+    killed(run, LAUNCHER, training)
+    assert finished(run) == finished(Run(tiny, f"whole-{layout}", *options))
+
+
+@pytest.mark.thorough
+def test_checkpoints_that_become_read_only_end_the_run_in_a_sentence(tiny):
+    run = Run(tiny, "read-only", "checkpoint.every=1", "rollout.engines=1")
+    run.dir.mkdir()
+    with small_disk(run.dir / "checkpoints", "64m") as disk:
+        with run.process():
+            run.wait(lambda: len(run.saved()) >= 2)
+            while subprocess.run(["mount", "-o", "remount,ro", disk]).returncode:
+                time.sleep(0.001)  # a checkpoint is being written
+            assert run.ended() == 2
+            assert run.left() == []
+        assert re.match(rf"qurl: {disk}/\S+ cannot be written \(Read-only", run.stderr())
+        assert run.stderr().count("\n") == 1
+        kept = max(run.saved())
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        again = Run(tiny, "read-only", "rollout.engines=1", f"train.steps={kept + 1}")
+        with again.process():
+            assert again.ended() == 0, again.stderr()
+        assert f"after step {kept}" in again.stdout()
 
 
 JUMPS = """

@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -201,6 +202,23 @@ def test_links_stay_open_from_version_to_version_until_an_engine_goes_or_is_anot
     carry(trainers, [pair, single])
     assert together(trainers, "links") == [{"pair": "pair/1", "single": "single/5"}] * 2
     assert together(trainers, "opened") == [3, 3]
+
+
+def test_two_trainers_on_one_network_keep_apart_at_once_and_under_equal_names(cast):
+    store = host_store(HOST, 20.0)
+    runs = [
+        (cast.trainers(), [cast(Engine, 0)], 640),
+        ([cast(Trainer, rank, store.port) for rank in range(2)], [cast(Engine, 0)], 1280),
+    ]
+
+    def publish(trainers, engine, size):
+        for index in range(4):
+            connect(trainers, {"a": engine})
+            carry(trainers, [engine], index, size)
+        return together(trainers, "opened")
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(publish, *zip(*runs, strict=True))) == [[1, 1], [1, 1]]
 
 
 def test_what_an_abandoned_version_left_in_a_link_is_not_taken_for_the_next_one(cast):
