@@ -98,7 +98,9 @@ def check_pickles(device) -> None:
     dist.broadcast_object_list = counting
     recipe = config(dict(data=2), micro_batch=2)
     with megatron_runtime(recipe.parallel) as ranks:
-        lead = SimpleNamespace(stop=None, rollout=lambda step, timer: collected, rest=lambda: None)
+        lead = SimpleNamespace(
+            stop=None, refused=None, rollout=lambda step, timer: collected, rest=lambda: None
+        )
         publisher = SimpleNamespace(policy=SimpleNamespace(ranks=ranks))
         rollout, failure = _samples(recipe, lead if ranks.leads else None, publisher, 1, Timer())
     assert failure is None and (rollout.tokens, rollout.seconds) == (7, 0.5)
