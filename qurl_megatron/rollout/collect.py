@@ -387,8 +387,9 @@ class _Collection:
         self.waiting.appendleft((rest, patience, None))
 
     async def _fail(self, flight: _Flight, error: EngineError) -> None:
-        # One that says what cannot be, or does not let us in, says nothing of the request.
-        if not (error.faulty or error.refused):
+        # One that says what cannot be, or does not let us in, says nothing of the request. But
+        # where nothing is published it is back at once, and would get it again without end.
+        if self.fleet.fixed or not (error.faulty or error.refused):
             for item in flight.items:
                 if not item.finish:
                     item.failed(str(error))

@@ -27,6 +27,7 @@ MENDS = {
     errno.EIO: "the disk fails; set {key} to a folder on another",
 }
 """What a user can do where the system refuses to write."""
+ELSEWHERE = "set {key} to another folder"
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def refusing(
 
 
 def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:
-    """The sentence for what the system refused, one of ``MENDS``."""
+    """The sentence for what the system refused."""
     room = f"{free(path) / 1e6:.1f} MB are free; "
     if size is not None:
         room = f"{size / 1e6:.1f} MB are needed, {room}"
@@ -63,7 +64,7 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
         room = ""
     return ConfigError(
         f"{path} cannot be written ({os.strerror(error.errno)}): {room}"
-        f"{MENDS[error.errno].format(key=key)}"
+        f"{MENDS.get(error.errno, ELSEWHERE).format(key=key)}"
     )
 
 

@@ -32,7 +32,8 @@ SURE_S = 0.5
 """Seconds by which the death of a rank may be seen after that of a rank that noticed it."""
 LEAVING_S = 0.2
 """Seconds that a rank which has failed may take to be gone, after its peers have noticed."""
-TEXT = 20_000  # characters that a rank may tell: they wait in a pipe until it has ended
+TEXT = 15_000
+"""Characters, of up to 4 bytes, that a rank may tell: they wait in a pipe until it has ended."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NO_CODE = 255
 """What multiprocessing takes for the exit code of a process whose fork server is gone."""
@@ -80,7 +81,9 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Its main thread starts the ranks: the signal comes when that thread ends.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getpgrp() == os.getpid():  # else the group is not this rank's
+    # Of a rank that a shell started, the group may be a pipeline, with more than this rank in it.
+    placed = os.getsid(0) == os.getpid() or "SLURM_PROCID" in os.environ
+    if placed and os.getpgrp() == os.getpid():
         bury(os.getpid())
 
 
@@ -280,15 +283,19 @@ def _join(
         # By then it is clear whether a rank was killed, or only told of what went wrong.
         _wait(ranks, codes, SURE_S)
         killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
+        text = _first(told)
+        if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
+            killed = []  # by NCCL, for they waited for one that failed and told why
         if not killed:
-            _say(_first(told))
+            _say(text)
         elif -codes[killed[0]] not in forwarded:
             _say(f"qurl: {lost(_death(killed[0], codes[killed[0]]))}")
         _wait(ranks, codes, LOST_S if killed else GRACE_S)
         for rank in ranks:
             rank.kill()
             rank.join()
-        first = codes[killed[0]] if killed else next(filter(None, codes.values()))
+        failed = sorted(filter(None, codes.values()), key=lambda code: code < 0)
+        first = codes[killed[0]] if killed else failed[0]
         return first if first >= 0 else 128 - first
     return 0
 

@@ -51,6 +51,7 @@ class _Undertaker:
             [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # who reads ours to its end need not wait for it
             pass_fds=lifelines,
             start_new_session=True,
         )

@@ -56,7 +56,7 @@ from qurl_megatron.training.boxes import in_place
 from qurl_megatron.training.state import TrainState, checkpoints, latest, set_aside
 from qurl_megatron.weights.checkpoint import DESCRIPTION, describe
 from qurl_megatron.weights.megatron_reader import CRITIC
-from qurl_megatron.weights.sums import FileSum, Summing, write_record
+from qurl_megatron.weights.sums import FileSum, Summing, to_disk, write_record
 
 
 def save(
@@ -93,9 +93,12 @@ def save(
             describe(policy.source, aside / DESCRIPTION, config)
             state.write(aside)
             write_record(aside, {name: found for part in sums for name, found in part.items()})
-            if final.exists():  # not one that this run was resumed from: it was not whole
+            if final.exists():  # nobody resumed from it: it is not whole
                 set_aside(final)
             aside.rename(final)
+            to_disk(root)
+    if policy.ranks.leads:
+        with contextlib.suppress(OSError):  # the next save tries again
             for old in checkpoints(run_dir)[:-keep]:
                 shutil.rmtree(old)
     return final

@@ -99,7 +99,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
                 publisher.publish(state.step)
                 if lead:
                     lead.published(state.step)
-                state = _run(config, policy, critic, publisher, lead, state)
+                saved = newest and state.step
+                state = _run(config, policy, critic, publisher, lead, state, saved)
             if lead:
                 lead.finish(state)
     return state.step >= config.train.steps
@@ -138,8 +139,12 @@ def _run(
     publisher: Publisher,
     lead: Lead | None,
     state: TrainState,
+    saved: int | None,
 ) -> TrainState:
     """Steps until the last one or a stop; what is returned is also on disk.
+
+    Args:
+        saved: the step whose checkpoint the run goes on from; None where it begins.
 
     Raises:
         EngineError, ConfigError: no engine could be used, or no version written; what was trained
@@ -147,7 +152,6 @@ def _run(
         Collapse: the guard halted the run.
     """
     run_dir = Path(config.train.run_dir)
-    saved = state.step if state.step else None
     failure = None
     if state.step == 0 and config.train.eval_prompts:
         state, failure = _evaluated(lead, publisher, state)

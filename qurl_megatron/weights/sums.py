@@ -6,6 +6,7 @@ Disks, and copies from one to another, lose and change bytes without a word. XXH
 speed of memory; it does not find malice.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -63,13 +64,13 @@ def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in known and name != RECORD:
-            _sync(path)
+            to_disk(path)
             sums[name] = sum_of(path)
     record = {name: [found.bytes, found.xxh3] for name, found in sorted(sums.items())}
     text = json.dumps({"format": FORMAT, "files": record}, indent=1)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
-    _sync(folder / RECORD)
-    _sync(folder)
+    to_disk(folder / RECORD)
+    to_disk(folder)
 
 
 def read_record(folder: Path) -> dict[str, FileSum] | None:
@@ -123,13 +124,18 @@ def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
         if found != record[name]:
-            return f"{path} has changed since it was written: its checksum is another"
+            return f"{path} has changed since it was written: its checksum differs"
     return None
 
 
-def _sync(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Force a file to disk; or a folder, by which new names in it last."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems keep their names safe by themselves, and refuse this.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

@@ -7,7 +7,6 @@ runs are compared closely up to the update of the first step, and unquantized on
 """
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -17,7 +16,8 @@ import pytest
 from qurl_megatron.training.state import TrainState, latest
 from tests.integration.test_guard import RECIPE as GUARDED
 from tests.integration.test_guard import as_if_killed_after
-from tests.integration.test_train import QURL, descendants, metrics, qurl
+from tests.integration.test_train import QURL, metrics, qurl
+from tests.leftovers import Footprint
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 
@@ -100,16 +100,17 @@ def test_the_quickstart_measures_on_gpus_what_it_measures_on_the_cpu(on_cpu, on_
 def test_killed_outright_and_resumed_it_measures_the_same(room, on_gpus, gpus):
     run_dir = room.root / "killed"
     command = [*QURL, *room.command("killed")]
-    run = subprocess.Popen(
-        command, env={**os.environ, **gpus}, stdout=subprocess.PIPE, start_new_session=True
-    )
+    footprint = Footprint()
+    run = subprocess.Popen(command, env=footprint.env | gpus, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 900
     with run:
         while not (run_dir / "checkpoints/step_000001/state.json").exists():
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        for pid in descendants(run.pid):
-            os.kill(pid, signal.SIGKILL)
+        run.kill()
+    while footprint.processes():  # all end with it
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     room.run("killed", gpus=gpus)
     assert metrics(run_dir) == metrics(on_gpus)
 

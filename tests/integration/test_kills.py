@@ -125,10 +125,22 @@ def killed(run: Run, victim: str, there: Callable[[Run, float], bool]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.data=2"])
 def test_a_run_that_is_killed_goes_on_the_same_at_every_layout(tiny, layout):
-    options = (layout, "checkpoint.every=1", "train.steps=4", "train.eval_prompts=0")
+    options = (layout, "train.micro_batch=16", "checkpoint.every=1", "train.steps=4")
     run = Run(tiny, f"resumed-{layout}", *options)
     killed(run, LAUNCHER, training)
     assert finished(run) == finished(Run(tiny, f"whole-{layout}", *options))
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_stopped_before_its_first_step_keeps_what_it_went_on_from(tiny):
+    run = Run(tiny, "early", "train.eval_prompts=0")
+    for _ in range(2):
+        begun = time.time()
+        with run.process() as process:
+            run.wait(lambda since=begun: starting(run, since))
+            process.send_signal(signal.SIGTERM)
+            assert run.ended() == 128 + signal.SIGTERM, run.stderr()
+        assert [path.name for path in (run.dir / "checkpoints").iterdir()] == ["step_000000"]
 
 
 @pytest.mark.thorough
@@ -142,7 +154,7 @@ def test_checkpoints_that_become_read_only_end_the_run_in_a_sentence(tiny):
                 time.sleep(0.001)  # a checkpoint is being written
             assert run.ended() == 2
             assert run.left() == []
-        assert re.match(rf"qurl: {disk}/\S+ cannot be written \(Read-only", run.stderr())
+        assert re.match(rf"qurl: checkpoint {disk}/\S+ cannot be written \(Read-only", run.stderr())
         assert run.stderr().count("\n") == 1
         kept = max(run.saved())
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)

@@ -38,11 +38,16 @@ class Stand:
 
 
 @contextmanager
-def fleet_of(*urls: str):
+def fleet_of(*urls: str, fixed: bool = False):
     config = RolloutConfig(
         urls=urls, samples_per_prompt=2, max_new_tokens=5, timeout_s=1.5, health_every_s=60.0
     )
-    options = {"scheme": "int8", "log_dir": "unused", "vocabulary": TINY["vocab_size"]}
+    options = {
+        "scheme": "int8",
+        "log_dir": "unused",
+        "vocabulary": TINY["vocab_size"],
+        "fixed": fixed,
+    }
     with Fleet(config, "unused", owner=OWNER, **options) as fleet:
         yield fleet
 
@@ -112,6 +117,16 @@ def test_a_liar_alone_ends_the_collection_in_a_sentence(engines):
         fleet.publish(weights, 1)
         proxy.play(["id = vocabulary"])
         with pytest.raises(EngineError, match="no engine is serving: .*outside the vocabulary"):
+            collect(fleet, PROMPTS, fleet.config, seed=1, step=2)
+
+
+def test_two_liars_that_nobody_publishes_to_end_the_collection_too(engines):
+    first, second = engines[0]
+    with Proxy(first.url) as one, Proxy(second.url) as other:
+        one.play(["id = vocabulary"] * 1000)
+        other.play(["id = vocabulary"] * 1000)
+        refusal = pytest.raises(EngineError, match="no engine is serving|failed 3 times")
+        with fleet_of(one.url, other.url, fixed=True) as fleet, refusal:
             collect(fleet, PROMPTS, fleet.config, seed=1, step=2)
 
 

@@ -242,6 +242,19 @@ def test_a_mistake_on_any_rank_is_one_sentence(rank, light, capfd):
     assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
 
 
+def be_aborted() -> int:
+    if os.environ["RANK"] == "1":
+        launch.tell("qurl: the GPU is out of memory")
+        os._exit(2)
+    time.sleep(0.1)
+    os.abort()
+
+
+def test_the_cause_is_told_where_nccl_aborts_the_ranks_that_waited(light, capfd):
+    assert launch.launch(be_aborted, (), 2) == 2
+    assert capfd.readouterr().err.endswith("qurl: the GPU is out of memory\n")
+
+
 def fail_alone(rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
