@@ -153,7 +153,7 @@ def test_checkpoints_that_become_read_only_end_the_run_in_a_sentence(tiny):
             while subprocess.run(["mount", "-o", "remount,ro", disk]).returncode:
                 time.sleep(0.001)  # a checkpoint is being written
             assert run.ended() == 2
-            assert run.left() == []
+            assert run.left(30.0) == []
         assert re.match(rf"qurl: checkpoint {disk}/\S+ cannot be written \(Read-only", run.stderr())
         assert run.stderr().count("\n") == 1
         kept = max(run.saved())
