@@ -227,7 +227,7 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
     assert done.returncode == 2
     assert re.fullmatch(
         r"qurl: no checkpoint in \S+ is whole: \S+/step_000005/__\d_0\.distcp has changed since it "
-        r"was written: its checksum is another; restore these files, or start anew in another "
+        r"was written: its checksum differs; restore these files, or start anew in another "
         r"train\.run_dir\n",
         done.stderr,
     )
