@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
 import psutil
 import torch
 from safetensors.torch import load_file, save_file
@@ -247,6 +248,6 @@ def score(server: Server, prompt: Sequence[int], response: Sequence[int]) -> Ten
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    (answer,) = server.client._request("POST", "/generate", body).json()
+    (answer,) = orjson.loads(server.client._request("POST", "/generate", body))
     pairs = answer["meta_info"]["input_token_logprobs"]
     return torch.tensor([pair[0] for pair in pairs[len(prompt) :]])

@@ -69,16 +69,26 @@ class Drill:
         """It serves the newest number, and answers as these weights do."""
         named = engine.client.weight_version() == self.fleet.names.of(self.number)
         named &= engine.version == self.number
-        return named and difference(answers(engine.client), self.expected[which]) == 0
+        return named and self.answers(engine, which)
 
-    def mixed(self, engine: Engine) -> bool:
-        """It calls its weights "updating-...", and answers nothing."""
+    def answers(self, engine: Engine, which: int) -> bool:
+        """It answers as these weights do, to the bit."""
+        # A request that `mixed` gave up waits in the paused engine and may share the first batch.
+        return any(difference(answers(engine.client), self.expected[which]) == 0 for _ in range(3))
+
+    def mixed(self, engine: Engine, names: Names | None = None) -> bool:
+        """It calls its weights "updating-...", and answers nothing.
+
+        Args:
+            names: of the run that was updating it; None: the fleet's own.
+        """
         try:
             patience = EngineClient(engine.url, timeout_s=2.0, api_key=self.fleet._run_key)
             patience.generate([[1, 2, 3]], {"max_new_tokens": 1})
         except EngineError as error:
             assert "did not answer within" in str(error)
-            return engine.client.weight_version() == self.fleet.names.updating(self.number)
+            names = names or self.fleet.names
+            return engine.client.weight_version() == names.updating(self.number)
         return False
 
     def events(self) -> list[tuple[str, str]]:
@@ -339,14 +349,15 @@ def test_a_trainer_killed_in_an_update_leaves_engines_silent_until_the_next_one_
     }
     died = run_trainer(order | {"dies": True}, drill.fleet._run_key)
     assert died.returncode == -signal.SIGKILL, died.stderr
+    names = Names(OWNER.token)
     for engine in drill.fleet.engines():
-        assert drill.mixed(engine)
+        assert drill.mixed(engine, names)
 
     again = run_trainer(order | {"dies": False}, drill.fleet._run_key)
     assert again.returncode == 0, again.stderr
     for engine in drill.fleet.engines():
-        assert engine.client.weight_version() == Names(OWNER.token).of(drill.number)
-        assert difference(answers(engine.client), drill.expected[1]) == 0
+        assert engine.client.weight_version() == names.of(drill.number)
+        assert drill.answers(engine, 1)
 
 
 def test_engines_that_a_trainer_started_end_with_it(drill, tmp_path):
