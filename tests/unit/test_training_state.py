@@ -55,16 +55,50 @@ def test_a_recipe_is_replaced_whole_or_stays_as_it_was(config, tmp_path):
         assert {path.name for path in disk.iterdir()} == {"filler", ".lock", RECIPE}
 
 
-@pytest.mark.parametrize("kept", [0, 100])
-def test_a_recipe_that_was_cut_off_is_named(config, kept, tmp_path):
+@pytest.fixture
+def begun(config, tmp_path):
+    """The recipe that a run of two steps keeps in its folder."""
     claim(tmp_path / "run", config).close()
     checkpoint(tmp_path / "run", 2)
-    recipe = tmp_path / "run" / RECIPE
-    os.truncate(recipe, kept)
-    with pytest.raises(ConfigError, match=f"{recipe}, which says what run .*, is damaged .*delete"):
-        claim(tmp_path / "run", config)
-    recipe.unlink()
-    claim(tmp_path / "run", config)
+    return tmp_path / "run" / RECIPE
+
+
+def cut_at(text: str) -> int:
+    return len((text[: text.index("[quant]")]).encode())
+
+
+@pytest.mark.parametrize("kept", [lambda text: 0, lambda text: 100, cut_at])
+def test_a_recipe_that_was_cut_off_is_named(kept, config, begun):
+    """Also where what is left of it is TOML."""
+    os.truncate(begun, kept(begun.read_text()))
+    with pytest.raises(ConfigError, match=f"{begun}, which says what run .*, is damaged .*delete"):
+        claim(begun.parent, config)
+    begun.unlink()
+    claim(begun.parent, config)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("uaq_scale = 0.5", "quant.uaq_scale must be"),
+        ("uaq_scales = 1.5", "unknown key quant.uaq_scales"),
+    ],
+)
+def test_a_recipe_of_other_rules_is_not_called_damaged(written, reason, config, begun):
+    text = begun.read_text().replace(f"uaq_scale = {config.quant.uaq_scale}", written)
+    begun.write_text(text)
+    with pytest.raises(ConfigError, match=f"{begun}, which .*: {reason}.*; .*new folder") as said:
+        claim(begun.parent, config)
+    assert "damaged" not in str(said.value)
+    assert begun.read_text() == text
+
+
+def test_a_recipe_that_cannot_be_read_is_not_called_damaged(config, begun):
+    begun.unlink()
+    begun.symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+    with pytest.raises(ConfigError, match=f"{begun} cannot be read .Input/output error.") as said:
+        claim(begun.parent, config)
+    assert "damaged" not in str(said.value)
 
 
 def test_what_is_set_aside_or_unfinished_is_no_checkpoint(tmp_path):
