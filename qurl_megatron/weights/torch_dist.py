@@ -324,8 +324,10 @@ def _unpickled(content: bytes) -> dict[str, Any]:
     try:
         return _TableUnpickler(io.BytesIO(content)).load()
     except MemoryError:
-        for _ in pickletools.genops(content):  # a ValueError where a length is damaged
-            pass
+        # Or is it a damaged length, or number of something to be remembered?
+        for opcode, argument, _ in pickletools.genops(content):
+            if "PUT" in opcode.name and argument > len(content):
+                raise ValueError(f"nothing has number {argument}") from None
         raise
 
 
