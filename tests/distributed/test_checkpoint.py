@@ -309,6 +309,30 @@ def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one
         assert "set aside as step_000004.damaged, and the run goes on from step_000002" in line
 
 
+def begin_with_damage(device, run, damaged):
+    from qurl_megatron.training.whole import refuse_damaged
+
+    with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
+        refuse_damaged({"model.path": str(run), "algo.reference": str(run.parent)}, ranks)
+        for part in PARTS:
+            path = {"model.path": str(damaged / part.replace("/", "-"))}
+            with pytest.raises(ConfigError, match=f"{part} has changed since .*; copy the check"):
+                refuse_damaged(path, ranks)
+
+
+def test_a_run_does_not_begin_with_weights_that_have_changed(tmp_path):
+    """Named is a run; what has no record is taken as it is."""
+    for part in (None, *PARTS):
+        run = tmp_path / "damaged" / part.replace("/", "-") if part else tmp_path / "run"
+        older, newest = (pretend_checkpoint(run, step) for step in (2, 4))
+        for folder in (older, newest):
+            (folder / "metadata.json").touch()
+        flip(older / "common.pt")  # which is not what the run would begin with
+        if part:
+            flip(newest / part)
+    run_on_ranks(begin_with_damage, 2, "gloo", tmp_path, tmp_path / "run", tmp_path / "damaged")
+
+
 def look_at_an_old_one(device, run_dir):
     from qurl_megatron.training.newest import newest_whole
 

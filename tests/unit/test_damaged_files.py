@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from qurl_megatron.cli import main
 from qurl_megatron.config import DataConfig, load, to_toml
 from qurl_megatron.convert.job import MANIFEST, read_manifest, verify
 from qurl_megatron.data.questions import training_questions
@@ -325,6 +326,19 @@ def test_chunks_of_megatron_checkpoints(place, megatron):
             TorchDistReader(folder).read("k0", (0, 0), (1, 3))
 
     check()
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(megatron, tmp_path, capsys):
+    folder = shutil.copytree(megatron, tmp_path / "checkpoint")
+    put(folder / "hf/config.json", json.dumps(QWEN2).encode())
+    write_record(folder, {})
+    command = ["eval", str(tmp_path / "problems.jsonl"), "--model", str(folder)]
+    assert main(command) == 2 and "problems.jsonl" in capsys.readouterr().err
+    content = bytearray((folder / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    put(folder / "__0_0.distcp", content)
+    assert main(command) == 2
+    assert "__0_0.distcp has changed since it was written" in capsys.readouterr().err
 
 
 def test_a_table_that_asks_for_more_memory_than_there_is_is_damaged(megatron, tmp_path):
