@@ -42,7 +42,7 @@ from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState, claim, tell_done
 from qurl_megatron.training.step import improve, shares
-from qurl_megatron.training.whole import refuse_damaged, sources
+from qurl_megatron.training.whole import refuse_damaged_together, sources
 
 HEALS = 3  # times that one step waits for engines to come back
 
@@ -63,7 +63,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if ranks.leads:
                 tell_done(run_dir, newest[1])
             return True
-        refuse_damaged(sources(config, resumed=newest is not None), ranks)
+        refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
         policy = Policy.build(
             config.model,
             config.parallel,

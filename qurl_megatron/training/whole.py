@@ -33,7 +33,7 @@ def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:
     return found
 
 
-def refuse_damaged(paths: Mapping[str, str], ranks: Ranks) -> None:
+def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
     """Read all files of those checkpoints that have a record of them.
 
     Args:

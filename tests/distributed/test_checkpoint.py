@@ -310,14 +310,14 @@ def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one
 
 
 def begin_with_damage(device, run, damaged):
-    from qurl_megatron.training.whole import refuse_damaged
+    from qurl_megatron.training.whole import refuse_damaged_together
 
     with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
-        refuse_damaged({"model.path": str(run), "algo.reference": str(run.parent)}, ranks)
+        refuse_damaged_together({"model.path": str(run), "algo.reference": str(run.parent)}, ranks)
         for part in PARTS:
             path = {"model.path": str(damaged / part.replace("/", "-"))}
             with pytest.raises(ConfigError, match=f"{part} has changed since .*; copy the check"):
-                refuse_damaged(path, ranks)
+                refuse_damaged_together(path, ranks)
 
 
 def test_a_run_does_not_begin_with_weights_that_have_changed(tmp_path):
