@@ -11,6 +11,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.start import _already_done
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, claim, folders, latest
+from qurl_megatron.training.whole import sources
 from tests.disks import fill, small_disk
 from tests.unit.test_damaged_files import RECIPE_TEXT
 
@@ -118,6 +119,31 @@ def test_a_newest_checkpoint_without_a_readable_state_does_not_pass_for_the_last
     assert _already_done(done)
     (folder / STATE).write_text("{")
     assert not _already_done(done)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begun", "resumed"),
+    [
+        ([], {"model.path": "m"}, {}),
+        (["algo.kl_coef=0.1"], {"model.path": "m"}, {"model.path": "m"}),
+        (
+            ["algo.kl_coef=0.1", "algo.reference=r"],
+            {"model.path": "m", "algo.reference": "r"},
+            {"algo.reference": "r"},
+        ),
+        (
+            ["algo.advantage=gae", "critic.path=c"],
+            {"model.path": "m", "critic.path": "c"},
+            {},
+        ),
+    ],
+)
+def test_a_resumed_run_needs_no_checkpoint_but_its_own_and_the_references(
+    overrides, begun, resumed, config, tmp_path
+):
+    given = load(tmp_path / "recipe.toml", overrides)
+    assert sources(given, resumed=False) == begun
+    assert sources(given, resumed=True) == resumed
 
 
 def test_weights_that_double_are_told_once_for_each_doubling():
