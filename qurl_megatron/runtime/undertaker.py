@@ -35,7 +35,7 @@ PATIENCE_S = 1.0
 def bury(what: int | Path) -> None:
     """Have something end with this process: a process group, by its number, or a folder.
 
-    Of a folder only its name may be made anew by somebody else: that one is spared.
+    A folder that somebody makes under the same name later is spared.
 
     Raises:
         OSError: there is no such folder.
