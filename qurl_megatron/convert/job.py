@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from qurl_megatron.convert.workers import ALONE, Workers
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_json
-from qurl_megatron.weights.sums import damaged, read_record, wrong_size
+from qurl_megatron.weights.sums import MEND, damaged, read_record, wrong_size
 
 MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-checkpoint-1"
@@ -243,7 +243,7 @@ def _check_source(source: Path | None, workers: Workers) -> None:
         return
     mine = workers.share(list(record), size=lambda name: record[name].bytes)
     if wrong := damaged(source, record, mine):
-        raise ConfigError(f"{wrong}; copy the checkpoint again, or name an older one")
+        raise ConfigError(f"{wrong}; {MEND}")
 
 
 # -- steps ---------------------------------------------------------------------------------------

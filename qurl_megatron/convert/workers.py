@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from qurl_megatron.runtime.launch import place_under_launcher
+from qurl_megatron.runtime.place import place_under_launcher
 
 T = TypeVar("T")
 

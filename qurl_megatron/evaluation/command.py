@@ -37,6 +37,7 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.types import Prompt
 from qurl_megatron.weights.arch import read_config
 from qurl_megatron.weights.checkpoint import description_of, find_torch_dist
+from qurl_megatron.weights.sums import refuse_damaged
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
 PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # what results may depend on
@@ -84,6 +85,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
     """
     plan = make_plan(arguments, defaults or Defaults())
+    if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
+        refuse_damaged(checkpoint)  # once, where each engine would for itself
     keys = {f"{what}_key": getattr(arguments, f"{what}_key") for what in ("prompt", "answer", "id")}
     benchmarks = read_benchmarks(arguments.benchmarks, **keys)
     tokenizer = Tokenizer(description_of(plan.model))

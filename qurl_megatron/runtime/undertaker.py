@@ -3,8 +3,12 @@
 Nobody cleans up after a SIGKILL of its own. So a process that has children, or files in memory,
 hires an undertaker: a small process in a session of its own, which is told what there is and acts
 when the process that hired it is gone, or the launcher that a rank must not outlive. It sees that
-at once, by the end of a pipe; where a forked child holds the other end, too, within ``POLL_S``, by
-having another parent.
+at once, by the end of a socket; where a forked child holds the other end, too, within ``POLL_S``,
+by having another parent.
+
+A name does not tell a folder from another that was made in its place, and neither does the number
+of an inode, which is given to the next once it is free. So the undertaker holds a folder open, and
+with it the number: what it finds under the name is either the same folder or has another number.
 
 The file is run by itself, without the package: every rank starts one.
 """
@@ -14,6 +18,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.5
+MESSAGE = 1 << 16  # bytes of an order at most; a path has 4096
 LEAVING_S = 0.01  # between looks while something is on its way out
 PATIENCE_S = 1.0
 """For what gets SIGTERM to end by itself: resource trackers, which ignore it, have work to do."""
@@ -29,14 +35,30 @@ PATIENCE_S = 1.0
 def bury(what: int | Path) -> None:
     """Have something end with this process: a process group, by its number, or a folder.
 
-    A folder must exist; one that somebody else makes under its name later is spared.
+    A folder that somebody makes under the same name later is spared.
+
+    Raises:
+        OSError: there is no such folder.
     """
-    _hired().write(["bury", what] if isinstance(what, int) else ["bury", str(what), _inode(what)])
+    if isinstance(what, int):
+        return _hired().write(["bury", what])
+    folder = os.open(what, os.O_PATH | os.O_DIRECTORY)
+    try:
+        _hired().write(["bury", str(what)], folder)
+    finally:
+        os.close(folder)
 
 
 def spare(what: int | Path) -> None:
     """Take ``bury`` back: it has ended already, and its number may become somebody else's."""
     _hired().write(["spare", what if isinstance(what, int) else str(what)])
+
+
+def remove(folder: Path) -> None:
+    """Remove what ``bury`` was told of; what others hold open is tried again at the end."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        spare(folder)
 
 
 class _Undertaker:
@@ -45,22 +67,25 @@ class _Undertaker:
         import subprocess
 
         self.owner = os.getpid()
+        # One message is one order, so that threads do not mix theirs.
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         launcher = multiprocessing.parent_process()
         lifelines = () if launcher is None else (launcher.sentinel,)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # who reads ours to its end need not wait for it
-            pass_fds=lifelines,
-            start_new_session=True,
-        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # who reads ours to its end need not wait for it
+                pass_fds=lifelines,
+                start_new_session=True,
+            )
 
-    def write(self, order: list) -> None:
-        # One write, so that threads do not mix theirs. An undertaker that was killed is no reason
-        # to end: what it would do is needed only where we are killed as well.
-        with suppress(BrokenPipeError):
-            os.write(self._process.stdin.fileno(), json.dumps(order).encode() + b"\n")
+    def write(self, order: list, *opened: int) -> None:
+        # An undertaker that was killed is no reason to end: what it would do is needed only where
+        # we are killed as well.
+        with suppress(ConnectionError):
+            socket.send_fds(self._orders, [json.dumps(order).encode()], opened)
 
 
 _own: _Undertaker | None = None
@@ -76,10 +101,6 @@ def _hired() -> _Undertaker:
         return _own
 
 
-def _inode(path: Path | str) -> int:
-    return os.stat(path).st_ino
-
-
 # -- the undertaker itself -------------------------------------------------------------------------
 
 
@@ -90,9 +111,9 @@ def main(owner: int, lifelines: list[int]) -> None:
     if os.getppid() == owner:
         os.kill(owner, signal.SIGKILL)
     _end([what for what in left if isinstance(what, int)])
-    for what, inode in left.items():
-        with suppress(FileNotFoundError):
-            if isinstance(what, str) and _inode(what) == inode:
+    for what, folder in left.items():
+        with suppress(OSError):  # the name is gone, or the file system is
+            if folder is not None and os.path.samestat(os.stat(what), os.fstat(folder)):
                 shutil.rmtree(what, ignore_errors=True)
 
 
@@ -100,23 +121,27 @@ def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]
     """What there is to bury, once the owner is gone, or one that holds a lifeline's other end.
 
     The end of standard input says only that the owner is leaving: its exit code is its own affair.
+
+    Returns:
+        Process groups, and the names of folders with the descriptor that each is held by.
     """
     left: dict[int | str, int | None] = {}
-    orders, leaving = b"", False
+    orders, leaving = socket.socket(fileno=0), False
     while True:
         gone = os.getppid() != owner  # perhaps before we began
         watched = lifelines if leaving else [0, *lifelines]
         wait_s = 0.0 if gone else LEAVING_S if leaving else POLL_S
         ready, _, _ = select.select(watched, [], [], wait_s)
         if 0 in ready:
-            read = os.read(0, 1 << 16)
-            leaving = not read
-            *lines, orders = (orders + read).split(b"\n")
-            for line in lines:
-                order, what, *inode = json.loads(line)
-                left.pop(what, None)
-                if order == "bury":
-                    left[what] = next(iter(inode), None)
+            message, opened, _, _ = socket.recv_fds(orders, MESSAGE, 1)
+            if not message:
+                leaving = True
+                continue
+            order, what = json.loads(message)
+            if (held := left.pop(what, None)) is not None:
+                os.close(held)
+            if order == "bury":
+                left[what] = next(iter(opened), None)
         elif gone or ready:
             return left
 

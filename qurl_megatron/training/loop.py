@@ -12,7 +12,7 @@ SGLang computes depends on who shares a batch.
 
 import gc
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState, claim, tell_done
 from qurl_megatron.training.step import improve, shares
+from qurl_megatron.training.whole import refuse_damaged_together, sources
 
 HEALS = 3  # times that one step waits for engines to come back
 
@@ -62,6 +63,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             if ranks.leads:
                 tell_done(run_dir, newest[1])
             return True
+        refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
         policy = Policy.build(
             config.model,
             config.parallel,
@@ -99,8 +101,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
                 publisher.publish(state.step)
                 if lead:
                     lead.published(state.step)
-                saved = newest and state.step
-                state = _run(config, policy, critic, publisher, lead, state, saved)
+                parts = _Parts(config, policy, critic, publisher, lead)
+                state = _run(parts, state, saved=newest and state.step)
             if lead:
                 lead.finish(state)
     return state.step >= config.train.steps
@@ -132,15 +134,22 @@ def _make_room() -> None:
     dist.barrier()
 
 
-def _run(
-    config: RunConfig,
-    policy: Policy,
-    critic: Critic | None,
-    publisher: Publisher,
-    lead: Lead | None,
-    state: TrainState,
-    saved: int | None,
-) -> TrainState:
+@dataclass(frozen=True)
+class _Parts:
+    """What every step works with; ``lead`` is there on the leading rank alone."""
+
+    config: RunConfig
+    policy: Policy
+    critic: Critic | None
+    publisher: Publisher
+    lead: Lead | None
+
+    def save(self, state: TrainState) -> None:
+        run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep
+        checkpoint.save(run_dir, self.policy, state, keep=keep, critic=self.critic)
+
+
+def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:
     """Steps until the last one or a stop; what is returned is also on disk.
 
     Args:
@@ -151,72 +160,81 @@ def _run(
             is on disk all the same.
         Collapse: the guard halted the run.
     """
-    run_dir = Path(config.train.run_dir)
-    failure = None
+    config, failure, going = parts.config, None, True
     if state.step == 0 and config.train.eval_prompts:
-        state, failure = _evaluated(lead, publisher, state)
+        state, failure = _evaluated(parts.lead, parts.publisher, state)
         state = replace(state, accuracy_before=state.accuracy)
-    while state.step < config.train.steps and failure is None:
-        step = state.step + 1
-        timer = lead.timer(step) if lead else Timer()
-        rollout, failure = _samples(config, lead, publisher, step, timer)
-        if rollout is None:
-            break
-        measured, norm = _improved(config, policy, critic, rollout.samples, step, timer, saved)
-        if config.rollout.colocate:
-            _make_room()  # for engines that take their memory back, or are started anew
-        state = replace(state, step=step)
-        state, noted, failure = _guarded(
-            lead, publisher, state, values(merge([measured, rollout.metrics])), timer
-        )
-        published: dict[str, Metric] = {}
-        if failure is None:
-            with timer.phase("publish"):
-                published, failure = _publish(lead, publisher, step)
-        if lead and failure is None:
-            lead.published(step)
-        measured = merge([measured, _over_ranks({**published, **timer.metrics()})])
-        if lead:
-            lead.write(
-                step,
-                {
-                    **values(merge([measured, rollout.metrics])),
-                    **noted,
-                    **_throughput(measured, rollout),
-                    "optimizer/weight_norm": norm,
-                },
-            )
-            state = replace(state, cursor=lead.cursor)
-        evaluate = config.train.eval_prompts and _due(
-            step, config.train.eval_every, config.train.steps
-        )
-        if evaluate and failure is None:
-            state, failure = _evaluated(lead, publisher, state)
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
-            checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
-            saved = step
+    while going and failure is None and state.step < config.train.steps:
+        before = state.step
+        state, saved, failure = _step(parts, state, saved)
+        going = state.step > before
+    _end(parts, state, saved, failure)
+    return state
+
+
+def _step(
+    parts: _Parts, state: TrainState, saved: int | None
+) -> tuple[TrainState, int | None, Exception | None]:
+    """Rollout, update, guard, publication, metrics, evaluation, checkpoint.
+
+    Returns:
+        The state, of the same step where there were no samples; the newest step that is saved; and
+        what ends the run, on every rank.
+    """
+    config, lead, publisher = parts.config, parts.lead, parts.publisher
+    step = state.step + 1
+    timer = lead.timer(step) if lead else Timer()
+
+    rollout, failure = _samples(config, lead, publisher, step, timer)
+    if rollout is None:
+        return state, saved, failure
+
+    measured, norm = _improved(parts, rollout.samples, step, timer, saved)
+    if config.rollout.colocate:
+        _make_room()  # for engines that take their memory back, or are started anew
+    state = replace(state, step=step)
+
+    judged = values(merge([measured, rollout.metrics]))
+    state, noted, failure = _guarded(lead, publisher, state, judged, timer)
+
+    published: dict[str, Metric] = {}
+    if failure is None:
+        published, failure = _published(lead, publisher, step, timer)
+
+    measured = merge([measured, _over_ranks({**published, **timer.metrics()})])
+    if lead:
+        noted = {**noted, **_throughput(measured, rollout), "optimizer/weight_norm": norm}
+        lead.write(step, {**values(merge([measured, rollout.metrics])), **noted})
+        state = replace(state, cursor=lead.cursor)
+
+    evaluate = config.train.eval_prompts and _due(step, config.train.eval_every, config.train.steps)
+    if evaluate and failure is None:
+        state, failure = _evaluated(lead, publisher, state)
+
+    if config.checkpoint.every and step % config.checkpoint.every == 0:
+        parts.save(state)
+        saved = step
+    return state, saved, failure
+
+
+def _end(parts: _Parts, state: TrainState, saved: int | None, failure: Exception | None) -> None:
+    """Save what is not saved yet, and raise what ended the run, unless a person did."""
     if saved != state.step:
         try:
-            checkpoint.save(run_dir, policy, state, keep=config.checkpoint.keep, critic=critic)
+            parts.save(state)
         except ConfigError as error:
             raise ConfigError(f"{failure}; {error}" if failure else str(error)) from error
+    lead = parts.lead
     if lead:
         lead.happened(state.step)  # in a step that was not finished
     if lead and isinstance(failure, Collapse):
         lead.finish(state)  # the report says more than one sentence
     if failure is not None and not isinstance(failure, Interrupted):
         raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
-    return state
 
 
 def _improved(
-    config: RunConfig,
-    policy: Policy,
-    critic: Critic | None,
-    samples: Responses,
-    step: int,
-    timer: Timer,
-    saved: int | None,
+    parts: _Parts, samples: Responses, step: int, timer: Timer, saved: int | None
 ) -> tuple[dict[str, Metric], float]:
     """Update on one step's samples.
 
@@ -226,6 +244,7 @@ def _improved(
     Raises:
         Collapse: numbers are not finite; what is saved and what engines hold is from before.
     """
+    config, policy, critic = parts.config, parts.policy, parts.critic
     try:
         metrics = improve(policy, samples, config, step=step, timer=timer, critic=critic)
         everywhere = _everywhere((metrics, look([policy, critic] if critic else [policy])))
@@ -308,6 +327,17 @@ def _samples(
         if lead:
             lead.retry()
     return None, failure
+
+
+def _published(
+    lead: Lead | None, publisher: Publisher, step: int, timer: Timer
+) -> tuple[dict[str, Metric], Exception | None]:
+    """Publish a step's version; the metrics, and what went wrong, on every rank."""
+    with timer.phase("publish"):
+        metrics, failure = _publish(lead, publisher, step)
+    if lead and failure is None:
+        lead.published(step)
+    return metrics, failure
 
 
 def _publish(

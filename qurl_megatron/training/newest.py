@@ -1,21 +1,19 @@
 """The newest checkpoint of a run that is still what was written, found by all ranks together.
 
-Rank 0 looks at names and sizes; each rank then reads a share of the files and compares checksums,
-and all hear what all found. A damaged checkpoint is set aside under another name once an older one
-has proved whole. Where none has, nothing is touched: a run that began anew would write over what
-can perhaps be restored.
+Rank 0 looks at names and sizes, and all ranks at the bytes (``whole``). A damaged checkpoint is set
+aside under another name once an older one has proved whole. Where none has, nothing is touched: a
+run that began anew would write over what can perhaps be restored.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.files import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
-from qurl_megatron.weights.sums import RECORD, FileSum, damaged, read_record, wrong_size
+from qurl_megatron.training.whole import damage
+from qurl_megatron.weights.sums import RECORD, FileSum, read_record, wrong_size
 
 
 def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
@@ -57,13 +55,7 @@ def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None
 def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str | None:
     """What is wrong with the bytes of a checkpoint; None where all are what was written."""
     wait_until_seen(folder / STATE, "rank 0 resumes from it", key="train.run_dir")
-    largest_first = sorted(record, key=lambda name: -record[name].bytes)
-    mine = largest_first[ranks.rank :: ranks.world_size]
-    for name in mine:
-        wait_until_seen(folder / name, "rank 0 sees it", key="train.run_dir")
-    everywhere: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, damaged(folder, record, mine))
-    return next(filter(None, everywhere), None)
+    return damage(folder, record, ranks, key="train.run_dir")
 
 
 def _tell(folder: Path, record: object, broken: list[tuple[Path, str]]) -> None:

@@ -10,7 +10,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import refusing
-from qurl_megatron.runtime.launch import end_with_launcher, launch, place_under_launcher
+from qurl_megatron.runtime.launch import launch
+from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.checkpoint import description_of

@@ -10,7 +10,8 @@ On disk:
 import fcntl
 import json
 import re
-from dataclasses import asdict, dataclass, field
+import tomllib
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +22,7 @@ from qurl_megatron.runtime.files import refusing
 
 STATE = "state.json"
 RECIPE = "config.toml"
+LAST_SECTION = fields(RunConfig)[-1].name  # of a recipe that is there to its end
 
 
 @dataclass(frozen=True)
@@ -126,19 +128,44 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> None:
     with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
         begun = latest(run_dir) is not None
     if begun and recipe.is_file():
-        try:
-            before = load(recipe)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{recipe}, which says what run this folder holds, is damaged ({error}); delete it "
-                "if the recipe is the one the run was started with"
-            ) from None
-        changed = differences(before, config)
+        changed = differences(_kept(recipe), config)
         if changed:
             raise ConfigError(
                 f"{run_dir} holds another run ({'; '.join(changed)}); "
                 "set train.run_dir to a new folder"
             )
+
+
+def _kept(recipe: Path) -> RunConfig:
+    """The recipe that a run keeps in its folder.
+
+    Raises:
+        ConfigError: it cannot be read, is not all that ``claim`` has written, or breaks the rules
+            that recipes have now.
+    """
+    what = f"{recipe}, which says what run this folder holds,"
+    try:
+        sections = tomllib.loads(recipe.read_bytes().decode())
+        damage = None if LAST_SECTION in sections else "it ends too early"
+    except OSError as error:
+        raise ConfigError(
+            f"{recipe} cannot be read ({error.strerror}); mend that, or set train.run_dir to a new "
+            "folder"
+        ) from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML
+        damage = str(error)
+    if damage:
+        raise ConfigError(
+            f"{what} is damaged ({damage}); delete it if the recipe is the one the run was started "
+            "with"
+        )
+    try:
+        return load(recipe)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{what} was written under other rules: {error}; change it there to what the run was "
+            "started with, or set train.run_dir to a new folder"
+        ) from None
 
 
 def claim(run_dir: Path, config: RunConfig) -> TextIO:

@@ -21,7 +21,7 @@ from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS, HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import Op
-from qurl_megatron.weights.sums import RECORD, read_record, wrong_size
+from qurl_megatron.weights.sums import MEND, RECORD, read_record, wrong_size
 from qurl_megatron.weights.torch_dist import is_torch_dist
 from qurl_megatron.weights.uaq import folded, folded_scale
 
@@ -148,7 +148,7 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
         return Checkpoint(folder, folder, config, read_arch(config), HfReader(folder))
     described = Path(description) if description else description_of(folder)
     if wrong := wrong_size(megatron, read_record(megatron) or {}):
-        raise ConfigError(f"{wrong}; copy the checkpoint again, or name an older one")
+        raise ConfigError(f"{wrong}; {MEND}")
     config = read_config(described)
     arch = read_arch(config)
     return Checkpoint(megatron, described, config, arch, MegatronReader(megatron, arch))

@@ -19,6 +19,8 @@ from qurl_megatron.errors import ConfigError
 
 RECORD = "files.json"
 FORMAT = "qurl-files-1"
+MEND = "copy the checkpoint again, or name an older one"
+"""What a user can do about a damaged checkpoint that nothing is resumed from."""
 _CHUNK = 8 << 20
 
 
@@ -126,6 +128,17 @@ def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -
         if found != record[name]:
             return f"{path} has changed since it was written: its checksum differs"
     return None
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Read every file of a folder that has a record of them.
+
+    Raises:
+        ConfigError: one is not what was written.
+    """
+    record = read_record(folder) or {}
+    if wrong := wrong_size(folder, record) or damaged(folder, record, record):
+        raise ConfigError(f"{wrong}; {MEND}")
 
 
 def to_disk(path: Path) -> None:

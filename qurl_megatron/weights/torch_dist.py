@@ -19,6 +19,8 @@ import itertools
 import json
 import math
 import pickle
+import pickletools
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +42,16 @@ _CONFIG = {
 }
 # How Megatron is told to lay out the keys; its loader asks for the same.
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+DAMAGE = (
+    *(pickle.UnpicklingError, struct.error, EOFError),
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+    RuntimeError,  # torch's own, of archives; recursion
+)
+"""How pickle and torch fail on bytes that are not what was written, whatever the bytes are.
+
+Memory that runs out, and what the system cannot read, are another matter.
+"""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) within a whole tensor
 
@@ -166,16 +178,20 @@ class TorchDistReader:
 
     def _load(self, key: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
         path = self.folder / chunk.file
-        try:
-            with path.open("rb", buffering=0) as file:
-                window = _Window(file, chunk.start, chunk.length)
+        with path.open("rb", buffering=0) as file:
+            window = _Window(file, chunk.start, chunk.length)
+            try:
                 loaded = torch.load(window, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged pickle fails in any way there is
-            why = (str(error).splitlines() or [repr(error)])[0]
-            raise ConfigError(
-                f"tensor {key} cannot be read from {path} ({why}); the file is damaged, copy the "
-                "checkpoint again"
-            ) from None
+            except DAMAGE as error:
+                why = (str(error).splitlines() or [repr(error)])[0]
+                if window.failure is not None:  # torch makes something else of it
+                    raise window.failure from None
+                if "can't allocate memory" in why:
+                    raise MemoryError(why) from None
+                raise ConfigError(
+                    f"tensor {key} cannot be read from {path} ({why}); the file is damaged, copy "
+                    "the checkpoint again"
+                ) from None
         if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (
             chunk.box[1],
             tensor.dtype,
@@ -208,10 +224,14 @@ def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
 
 
 class _Window(io.RawIOBase):
-    """Bytes ``[start, start + length)`` of a file, as a file of their own."""
+    """Bytes ``[start, start + length)`` of a file, as a file of their own.
+
+    ``failure`` is what the system said where it could not read them.
+    """
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
+        self.failure: OSError | None = None
 
     def readable(self) -> bool:
         return True
@@ -227,10 +247,18 @@ class _Window(io.RawIOBase):
         self._at = origin + offset
         return self._at
 
+    def read(self, size: int = -1) -> bytes:
+        # A damaged length may ask for more than there is memory.
+        return super().read(min(size, max(0, self._length - self._at)))
+
     def readinto(self, buffer) -> int:
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view)
+        try:
+            self._file.seek(self._start + self._at)
+            count = self._file.readinto(view)
+        except OSError as error:
+            self.failure = error
+            raise
         self._at += count
         return count
 
@@ -271,9 +299,9 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _read_table(path: Path) -> dict[str, StoredTensor]:
+    content = path.read_bytes()
     try:
-        with path.open("rb") as file:
-            table = _TableUnpickler(file).load()
+        table = _unpickled(content)
         places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         for index, place in table["storage_data"].items():
             if index.state.get("offset") is not None:
@@ -286,10 +314,21 @@ def _read_table(path: Path) -> dict[str, StoredTensor]:
         }
     except ConfigError:
         raise
-    except Exception as error:  # a damaged pickle fails in any way there is
+    except DAMAGE as error:
         raise ConfigError(
             f"{path} is no table of contents of a torch_dist checkpoint: {error!r}"
         ) from None
+
+
+def _unpickled(content: bytes) -> dict[str, Any]:
+    try:
+        return _TableUnpickler(io.BytesIO(content)).load()
+    except MemoryError:
+        # Or is it a damaged length, or number of something to be remembered?
+        for opcode, argument, _ in pickletools.genops(content):
+            if "PUT" in opcode.name and argument > len(content):
+                raise ValueError(f"nothing has number {argument}") from None
+        raise
 
 
 def _stored(key: str, entry: _Record, places: dict) -> StoredTensor:

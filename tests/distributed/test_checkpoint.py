@@ -245,6 +245,11 @@ def pretend_checkpoint(run_dir, step):
     return folder
 
 
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -277,16 +282,13 @@ def damage_and_look(device, root):
             run = root / f"run-{number}"
             if ranks.leads:
                 older, newer = (pretend_checkpoint(run, step) for step in (2, 4))
-                before = {f.name: f.read_bytes() for f in newer.rglob("*") if f.is_file()}
                 damage(newer / part)
-                before[(newer / part).name] = b""
+                left = contents(newer)
             dist.barrier()
             path, state = newest_whole(run, ranks)
             assert (path.name, state) == ("step_000002", TrainState(step=2)), (part, what)
             if ranks.leads:
-                aside = run / "checkpoints/step_000004.damaged"
-                for file in aside.rglob("*"):
-                    assert file.is_dir() or before[file.name] in (b"", file.read_bytes())
+                assert contents(run / "checkpoints/step_000004.damaged") == left, (part, what)
                 assert folders(run) == [older]
                 flip(older / part)
             dist.barrier()
@@ -305,6 +307,30 @@ def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one
     for line, (part, what) in zip(said, ((p, w) for p in PARTS for w in DAMAGES), strict=True):
         assert f"step_000004/{part} " in line and (what in line or part == STATE), line
         assert "set aside as step_000004.damaged, and the run goes on from step_000002" in line
+
+
+def begin_with_damage(device, run, damaged):
+    from qurl_megatron.training.whole import refuse_damaged_together
+
+    with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
+        refuse_damaged_together({"model.path": str(run), "algo.reference": str(run.parent)}, ranks)
+        for part in PARTS:
+            path = {"model.path": str(damaged / part.replace("/", "-"))}
+            with pytest.raises(ConfigError, match=f"{part} has changed since .*; copy the check"):
+                refuse_damaged_together(path, ranks)
+
+
+def test_a_run_does_not_begin_with_weights_that_have_changed(tmp_path):
+    """Named is a run; what has no record is taken as it is."""
+    for part in (None, *PARTS):
+        run = tmp_path / "damaged" / part.replace("/", "-") if part else tmp_path / "run"
+        older, newest = (pretend_checkpoint(run, step) for step in (2, 4))
+        for folder in (older, newest):
+            (folder / "metadata.json").touch()
+        flip(older / "common.pt")  # which is not what the run would begin with
+        if part:
+            flip(newest / part)
+    run_on_ranks(begin_with_damage, 2, "gloo", tmp_path, tmp_path / "run", tmp_path / "damaged")
 
 
 def look_at_an_old_one(device, run_dir):

@@ -234,6 +234,16 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
     after = contents(run_dir)
     assert {name for name in before if before[name] != after[name]} <= {"config.toml"}
 
+    # No other run begins with it either.
+    new = (f"model.path={run_dir}", f"train.run_dir={recipe.parent / 'begun'}", "train.steps=1")
+    done = qurl("train", recipe, "parallel.tensor=2", *new)
+    assert done.returncode == 2, done.stdout
+    assert re.fullmatch(
+        r"qurl: \S+/step_000005/__\d_0\.distcp has changed since it was written: its checksum "
+        r"differs; copy the checkpoint again, or name an older one\n",
+        done.stderr,
+    )
+
 
 def test_weights_that_a_step_breaks_are_not_saved_and_a_saner_start_works(recipe, uninterrupted):
     run_dir = recipe.parent / "broken"

@@ -4,16 +4,23 @@ Each reader is given valid files, damaged in some hundred ways.
 """
 
 import contextlib
+import errno
+import io
 import json
+import os
 import pickle
+import resource
 import shutil
+from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 
+from qurl_megatron.cli import main
 from qurl_megatron.config import DataConfig, load, to_toml
 from qurl_megatron.convert.job import MANIFEST, read_manifest, verify
 from qurl_megatron.data.questions import training_questions
@@ -281,9 +288,11 @@ def test_records_of_checksums(place, content):
 def megatron(place):
     folder = place / "megatron"
     folder.mkdir()
-    values = [(Chunk(f"k{n}", (2, 3), (n, 0), (1, 3)), torch.ones(1, 3)) for n in range(2)]
+    ones = torch.ones(1, 3).bfloat16()
+    values = [(Chunk(f"k{n}", (2, 3), (n, 0), (1, 3)), ones) for n in range(2)]
     rows = {"__0_0.distcp": write_chunks(folder / "__0_0.distcp", values)}
     write_table(folder, rows)
+    assert torch.equal(TorchDistReader(folder).read("k1", (1, 0), (1, 3)), ones)
     return folder
 
 
@@ -317,6 +326,74 @@ def test_chunks_of_megatron_checkpoints(place, megatron):
             TorchDistReader(folder).read("k0", (0, 0), (1, 3))
 
     check()
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(megatron, tmp_path, capsys):
+    folder = shutil.copytree(megatron, tmp_path / "checkpoint")
+    put(folder / "hf/config.json", json.dumps(QWEN2).encode())
+    write_record(folder, {})
+    command = ["eval", str(tmp_path / "problems.jsonl"), "--model", str(folder)]
+    assert main(command) == 2 and "problems.jsonl" in capsys.readouterr().err
+    content = bytearray((folder / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    put(folder / "__0_0.distcp", content)
+    assert main(command) == 2
+    assert "__0_0.distcp has changed since it was written" in capsys.readouterr().err
+
+
+def test_a_table_that_asks_for_more_memory_than_there_is_is_damaged(megatron, tmp_path):
+    folder = shutil.copytree(megatron, tmp_path / "copy")
+    table = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(
+        table[:-1] + pickle.BINBYTES8 + (1 << 55).to_bytes(8, "little")
+    )
+    with pytest.raises(ConfigError, match="no table of contents"):
+        TorchDistReader(folder)
+
+
+class FailingDisk(io.FileIO):
+    """Gives out after some reads."""
+
+    reads: int
+
+    def readinto(self, buffer):
+        FailingDisk.reads -= 1
+        if FailingDisk.reads < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("reads", range(8))
+def test_a_disk_that_fails_is_not_called_damage(reads, megatron, monkeypatch):
+    reader = TorchDistReader(megatron)
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: FailingDisk(path))
+    FailingDisk.reads = reads
+    with pytest.raises(OSError, match="Input/output error"):
+        reader.read("k0", (0, 0), (1, 3))
+
+
+def test_a_table_on_a_disk_that_fails_is_not_called_damaged(megatron, tmp_path):
+    folder = shutil.copytree(megatron, tmp_path / "copy")
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").symlink_to("/proc/self/mem")  # whose first bytes cannot be read
+    with pytest.raises(OSError, match="Input/output error"):
+        TorchDistReader(folder)
+
+
+def test_too_little_memory_is_not_called_damage(tmp_path):
+    size = 64 << 20
+    chunk = Chunk("k", (size,), (0,), (size,), torch.uint8)
+    rows = write_chunks(tmp_path / "__0_0.distcp", [(chunk, torch.zeros(size, dtype=torch.uint8))])
+    write_table(tmp_path, {"__0_0.distcp": rows})
+    reader = TorchDistReader(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + size // 4, before[1]))
+    try:
+        with pytest.raises(MemoryError):
+            reader.read("k", (0,), (size,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_record_finds_every_kind_of_damage(place):

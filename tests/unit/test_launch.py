@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import launch, megatron
+from qurl_megatron.runtime import launch, megatron, place
 from qurl_megatron.runtime.undertaker import bury
 from tests.leftovers import Footprint
 
@@ -57,22 +57,22 @@ def environment(monkeypatch):
 )
 def test_under_srun_the_first_node_is_found_without_slurms_commands(hosts, first, environment):
     environment |= {**SLURM, "SLURM_STEP_NODELIST": hosts, "PATH": ""}
-    assert launch.place_under_launcher(2)
+    assert place.place_under_launcher(2)
     assert environment["MASTER_ADDR"] == first
-    place = [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
-    assert place == ["1", "1", "2", "20123"]
+    found = [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
+    assert found == ["1", "1", "2", "20123"]
 
 
 def test_a_given_meeting_point_stays(environment):
     environment |= {**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7"}
-    assert launch.place_under_launcher(2)
+    assert place.place_under_launcher(2)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.9", "7")
 
 
 def test_srun_without_a_list_of_nodes_is_refused(environment):
     environment |= SLURM
     with pytest.raises(ConfigError, match="set MASTER_ADDR"):
-        launch.place_under_launcher(2)
+        place.place_under_launcher(2)
 
 
 # -- names that resolve to this machine alone ------------------------------------------------------
@@ -103,7 +103,7 @@ def network(monkeypatch):
                 raise OSError("no route")
             return routes[goal]
 
-        monkeypatch.setattr(launch, "own_address", own_address)
+        monkeypatch.setattr(place, "own_address", own_address)
 
     return make
 
@@ -131,7 +131,7 @@ def test_a_node_that_calls_itself_a_loopback_is_reached_by_its_interface(
 ):
     network(interfaces, routes, own)
     environment |= TORCHRUN
-    assert launch.place_under_launcher(2)
+    assert place.place_under_launcher(2)
     assert environment["GLOO_SOCKET_IFNAME"] == chosen
 
 
@@ -139,24 +139,24 @@ def test_where_no_interface_is_the_one_the_user_is_asked(environment, network):
     network({"eth0": "10.0.0.5", "ib0": "10.9.0.5"}, {})
     environment |= TORCHRUN
     with pytest.raises(ConfigError, match=r"node1, resolves to 127.0.1.1.*GLOO_SOCKET_IFNAME"):
-        launch.place_under_launcher(2)
+        place.place_under_launcher(2)
 
 
 def test_on_one_node_or_with_a_name_that_others_can_use_nothing_is_set(environment, network):
     network({"eth0": "10.0.0.5"}, {})
     environment |= {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
-    assert launch.place_under_launcher(2)
+    assert place.place_under_launcher(2)
     assert "GLOO_SOCKET_IFNAME" not in environment
     network({"eth0": "10.0.0.5"}, {}, own="10.0.0.5")
     environment["LOCAL_WORLD_SIZE"] = "1"
-    assert launch.place_under_launcher(2)
+    assert place.place_under_launcher(2)
     assert "GLOO_SOCKET_IFNAME" not in environment
 
 
 def test_a_given_interface_stays(environment, network):
     network({"eth0": "10.0.0.5"}, {})
     environment |= {**TORCHRUN, "GLOO_SOCKET_IFNAME": "ib7"}
-    assert launch.place_under_launcher(2)
+    assert place.place_under_launcher(2)
     assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qurl_megatron.config import load
+from qurl_megatron.config import load, to_toml
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.plots import History
 from qurl_megatron.observe.sinks import Record
@@ -273,8 +273,8 @@ def test_a_folder_of_another_run_fails_instead_of_counting(root):
     run = root / "out/runs" / CELLS[0]
     (run / "checkpoints/step_000003").mkdir(parents=True)
     (run / "checkpoints/step_000003/state.json").write_text("{}")
-    recipe = RECIPE.format(root=root)
-    (run / "config.toml").write_text(f"{recipe}\n[optimizer]\nlr = 1.0\n")
+    other = load(root / "recipe.toml", ["optimizer.lr=1.0"])
+    (run / "config.toml").write_text(to_toml(other))
     result = read_results(read_study(root / "study.toml"), root / "out")[0]
     assert result.state == "failed" and "optimizer.lr: 1.0 there, 1e-06 here" in result.reason
 

@@ -11,6 +11,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.start import _already_done
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, claim, folders, latest
+from qurl_megatron.training.whole import sources
 from tests.disks import fill, small_disk
 from tests.unit.test_damaged_files import RECIPE_TEXT
 
@@ -55,16 +56,50 @@ def test_a_recipe_is_replaced_whole_or_stays_as_it_was(config, tmp_path):
         assert {path.name for path in disk.iterdir()} == {"filler", ".lock", RECIPE}
 
 
-@pytest.mark.parametrize("kept", [0, 100])
-def test_a_recipe_that_was_cut_off_is_named(config, kept, tmp_path):
+@pytest.fixture
+def begun(config, tmp_path):
+    """The recipe that a run of two steps keeps in its folder."""
     claim(tmp_path / "run", config).close()
     checkpoint(tmp_path / "run", 2)
-    recipe = tmp_path / "run" / RECIPE
-    os.truncate(recipe, kept)
-    with pytest.raises(ConfigError, match=f"{recipe}, which says what run .*, is damaged .*delete"):
-        claim(tmp_path / "run", config)
-    recipe.unlink()
-    claim(tmp_path / "run", config)
+    return tmp_path / "run" / RECIPE
+
+
+def cut_at(text: str) -> int:
+    return len((text[: text.index("[quant]")]).encode())
+
+
+@pytest.mark.parametrize("kept", [lambda text: 0, lambda text: 100, cut_at])
+def test_a_recipe_that_was_cut_off_is_named(kept, config, begun):
+    """Also where what is left of it is TOML."""
+    os.truncate(begun, kept(begun.read_text()))
+    with pytest.raises(ConfigError, match=f"{begun}, which says what run .*, is damaged .*delete"):
+        claim(begun.parent, config)
+    begun.unlink()
+    claim(begun.parent, config)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("uaq_scale = 0.5", "quant.uaq_scale must be"),
+        ("uaq_scales = 1.5", "unknown key quant.uaq_scales"),
+    ],
+)
+def test_a_recipe_of_other_rules_is_not_called_damaged(written, reason, config, begun):
+    text = begun.read_text().replace(f"uaq_scale = {config.quant.uaq_scale}", written)
+    begun.write_text(text)
+    with pytest.raises(ConfigError, match=f"{begun}, which .*: {reason}.*; .*new folder") as said:
+        claim(begun.parent, config)
+    assert "damaged" not in str(said.value)
+    assert begun.read_text() == text
+
+
+def test_a_recipe_that_cannot_be_read_is_not_called_damaged(config, begun):
+    begun.unlink()
+    begun.symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+    with pytest.raises(ConfigError, match=f"{begun} cannot be read .Input/output error.") as said:
+        claim(begun.parent, config)
+    assert "damaged" not in str(said.value)
 
 
 def test_what_is_set_aside_or_unfinished_is_no_checkpoint(tmp_path):
@@ -84,6 +119,31 @@ def test_a_newest_checkpoint_without_a_readable_state_does_not_pass_for_the_last
     assert _already_done(done)
     (folder / STATE).write_text("{")
     assert not _already_done(done)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begun", "resumed"),
+    [
+        ([], {"model.path": "m"}, {}),
+        (["algo.kl_coef=0.1"], {"model.path": "m"}, {"model.path": "m"}),
+        (
+            ["algo.kl_coef=0.1", "algo.reference=r"],
+            {"model.path": "m", "algo.reference": "r"},
+            {"algo.reference": "r"},
+        ),
+        (
+            ["algo.advantage=gae", "critic.path=c"],
+            {"model.path": "m", "critic.path": "c"},
+            {},
+        ),
+    ],
+)
+def test_a_resumed_run_needs_no_checkpoint_but_its_own_and_the_references(
+    overrides, begun, resumed, config, tmp_path
+):
+    given = load(tmp_path / "recipe.toml", overrides)
+    assert sources(given, resumed=False) == begun
+    assert sources(given, resumed=True) == resumed
 
 
 def test_weights_that_double_are_told_once_for_each_doubling():

@@ -1,5 +1,6 @@
 """Files and memory: what one process puts another fetches, and every mishap has a name."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +26,7 @@ from qurl_megatron.rollout.wire import (
     piece_of,
     word_sum,
 )
+from qurl_megatron.runtime import undertaker
 from tests.unit.remote import Remote
 
 SHM = Path("/dev/shm")
@@ -125,6 +127,26 @@ def test_other_processes_see_the_bytes_and_leave_receipts(kind, tmp_path):
         for engine in engines:
             engine.end()
         sender.close()
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_what_a_sender_has_removed_is_no_business_of_the_undertakers(kind, tmp_path):
+    sender = make_sender(kind, tmp_path)
+    folder = str(sender.root if kind == "files" else sender.folder)
+
+    def is_held() -> bool:
+        for descriptor in Path(f"/proc/{undertaker._own._process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the listing's own, closed by now
+                if os.readlink(descriptor).startswith(folder):
+                    return True
+        return False
+
+    end = time.monotonic() + 5
+    while not is_held():
+        assert time.monotonic() < end
+    sender.close()
+    while is_held():
+        assert time.monotonic() < end
 
 
 def test_a_receipt_that_comes_late_is_waited_for_and_one_that_is_missing_is_an_error(sender):

@@ -31,11 +31,12 @@ def test_it_acts_after_an_ordinary_end_too_and_leaves_the_exit_code_alone(tmp_pa
 
 
 def test_what_has_been_spared_and_what_another_has_made_since_stays(tmp_path):
+    """A file system gives the number of an inode to the next one at once, where it is free."""
     body = """
-made, kept = folder / "made", folder / "kept"
-made.mkdir(), kept.mkdir()
-bury(made), bury(kept)
-made.rmdir(), (folder / "other").mkdir(), made.mkdir()
+made, kept, gone = folder / "made", folder / "kept", folder / "gone"
+made.mkdir(), kept.mkdir(), gone.mkdir()
+bury(made), bury(kept), spare(kept), bury(gone)
+made.rmdir(), made.mkdir(), (made / "somebody's").touch()
 child = sleeper()
 bury(child.pid), spare(child.pid)
 print(child.pid, flush=True)
@@ -46,7 +47,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     (left,) = [line for line in footprint.left(seconds=1.5) if "sleep" in line]
     for process in footprint.processes():
         process.kill()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "made"]
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["somebody's"]
     assert "sleep 600" in left
 
 

@@ -27,7 +27,7 @@ from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.version import MANIFEST, Manifest
 from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Piece, Receipt, checksum, raw
 from qurl_megatron.runtime import files
-from qurl_megatron.runtime.undertaker import bury
+from qurl_megatron.runtime.undertaker import bury, remove
 from qurl_megatron.weights.hf_reader import DTYPES
 
 RECEIPTS = "receipts"
@@ -102,7 +102,7 @@ class FilesSender(AtOnce):
 
     def close(self) -> None:
         if self.leads:
-            shutil.rmtree(self.root, ignore_errors=True)
+            remove(self.root)
 
 
 class FilesReceiver:

@@ -7,7 +7,6 @@ slot grows to the largest bucket it has held and then stays.
 
 import base64
 import os
-import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from qurl_megatron.rollout.transport.files import RECEIPTS, mapped, refusing
 from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 from qurl_megatron.runtime.children import expandable_segments
-from qurl_megatron.runtime.undertaker import bury
+from qurl_megatron.runtime.undertaker import bury, remove
 
 SLOTS = 2
 
@@ -110,7 +109,7 @@ class MemorySender(AtOnce):
         for slot in self._slots:
             slot.close()
         if self.leads:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
 
 
 class MemoryReceiver:

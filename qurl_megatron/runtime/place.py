@@ -1,0 +1,133 @@
+"""Where a rank stands that torchrun or srun started, and how the others reach it.
+
+What launchers put into the environment becomes torch's own variables there; ``launch`` starts ranks
+where neither did.
+"""
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import re
+import signal
+import socket
+
+import psutil
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.network import own_address
+from qurl_megatron.runtime.undertaker import bury
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def place_under_launcher(world_size: int | None = None) -> bool:
+    """True where torchrun or srun started this process; torch's own variables are then set.
+
+    Args:
+        world_size: how many processes the recipe's parallel sizes need; None takes any number.
+
+    Raises:
+        ConfigError: the launcher started another number of processes.
+    """
+    env = os.environ
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
+        alone = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
+        _be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
+        return True
+    # A batch script or an interactive shell is a step of one task: there the ranks are
+    # still to start.
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks == 1:
+        return False
+    _check_count("srun", tasks, world_size)
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], str(tasks)
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = _first_host()
+    env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
+    _be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
+    return True
+
+
+def end_with_launcher() -> None:
+    """Have what this rank would leave behind end with it, and the rank itself with torchrun.
+
+    srun's own daemon outlives it and ends the ranks; one that was started by hand, with torchrun's
+    variables, may well outlive the shell it came from.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Its main thread starts the ranks: the signal comes when that thread ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Of a rank that a shell started, the group may be a pipeline, with more than this rank in it.
+    placed = os.getsid(0) == os.getpid() or "SLURM_PROCID" in os.environ
+    if placed and os.getpgrp() == os.getpid():
+        bury(os.getpid())
+
+
+def _first_host() -> str:
+    """The node of rank 0. Slurm's own command to expand its lists is missing in containers."""
+    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not hosts:
+        raise ConfigError(
+            "srun started this process, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the "
+            "name of the first node"
+        )
+    # rack[1-2]node[07,09-12],other: the first of each bracket, then up to the comma.
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts).partition(",")[0]
+
+
+def _be_reachable(*, one_node: bool) -> None:
+    """Have gloo tell the other nodes an address of this one that they can reach.
+
+    It advertises what the host name resolves to, which many /etc/hosts map to 127.0.1.1.
+
+    Raises:
+        ConfigError: there are other nodes, and it is not clear which interface leads to them.
+    """
+    if one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, 0)[0][4][0]
+    except OSError:
+        address = None
+    if address is None or ipaddress.ip_address(address).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(
+            f"this node's name, {name}, resolves to {address or 'nothing'}"
+        )
+
+
+def _interface(problem: str) -> str:
+    """The interface towards the rendezvous, else that of the default route, else the only one."""
+    names = {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6) and _leads_on(address.address)
+    }
+    # The last two are reserved for documentation: the default route leads to them.
+    for goal in (os.environ["MASTER_ADDR"], "192.0.2.1", "2001:db8::1"):
+        with contextlib.suppress(OSError):  # no such name, no such route
+            if (own := own_address(goal)) in names:
+                return names[own]
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    raise ConfigError(
+        f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
+        f"interface that leads to them, of {sorted(set(names.values()))}"
+    )
+
+
+def _leads_on(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _check_count(launcher: str, started: int, needed: int | None) -> None:
+    if needed is not None and started != needed:
+        raise ConfigError(
+            f"{launcher} started {started} processes, but parallel.tensor * parallel.pipeline * "
+            f"parallel.context * parallel.data = {needed}; make them equal"
+        )

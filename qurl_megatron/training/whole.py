@@ -1,0 +1,77 @@
+"""Are checkpoints still what was written? All ranks compare checksums, each of some of the files.
+
+What is wrong is known on every rank alike.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.runtime.megatron import Ranks, share
+from qurl_megatron.weights.checkpoint import find_torch_dist
+from qurl_megatron.weights.sums import MEND, FileSum, damaged, read_record, wrong_size
+
+
+def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:
+    """The checkpoints whose weights a run uses, by their keys in the recipe.
+
+    Args:
+        resumed: it has a checkpoint of its own, which holds all weights but the reference's.
+    """
+    reference = config.algo.kl_coef > 0
+    found = {}
+    if not resumed or (reference and not config.algo.reference):
+        found["model.path"] = config.model.path
+    if reference and config.algo.reference:
+        found["algo.reference"] = config.algo.reference
+    if not resumed and config.algo.advantage == "gae" and config.critic.path:
+        found["critic.path"] = config.critic.path
+    return found
+
+
+def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
+    """Read all files of those checkpoints that have a record of them.
+
+    Args:
+        paths: checkpoints of any kind, by their keys in the recipe.
+
+    Raises:
+        ConfigError: one is not what was written.
+    """
+    for key, path in paths.items():
+        found = share(_recorded(Path(path)) if ranks.leads else None, waiting_for=f"{key}={path}")
+        if isinstance(found, ConfigError):
+            raise found
+        if why := damage(*found, ranks, key=key):
+            raise ConfigError(f"{why}; {MEND}")
+
+
+def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: str) -> str | None:
+    """What is wrong with the bytes of a checkpoint; None where all are what was written.
+
+    Args:
+        key: recipe key of the folder.
+    """
+    largest_first = sorted(record, key=lambda name: -record[name].bytes)
+    mine = largest_first[ranks.rank :: ranks.world_size]
+    for name in mine:
+        wait_until_seen(folder / name, "rank 0 sees it", key=key)
+    everywhere: list[str | None] = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, damaged(folder, record, mine))
+    return next(filter(None, everywhere), None)
+
+
+def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]] | ConfigError:
+    """The folder that a path leads to, and its record; or why it cannot be used."""
+    try:
+        folder = find_torch_dist(path) or path
+        record = read_record(folder) or {}
+    except ConfigError as error:
+        return error
+    if wrong := wrong_size(folder, record):
+        return ConfigError(f"{wrong}; {MEND}")
+    return folder, record
