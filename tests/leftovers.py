@@ -15,7 +15,6 @@ import psutil
 
 MARK = "QURL_TEST_RUN"
 SHARED = "/dev/shm/"
-SGLANGS_OWN = "sglang_loads_"  # 16 KB an engine, which SGLang leaves after a clean end, too
 
 
 class Footprint:
@@ -75,7 +74,7 @@ class Footprint:
             with contextlib.suppress(psutil.Error):
                 what = f"process {process.pid} of {process.ppid()}, {process.status()}"
                 found.append(f"{what}: {' '.join(process.cmdline())}")
-        files = {file for file in self._files if SGLANGS_OWN not in file.name and file.exists()}
+        files = {file for file in self._files if file.exists()}
         if run_dir is not None and (run_dir / ".token").exists():
             files |= set(Path(SHARED).glob(f"qurl-{(run_dir / '.token').read_text()}*"))
         # Somebody else's process may have taken a port that has become free.

@@ -24,7 +24,7 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import API_KEY, Launch, engine_launch
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
-from qurl_megatron.runtime.undertaker import bury, spare
+from qurl_megatron.runtime.undertaker import bury, drop, shared_by, spare
 
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 PORT = re.compile(r"[1-9][0-9]{0,4}")
@@ -51,6 +51,7 @@ class EngineProcess:
         self.launch = launch  # of the next start
         self._mode = "wb"
         self._heard = (0, 0.0)  # size of the log, and when it came to that
+        self._shared: set[str] = set()  # files in memory
         self.popen: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -110,8 +111,21 @@ class EngineProcess:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL:]
         return f"exited with status {status}; see {self.log}:\n" + "\n".join(lines)
 
+    def look(self) -> None:
+        """Remember what its processes share in memory: once they are gone, nothing else tells."""
+        if self.popen is not None:
+            self._shared |= shared_by([self.popen.pid])
+
+    def leave(self) -> None:
+        """Ask it to end by itself."""
+        self.look()
+        with contextlib.suppress(BrokenPipeError):  # it is gone already
+            self.popen.stdin.close()
+        self.popen.terminate()
+
     def kill(self) -> None:
         """At once, with every process it started: a stopped one heeds no other signal."""
+        self.look()
         if self.popen is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal.SIGKILL)
@@ -125,6 +139,8 @@ class EngineProcess:
     def _forget(self) -> None:
         if self.popen is not None:
             spare(self.popen.pid)
+            drop(self._shared)
+            self._shared.clear()
             self.popen = None
 
 
@@ -132,9 +148,7 @@ def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:
     """Ask all to leave, wait together, then insist."""
     running = [process for process in processes if process.popen is not None]
     for process in running:
-        with contextlib.suppress(BrokenPipeError):  # it is gone already
-            process.popen.stdin.close()
-        process.popen.terminate()
+        process.leave()
     deadline = time.monotonic() + grace_s
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):

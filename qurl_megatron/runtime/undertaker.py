@@ -22,12 +22,16 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.5
 MESSAGE = 1 << 16  # bytes of an order at most; a path has 4096
 LEAVING_S = 0.01  # between looks while something is on its way out
+SGLANGS = ("/dev/shm/sgl_shm_", "/dev/shm/sglang_loads_")
+"""What SGLang's processes share, of an engine of several ranks 25 MB. They are killed by each other
+even at a clean end, and remove none of it."""
 PATIENCE_S = 1.0
 """For what gets SIGTERM to end by itself: resource trackers, which ignore it, have work to do."""
 
@@ -59,6 +63,24 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if not folder.exists():
         spare(folder)
+
+
+def shared_by(groups: Iterable[int]) -> set[str]:
+    """SGLang's files in memory that processes of these groups have mapped."""
+    groups, found = set(groups), set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if os.getpgid(int(pid)) in groups:
+                maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+                found |= {name for name in maps.split() if name.startswith(SGLANGS)}
+    return found
+
+
+def drop(files: Iterable[str]) -> None:
+    """Remove what was shared by processes that are gone."""
+    for file in files:
+        with suppress(FileNotFoundError):
+            os.unlink(file)
 
 
 class _Undertaker:
@@ -110,7 +132,10 @@ def main(owner: int, lifelines: list[int]) -> None:
     left = _until_gone(owner, lifelines)
     if os.getppid() == owner:
         os.kill(owner, signal.SIGKILL)
-    _end([what for what in left if isinstance(what, int)])
+    groups = [what for what in left if isinstance(what, int)]
+    shared = shared_by(groups)
+    _end(groups)
+    drop(shared)
     for what, folder in left.items():
         with suppress(OSError):  # the name is gone, or the file system is
             if folder is not None and os.path.samestat(os.stat(what), os.fstat(folder)):

@@ -1,5 +1,6 @@
 """What ends with a process, and what does not."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,42 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "made"]
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["somebody's"]
     assert "sleep 600" in left
+
+
+MAPPING = """
+mapping = '''
+import mmap, sys, time
+for path in sys.argv[1:]:
+    with open(path, "wb+") as file:
+        file.truncate(4096)
+        globals()[path] = mmap.mmap(file.fileno(), 4096)
+print("mapped", flush=True)
+time.sleep(600)
+'''
+def mapped_by_a_group(*paths):
+    child = subprocess.Popen(
+        [sys.executable, "-c", mapping, *paths], start_new_session=True, stdout=subprocess.PIPE
+    )
+    child.stdout.readline()
+    return child
+"""
+
+
+def test_what_sglang_shares_in_memory_goes_with_it_and_a_users_model_there_stays(tmp_path):
+    mark = f"test-undertaker-{os.getpid()}"
+    theirs, users = Path(f"/dev/shm/sgl_shm_mq_{mark}"), Path(f"/dev/shm/{mark}.safetensors")
+    body = f"""
+bury(mapped_by_a_group("{theirs}", "{users}").pid)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    try:
+        code, footprint = run(tmp_path, MAPPING + body)
+        assert code == -9
+        assert footprint.left() == []
+        assert not theirs.exists() and users.exists()
+    finally:
+        for path in (theirs, users):
+            path.unlink(missing_ok=True)
 
 
 def test_without_its_undertaker_a_process_goes_on(tmp_path):
