@@ -79,7 +79,7 @@ def shared_by(groups: Iterable[int]) -> set[str]:
 def drop(files: Iterable[str]) -> None:
     """Remove what was shared by processes that are gone."""
     for file in files:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # it went by itself
             os.unlink(file)
 
 
