@@ -25,7 +25,7 @@ class Pulse:
     """Health checks of one engine; times are of the monotonic clock."""
 
     healthy: bool = False
-    pending: bool = False  # a check is on its way
+    sent: float | None = None  # when the check went out that is on its way
     due: float = 0.0  # the next one
     silent_since: float | None = None  # when the first check went out that got no good answer
     error: EngineError | None = None  # of the last check

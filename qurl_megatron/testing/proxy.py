@@ -1,25 +1,26 @@
-"""A liar in front of a real engine: 50 answers that an engine must never give.
+"""A liar in front of a real engine: 51 answers that an engine must never give.
 
-Requests are passed on as they are, and so is what the engine says to them, but for generations:
-each of these is spoilt by the next fault that ``play`` has named, in the way its row of FAULTS
-says. So a fault differs from a true answer in one thing alone, and whoever takes it for one has not
-looked at that thing.
+Requests are passed on as they are, and so is what the engine says to them, but for the endpoint
+that ``play`` names, generation unless told otherwise: each answer there is spoilt by the next fault
+named, in the way its row of FAULTS says. So a fault differs from a true answer in one thing alone,
+and whoever takes it for one has not looked at that thing.
 """
 
 import copy
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from qurl_megatron.testing.engines import QuietServer
 
 HUGE = 64 << 20  # bytes
-DRIP_S = 0.05
+DRIP_S = 0.1
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Reply:
     raw: bool = False  # without HTTP around it
     length: int | None = None  # that is told; None: the true one
     late: bool = False  # never, that is: not before the proxy is closed
-    drip: bool = False  # a byte at a time
+    drip: Literal["", "headers", "body"] = ""  # what goes out a byte at a time
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ LOCKED_OUT = ("401", "403")  # faults that an engine is left out for until the e
 FAULTS: dict[str, Fault] = {
     # The network.
     "never": Fault(lambda a: sent(a, late=True), "did not answer within"),
-    "drip": Fault(lambda a: sent(a, drip=True), "did not answer within"),
-    "cut": Fault(lambda a: sent(a[:1], length=1 << 20), "did not answer"),
+    "drip": Fault(lambda a: sent(a, drip="body"), "did not answer within"),
+    "headers drip": Fault(lambda a: sent(a, drip="headers"), "did not answer within"),
+    "cut": Fault(lambda a: sent(a, length=1 << 20), "did not answer"),
     "hung up": _body(b"", "did not answer", raw=True),
     "no http": _body(b"\x16\x03\x01 220 ready\r\n\r\n", "did not answer", raw=True),
     "huge": _body(b" " * HUGE, r"answered with more than \d+ bytes"),
@@ -196,7 +198,7 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self.waiting: list[str] = []  # names of faults to come
+        self.waiting: dict[str, list[str]] = defaultdict(list)  # faults to come, by endpoint
         self.played: list[str] = []
         self.closing = threading.Event()
         self._lock = threading.Lock()
@@ -217,15 +219,15 @@ class Proxy:
         self._server.server_close()
         self._http.close()
 
-    def play(self, names: Iterable[str]) -> None:
-        """Spoil as many generations, one by one."""
+    def play(self, names: Iterable[str], at: str = "/generate") -> None:
+        """Spoil as many answers of an endpoint, one by one."""
         with self._lock:
-            self.waiting += names
+            self.waiting[at] += names
 
     def reply(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
         """The engine's, or what becomes of it."""
         with self._lock:
-            name = self.waiting.pop(0) if path == "/generate" and self.waiting else None
+            name = self.waiting[path].pop(0) if self.waiting[path] else None
         answer = self._http.request(method, self.target + path, headers=headers, content=body)
         kind = {"content-type": answer.headers.get("content-type", "")}
         if name is None or answer.status_code != 200:
@@ -254,15 +256,20 @@ class _Handler(BaseHTTPRequestHandler):
         if reply.late:
             proxy.closing.wait()
         if not reply.raw:
-            self.send_response(reply.status)
-            for name, value in reply.headers.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(reply.length or len(reply.body)))
-            self.end_headers()
-        if not reply.drip:
-            self.wfile.write(reply.body)
+            self._write(_head(reply), drip=reply.drip == "headers")
+        self._write(reply.body, drip=reply.drip == "body")
+
+    def _write(self, data: bytes, *, drip: bool) -> None:
+        if not drip:
+            self.wfile.write(data)
             return
-        for byte in reply.body:
-            if proxy.closing.wait(DRIP_S):
+        for byte in data:
+            if self.server.engine.closing.wait(DRIP_S):
                 return
             self.wfile.write(bytes([byte]))
+
+
+def _head(reply: Reply) -> bytes:
+    length = {"content-length": str(reply.length or len(reply.body))}
+    lines = [f"{name}: {value}" for name, value in (reply.headers | length).items()]
+    return "\r\n".join([f"HTTP/1.0 {reply.status} said", *lines, "", ""]).encode()
