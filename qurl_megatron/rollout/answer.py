@@ -232,6 +232,8 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
         raise BadAnswer(f"unknown finish_reason {shortened(reason)}")
     if meta["id"] != asked.rid:
         raise BadAnswer(f"it answers request {shortened(meta['id'])}, not {asked.rid}")
+    if reason == "abort" and _cut_by_an_update(meta, rules):
+        given = []
     if type(given) is not list:
         raise BadAnswer(f"output_ids are no list: {shortened(given)}")
     triples = meta["output_token_logprobs"] if given else []
@@ -249,6 +251,15 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
     ids, log_probs = _ids(given, rules.vocabulary), _log_probs(given_log_probs)
     message = shortened(finish.get("message") or "")
     return Part(ids, log_probs, versions, reason, message)
+
+
+def _cut_by_an_update(meta: dict, rules: Rules) -> bool:
+    """True where the one version that older SGLang tells is of an update that came in between.
+
+    That is the name of the moment, and says nothing of the tokens: they are older.
+    """
+    alone = "weight_versions" not in meta
+    return alone and rules.names.number(meta.get("weight_version")) is MIXED
 
 
 def _ids(given: list, vocabulary: int) -> np.ndarray:

@@ -59,7 +59,8 @@ class Engine:
     condemned: bool = False  # ours, and it said what cannot be: to be started anew
     refuses: bool = False  # left because it does not take our key
     excused_until: float = 0.0  # not asked to take part before; of the monotonic clock
-    restarts: int = 0
+    restarts: int = 0  # since it last was reliable
+    served: int = 0  # versions from the first token to the last, in a row
     started_at: float = 0.0
     start_at: float | None = None  # next attempt, while it waits for one
     pulse: Pulse = field(default_factory=Pulse)
@@ -87,7 +88,7 @@ class Engine:
         if self.client is not None:
             self.client.close()
         self.client, self.start_at, self.released = None, None, False
-        self.failed_updates, self.condemned = 0, False
+        self.failed_updates, self.condemned, self.served = 0, False, 0
         self.pulse = Pulse(epoch=epoch)
         self.started_at = time.monotonic()
 

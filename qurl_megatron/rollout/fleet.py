@@ -38,6 +38,7 @@ __all__ = ["Engine", "Fleet"]
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
 EXCUSED_S = 15.0  # an adopted engine that fails updates sits out this long, then twice, ...
+RELIABLE = 3  # versions served in a row, each until the next, for which restarts are forgotten
 PROBE_S = 5.0  # for a failed engine to show that it could take part in a publication
 
 Result = TypeVar("Result")
@@ -244,6 +245,10 @@ class Fleet:
                 if engine in engines:
                     if engine.state != "serving" or engine.version is None:
                         self.note("joined", engine, f"serves version {version}")
+                    else:
+                        engine.served += 1
+                        if engine.served >= RELIABLE:
+                            engine.restarts = 0
                     engine.state, engine.version, engine.reason = "serving", version, ""
                     engine.failed_updates = 0
                 elif engine.state == "serving":
@@ -423,6 +428,7 @@ class Fleet:
             # The log of a process says more than "connection refused".
             engine.reason = death or str(error)
             engine.failures += 1
+            engine.served = 0
             engine.pulse.healthy, engine.pulse.due = False, 0.0
 
     def lock_out(self, engine: Engine, error: EngineError) -> None:

@@ -64,6 +64,25 @@ def test_older_sglang_tells_one_version_of_all_tokens():
     assert read(answer).versions == ((8, 3),)
 
 
+def test_an_abort_in_the_middle_of_an_update_is_not_the_fault_of_older_sglang():
+    answer = good_answer()
+    meta = answer["meta_info"]
+    meta.update(weight_version="updating-8@abc", finish_reason={"type": "abort"})
+    with pytest.raises(BadAnswer, match="weights"):
+        read(answer | {"meta_info": meta | {"weight_versions": [_whole("updating-8@abc")]}})
+    del meta["weight_versions"]  # the name of the moment is all that it can tell
+    part = read(answer)
+    assert (part.finish, part.ids.tolist(), part.versions) == ("abort", [], ())
+    for finish, name in (("stop", "updating-8@abc"), ("abort", "updating-8@def")):
+        meta.update(weight_version=name, finish_reason={"type": finish})
+        with pytest.raises(BadAnswer, match="weights"):
+            read(answer)
+
+
+def _whole(version: str) -> dict:
+    return {"version": version, "start": 0, "end": 3}
+
+
 def test_a_token_of_a_version_that_this_run_has_not_published_is_refused():
     rules = Rules(10, Names("abc"), confirmed=7, newest=8)
     assert read(good_answer(), rules=rules).versions == ((7, 1), (8, 2))
