@@ -140,6 +140,12 @@ class Fleet:
         with self._lock:
             return [engine for engine in self._engines if engine.state != "gone"]
 
+    @property
+    def adopted(self) -> list[Engine]:
+        """All that are not ours to start or end, those that have left as well."""
+        with self._lock:
+            return [engine for engine in self._engines if engine.process is None]
+
     def serving(self) -> list[Engine]:
         """Those with the current version: they get the traffic."""
         with self._lock:
@@ -517,6 +523,8 @@ class Fleet:
             if event == "gave up" and engine.process is None:
                 self.barred.add(engine.url)
             self.note(event, engine, message)
+            if engine.process is None:
+                self.tenancy.let_go(engine)
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:
         return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)
