@@ -193,6 +193,12 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+COULD_BE_TRUE: dict[str, Fault] = {
+    "log-prob -90": _log_prob(-90.0, r"1 token has more than 10000 times the probability"),
+}
+"""Lies that no look at an answer finds out: the trainer's own numbers must."""
+
+
 class Proxy:
     """Answers in a thread until closed; honest while it has nothing to play."""
 
@@ -233,7 +239,7 @@ class Proxy:
         if name is None or answer.status_code != 200:
             return Reply(answer.content, answer.status_code, kind)
         self.played.append(name)
-        return FAULTS[name].spoil(answer.json())
+        return (FAULTS | COULD_BE_TRUE)[name].spoil(answer.json())
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -33,6 +33,7 @@ from qurl_megatron.runtime.launch import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
+from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.training.state import TrainState
@@ -76,7 +77,7 @@ class Lead:
         self.stop = stop
         self.start_step = state.step
         self.unquantized_since = state.unquantized_since
-        self._growth = Growth(weight_norm)
+        self._growth, self._beyond = Growth(weight_norm), BeyondRounding()
         self._refused: ConfigError | None = None
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
@@ -380,6 +381,8 @@ class Lead:
         if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
             lr = self.config.optimizer.lr
             self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
+        if beyond := self._beyond.noticed(metrics):
+            self.alarm("rollout", beyond, step)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         def write() -> None:
