@@ -36,7 +36,7 @@ from qurl_megatron.rollout.answer import (
 from qurl_megatron.rollout.lease import ENDPOINT, Owner, Verdict
 from qurl_megatron.rollout.shorten import shortened
 
-CONTROL_BYTES = 16 << 20  # of an answer that is no generation
+CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
 
 Read = TypeVar("Read")
@@ -102,7 +102,7 @@ class EngineClient:
         try:
             httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError) as error:
-            raise EngineError(f"{url} is no address of an engine: {error}") from None
+            raise EngineError(f"{url} is not an engine URL: {error}") from None
 
     def close(self) -> None:
         """Ask nothing more: the engine has left, or another process has its place."""
@@ -288,7 +288,8 @@ class EngineClient:
         answer = self._parsed(endpoint, content)
         if not isinstance(answer, dict):
             raise EngineError(
-                f"{self.url}{endpoint} answered no JSON object: {shortened(answer)}", faulty=True
+                f"{self.url}{endpoint}: the answer is not an object: {shortened(answer)}",
+                faulty=True,
             )
         return answer
 
@@ -296,7 +297,7 @@ class EngineClient:
         try:
             return parsed(content)
         except BadAnswer as error:
-            raise EngineError(f"{self.url}{endpoint} answered {error}", faulty=True) from None
+            raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
 
     def _request(
         self,
@@ -376,7 +377,7 @@ class _Body:
     def whole(self) -> bytes:
         """
         Raises:
-            EngineError: it was no yes.
+            EngineError: it was refused.
         """
         content, status = b"".join(self._chunks), self._response.status_code
         if status != 200:
@@ -389,7 +390,7 @@ class _Body:
         """The same, where it is said to be JSON.
 
         Raises:
-            EngineError: it was no yes, or is something else.
+            EngineError: it was refused, or is something else.
         """
         content = self.whole()
         for header, meant in (("content-type", "application/json"), ("content-encoding", "")):

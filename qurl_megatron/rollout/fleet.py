@@ -21,6 +21,7 @@ from typing import TypeVar
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.rollout import process
 from qurl_megatron.rollout.answer import Info
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
@@ -320,7 +321,7 @@ class Fleet:
             self.fail(engine, error.of(purpose))
         if not results:
             reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
-            raise EngineError(f"{purpose} failed on {len(errors)} engines: {reasons}")
+            raise EngineError(f"{purpose} failed on {how_many(len(errors), 'engine')}: {reasons}")
         return results
 
     def release(self, tags: Sequence[str] | None = None) -> None:

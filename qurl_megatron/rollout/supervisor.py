@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.membership import read_members
@@ -201,7 +202,9 @@ class Supervisor:
                 engine.reason = death
             fleet.note("died", engine, death)
             if engine.restarts >= self._config.max_restarts:
-                fleet.leave(engine, "gave up", f"after {engine.restarts} restarts; it {death}")
+                fleet.leave(
+                    engine, "gave up", f"after {how_many(engine.restarts, 'restart')}; it {death}"
+                )
                 return
             wait = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
             engine.state, engine.start_at = "starting", time.monotonic() + wait

@@ -20,6 +20,7 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, overlong_penalty
 from qurl_megatron.rewards.pool import TRIES
@@ -136,9 +137,11 @@ class Lead:
             stack.callback(sink.close)
         last = metrics.last_step or 0
         if last < self.start_step:
+            first, end = last + 1, self.start_step
+            lost = f"step {end} is" if first == end else f"steps {first} to {end} are"
             print(
-                f"{path} ends with step {last}: steps {last + 1} to {self.start_step}, which the "
-                "checkpoint has behind it, stay missing there and in the report",
+                f"{path} ends with step {last}: {lost} in the checkpoint, but missing there and in "
+                "the report",
                 flush=True,
             )
         self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
@@ -230,9 +233,9 @@ class Lead:
         if timeouts or crashes:
             self.alarm(
                 "reward",
-                f"{timeouts + crashes} answers could not be checked and count as wrong: {timeouts} "
-                f"took longer than reward.timeout_s={self.config.reward.timeout_s:g}, {crashes} "
-                f"brought down {TRIES} workers",
+                f"{how_many(timeouts + crashes, 'answer')} could not be checked and counted as "
+                f"wrong: {timeouts} took longer than reward.timeout_s="
+                f"{self.config.reward.timeout_s:g}, {crashes} brought down {TRIES} workers",
                 step,
             )
         return {"reward/timeouts": Sum(timeouts), "reward/crashes": Sum(crashes)}

@@ -22,6 +22,7 @@ from qurl_megatron.observe.metrics import (
     StdDev,
     Sum,
 )
+from qurl_megatron.observe.text import how_many
 
 BEYOND = 1e4
 """A ratio that quantization does not explain. The largest that were measured with honest engines
@@ -50,13 +51,13 @@ class BeyondRounding:
         self._steps += 1
         if self._steps.bit_count() > 1:  # not a power of two
             return None
-        who, whose = ("1 token has", "its") if tokens == 1 else (f"{tokens} tokens have", "their")
+        have, their = ("has", "its") if tokens == 1 else ("have", "their")
         return (
-            f"{who} more than {BEYOND:.0f} times the probability that {whose} engine reported, the "
-            f"largest ratio is {metrics['rollout/rho_max']:.3g}: quantization does not explain "
-            "that, so an engine reports wrong log-probs or has other weights than this run "
-            "publishes; train.save_rollouts=true shows which tokens, guard.rho_above with "
-            "guard.action=halt ends a run over it"
+            f"{how_many(tokens, 'token')} {have} more than {BEYOND:.0f} times the probability that "
+            f"{their} engine reported, the largest ratio is {metrics['rollout/rho_max']:.3g}: "
+            "quantization does not explain that, so an engine reports wrong log-probs or has other "
+            "weights than this run publishes; train.save_rollouts=true shows which tokens, "
+            "guard.rho_above with guard.action=halt ends a run over it"
         )
 
 

@@ -145,8 +145,8 @@ def test_two_liars_that_nobody_publishes_to_end_the_collection_too(engines):
     "name,says",
     {
         "huge": "more than 16777216 bytes",
-        "deep": "answered no JSON",
-        "noise": "answered no JSON",
+        "deep": "answer is not JSON",
+        "noise": "answer is not JSON",
         "never": "did not answer within 1 s",
         "drip": "did not answer within 1 s",
         "headers drip": "did not answer within 1 s",

@@ -190,7 +190,7 @@ def test_an_engine_that_keeps_no_leases_is_adopted_all_the_same():
 def test_nonsense_about_a_lease_is_that_engines_fault(answer):
     with FakeEngine() as engine:
         engine.lease.ask = lambda body: answer
-        with pytest.raises(EngineError, match="no answer to a request for a lease") as error:
+        with pytest.raises(EngineError, match="malformed answer to a request for a lease") as error:
             EngineClient(engine.url).lease(ONE, 1, timeout_s=5)
         assert error.value.faulty
 
