@@ -183,7 +183,7 @@ class _Task:
             hint = (
                 f"did you mean {' or '.join(close)}?" if close else "known: " + ", ".join(DATASETS)
             )
-            raise ConfigError(f"data.task={config.task} is no reasoning-gym task; {hint}")
+            raise ConfigError(f"data.task={config.task} is not a reasoning-gym task; {hint}")
         known = {f.name for f in dataclasses.fields(DATASETS[config.task][1])} - {"seed", "size"}
         for name in config.task_args:
             if name not in known:

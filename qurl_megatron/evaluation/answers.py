@@ -93,7 +93,7 @@ class AnswerFile:
         for number, line in enumerate(lines[1:], start=2):
             record = self._parsed(line, number)
             if record.keys() != names:
-                raise ConfigError(f"{self.path} line {number} is no answer; delete the line")
+                raise ConfigError(f"{self.path} line {number} is not an answer; delete the line")
             self._take([Answer(**record)])
         # The last batch may have been cut short, in the middle of a line or between two.
         if rest:

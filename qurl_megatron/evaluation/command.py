@@ -30,6 +30,7 @@ from qurl_megatron.evaluation.evaluate import (
     model_files,
 )
 from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards.pool import RewardPool
 from qurl_megatron.rollout.client import EngineError
@@ -113,7 +114,7 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
             raise ConfigError(f"{error}{rest}") from error
     print(table)
     if unjudged := rewards.timeouts + rewards.crashes:
-        print(f"{unjudged} answers could not be checked in time, and count as wrong")
+        print(f"{how_many(unjudged, 'answer')} could not be checked, and counted as wrong")
     print(f"results: {plan.out / 'results.json'}", flush=True)
     return 0
 

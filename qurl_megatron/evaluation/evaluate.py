@@ -135,7 +135,10 @@ def _max_tokens(info: dict[str, Any], context: float) -> int | None:
     cache, length = info.get("max_total_num_tokens"), info.get("context_length")
     if not (or_none(count)(cache) and or_none(count)(length)):
         said = shortened([cache, length])
-        raise ConfigError(f"{info.get('model_path')}: its engine takes {said} tokens, it says")
+        raise ConfigError(
+            f"the engine of {info.get('model_path')} reports {said} for max_total_num_tokens and "
+            "context_length, which are not numbers of tokens"
+        )
     limit = min(cache or math.inf, length or context)
     return int(limit) if math.isfinite(limit) else None
 

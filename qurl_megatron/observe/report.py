@@ -199,7 +199,8 @@ def _rollout_speed(history: History) -> float | None:
 
 def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
     """(step, time of day, what happened)."""
-    lanes = {"fleet": "", "guard": "guard: ", "sampling": "sampling: ", "weights": "weights: "}
+    alarms = ("guard", "sampling", "weights", "rollout", "reward")
+    lanes = {"fleet": "", **{lane: f"{lane}: " for lane in alarms}}
     return [
         (
             span.step,

@@ -70,6 +70,11 @@ def number(value: float) -> str:
     return text.replace("-", MINUS)
 
 
+def how_many(count: int, noun: str) -> str:
+    """1, "answer" -> "1 answer"; 2, "answer" -> "2 answers"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """2.31 -> "2.31 s", 110 -> "1m50s", 7500 -> "2h05m"."""
     if not math.isfinite(seconds):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.rollout.naming import MIXED, Names
 from qurl_megatron.rollout.schema import count, list_of, or_none, record, seconds, text
 from qurl_megatron.rollout.shorten import shortened
@@ -94,16 +95,17 @@ class Load:
 def parsed(content: bytes) -> Any:
     """
     Raises:
-        BadAnswer: it is no JSON.
+        BadAnswer: it is not JSON.
     """
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
         pass
     try:
-        return json.loads(content)  # knows NaN, which says more of an engine than "no JSON"
+        return json.loads(content)  # knows NaN, which says more of an engine than "not JSON"
     except (ValueError, RecursionError):
-        raise BadAnswer(f"no JSON: {shortened(content[:200].decode(errors='replace'))}") from None
+        text = shortened(content[:200].decode(errors="replace"))
+        raise BadAnswer(f"the answer is not JSON: {text}") from None
 
 
 def answer_limit(budgets: Sequence[int]) -> int:
@@ -115,13 +117,13 @@ def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[P
     """Each answer of a batch, or what is wrong with that one.
 
     Raises:
-        BadAnswer: they are no answers to these requests.
+        BadAnswer: they do not answer these requests.
     """
     answers = parsed(content)
     if not isinstance(answers, list):
-        raise BadAnswer(f"no list of answers: {shortened(answers)}")
+        raise BadAnswer(f"the answer is not a list: {shortened(answers)}")
     if len(answers) != len(asked):
-        raise BadAnswer(f"{len(asked)} requests were answered with {len(answers)} responses")
+        raise BadAnswer(f"{how_many(len(answers), 'answer')} to {how_many(len(asked), 'request')}")
     found: list[Part | BadAnswer] = []
     for answer, request in zip(answers, asked, strict=True):
         try:
@@ -153,11 +155,11 @@ def read_info(info: dict) -> Info:
     kind = "embedded" if info.get("engine") == "qurl-embedded" else "sglang"
     tp, loaders = info.get("tp_size") or 1, info.get("custom_weight_loader")
     if not count(tp) or tp > 1024:
-        raise BadAnswer(f"tp_size {shortened(tp)} is no number of ranks")
+        raise BadAnswer(f"tp_size {shortened(tp)} is not a number of ranks")
     if text(loaders):
         loaders = [loaders]
     if not or_none(list_of(text))(loaders):
-        raise BadAnswer(f"custom_weight_loader {shortened(loaders)} is no list of names")
+        raise BadAnswer(f"custom_weight_loader {shortened(loaders)} is not a list of names")
     told = "custom_weight_loader" in info
     return Info(kind, tp, tuple(loaders or ()) if told else None)
 
@@ -170,8 +172,9 @@ def read_load(info: dict) -> Load:
     """
     numbers = [info.get(f"num_{what}") for what in ("running_reqs", "waiting_reqs")]
     generated, paused = info.get("num_generated_tokens"), info.get("is_paused")
-    if not all(map(or_none(count), (*numbers, generated))):
-        raise BadAnswer(f"no numbers of requests and tokens: {shortened([*numbers, generated])}")
+    counts = [*numbers, generated]
+    if not all(map(or_none(count), counts)):
+        raise BadAnswer(f"malformed numbers of requests and tokens: {shortened(counts)}")
     return Load(
         version=shortened(str(info.get("weight_version"))),
         running=numbers[0] or 0,
@@ -191,7 +194,7 @@ def read_loads(info: dict, version: str, loads: Any) -> Load:
         for what in ("running", "waiting")
     ]
     if not all(map(seconds, speeds)) or not all(map(list_of(count), queues)):
-        raise BadAnswer(f"no numbers of requests and tokens: {shortened([speeds, queues])}")
+        raise BadAnswer(f"malformed speeds and queues: {shortened([speeds, queues])}")
     return Load(
         version=version,
         running=sum(queues[0]),
@@ -206,7 +209,7 @@ def read_loads(info: dict, version: str, loads: Any) -> Load:
 def _objects(holder: dict, name: str) -> list[dict]:
     found = holder.get(name, [])
     if not list_of(record)(found):
-        raise BadAnswer(f"{name} is no list of objects: {shortened(found)}")
+        raise BadAnswer(f"{name} is not a list of objects: {shortened(found)}")
     return found
 
 
@@ -232,8 +235,10 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
         raise BadAnswer(f"unknown finish_reason {shortened(reason)}")
     if meta["id"] != asked.rid:
         raise BadAnswer(f"it answers request {shortened(meta['id'])}, not {asked.rid}")
+    if reason == "abort" and _cut_by_an_update(meta, rules):
+        given = []
     if type(given) is not list:
-        raise BadAnswer(f"output_ids are no list: {shortened(given)}")
+        raise BadAnswer(f"output_ids is not a list: {shortened(given)}")
     triples = meta["output_token_logprobs"] if given else []
     versions = _versions(meta, len(given), rules) if given else ()
     if reason == "abort":  # it may have come between a token and its log-prob
@@ -251,6 +256,15 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
     return Part(ids, log_probs, versions, reason, message)
 
 
+def _cut_by_an_update(meta: dict, rules: Rules) -> bool:
+    """True where the one version that older SGLang tells is of an update that came in between.
+
+    That is the name of the moment, and says nothing of the tokens: they are older.
+    """
+    alone = "weight_versions" not in meta
+    return alone and rules.names.number(meta.get("weight_version")) is MIXED
+
+
 def _ids(given: list, vocabulary: int) -> np.ndarray:
     """int32, of JSON numbers that are integers of the vocabulary."""
     try:
@@ -259,7 +273,7 @@ def _ids(given: list, vocabulary: int) -> np.ndarray:
         ids = None
     if ids is None or _has_bool(given, np.flatnonzero((ids == 0) | (ids == 1))):
         wrong = next(x for x in given if type(x) is not int or not -(2**63) <= x < 2**63)
-        raise BadAnswer(f"token id {shortened(wrong)} is no integer of 64 bits")
+        raise BadAnswer(f"token id {shortened(wrong)} is not a 64-bit integer")
     outside = (ids < 0) | (ids >= vocabulary)
     if outside.any():
         raise BadAnswer(
@@ -276,7 +290,7 @@ def _log_probs(given: Sequence) -> np.ndarray:
         log_probs = None
     if log_probs is None or _has_bool(given, np.flatnonzero((log_probs == 0) | (log_probs == 1))):
         wrong = next(x for x in given if type(x) not in (int, float) or abs(x) > 1e300)
-        raise BadAnswer(f"log-prob {shortened(wrong)} is no number that a float holds")
+        raise BadAnswer(f"log-prob {shortened(wrong)} is not a number that fits a float")
     bad = ~((log_probs >= LOWEST) & (log_probs <= ROUNDING))  # NaN as well
     if bad.any():
         raise BadAnswer(

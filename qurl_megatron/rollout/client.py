@@ -3,11 +3,15 @@
 Control is blocking and thread-safe; generation also comes as a coroutine, so that hundreds of
 requests can wait, and be given up, without a thread each. Every failure is an EngineError that
 names the engine, the endpoint and the cause.
+
+Both go over an event loop, because only there one limit holds for a whole exchange: a socket's own
+begins anew with every byte, and whoever sends one now and then would be waited for without end.
 """
 
 import asyncio
 import contextlib
 import functools
+import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -32,7 +36,7 @@ from qurl_megatron.rollout.answer import (
 from qurl_megatron.rollout.lease import ENDPOINT, Owner, Verdict
 from qurl_megatron.rollout.shorten import shortened
 
-CONTROL_BYTES = 16 << 20  # of an answer that is no generation
+CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
 
 Read = TypeVar("Read")
@@ -85,29 +89,32 @@ class EngineClient:
             headers["Authorization"] = f"Bearer {api_key}"
         self._options = {
             "base_url": self.url,
-            "timeout": timeout_s,
+            "timeout": None,  # of each wait for bytes; a whole exchange has one
             "headers": headers,
             # A proxy configured for the internet must not get traffic for 127.0.0.1.
             "trust_env": False,
             # A restarted engine leaves no dead socket behind.
             "limits": httpx.Limits(max_keepalive_connections=0),
-            "verify": _certificates() if self.url.startswith("https:") else False,
+            "verify": _tls(self.url.startswith("https:")),
         }
         self._timeout_s = timeout_s
+        self._closed = False
         try:
-            self._http = httpx.Client(**self._options)
+            httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError) as error:
-            raise EngineError(f"{url} is no address of an engine: {error}") from None
+            raise EngineError(f"{url} is not an engine URL: {error}") from None
 
     def close(self) -> None:
-        self._http.close()
+        """Ask nothing more: the engine has left, or another process has its place."""
+        self._closed = True
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Ready for requests, as the engine sees it; SGLang says no while it is paused."""
         try:
-            return self._http.get("/health", timeout=timeout_s).status_code == 200
-        except httpx.HTTPError:  # not up yet, or gone: that is the answer
+            self._request("GET", "/health", timeout_s=timeout_s)
+        except EngineError:  # not up yet, or gone: that is the answer
             return False
+        return True
 
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
         """Comes from the engine's own loop, paused or not: an answer proves that it runs."""
@@ -281,7 +288,8 @@ class EngineClient:
         answer = self._parsed(endpoint, content)
         if not isinstance(answer, dict):
             raise EngineError(
-                f"{self.url}{endpoint} answered no JSON object: {shortened(answer)}", faulty=True
+                f"{self.url}{endpoint}: the answer is not an object: {shortened(answer)}",
+                faulty=True,
             )
         return answer
 
@@ -289,7 +297,7 @@ class EngineClient:
         try:
             return parsed(content)
         except BadAnswer as error:
-            raise EngineError(f"{self.url}{endpoint} answered {error}", faulty=True) from None
+            raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
 
     def _request(
         self,
@@ -306,31 +314,42 @@ class EngineClient:
             timeout = min(timeout, end - time.monotonic())
             if timeout <= 0:
                 raise EngineError(f"{self.url}{endpoint} was not asked: the deadline has passed")
+        if self._closed:
+            raise EngineError(f"{self.url}{endpoint} was not asked: the engine has left")
+        content = None if body is None else orjson.dumps(body)
+
+        async def ask() -> _Body:
+            async with httpx.AsyncClient(**self._options) as http:
+                return await self._exchange(http, method, endpoint, content, timeout, limit)
+
+        return asyncio.run(ask()).whole()
+
+    async def _exchange(
+        self,
+        http: httpx.AsyncClient,
+        method: str,
+        endpoint: str,
+        content: bytes | None,
+        timeout_s: float,
+        limit: int,
+    ) -> "_Body":
+        """An answer, whole after ``timeout_s`` from now, connection and headers included."""
         try:
-            content = None if body is None else orjson.dumps(body)
-            request = self._http.build_request(method, endpoint, content=content, timeout=timeout)
-            response = self._http.send(request, stream=True)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._silent(endpoint, error, timeout) from error
-        except RuntimeError as error:  # closed: the engine has left the fleet
-            raise EngineError(f"{self.url}{endpoint} was not asked: {error}") from error
-        answer, end = _Body(self, endpoint, response, limit), time.monotonic() + timeout
-        try:
-            for chunk in response.iter_raw():
-                answer.take(chunk)
-                if time.monotonic() > end:  # a byte now and then keeps the socket's own limit away
-                    raise httpx.ReadTimeout("")
-        except httpx.HTTPError as error:
-            raise self._silent(endpoint, error, timeout) from error
-        finally:
-            response.close()
-        return answer.whole()
+            async with (
+                asyncio.timeout(timeout_s),
+                http.stream(method, endpoint, content=content) as response,
+            ):
+                answer = _Body(self, endpoint, response, limit)
+                async for chunk in response.aiter_raw():
+                    answer.take(chunk)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise self._silent(endpoint, error, timeout_s) from error
+        return answer
 
     def _silent(self, endpoint: str, error: Exception, timeout_s: float) -> EngineError:
-        if isinstance(error, httpx.TimeoutException):
+        if isinstance(error, TimeoutError):
             return EngineError(f"{self.url}{endpoint} did not answer within {timeout_s:.0f} s")
-        why = shortened(str(error)) or type(error).__name__
-        return EngineError(f"{self.url}{endpoint} did not answer: {why}")
+        return EngineError(f"{self.url}{endpoint} did not answer: {shortened(_why(error))}")
 
 
 class _Body:
@@ -358,7 +377,7 @@ class _Body:
     def whole(self) -> bytes:
         """
         Raises:
-            EngineError: it was no yes.
+            EngineError: it was refused.
         """
         content, status = b"".join(self._chunks), self._response.status_code
         if status != 200:
@@ -371,7 +390,7 @@ class _Body:
         """The same, where it is said to be JSON.
 
         Raises:
-            EngineError: it was no yes, or is something else.
+            EngineError: it was refused, or is something else.
         """
         content = self.whole()
         for header, meant in (("content-type", "application/json"), ("content-encoding", "")):
@@ -411,30 +430,15 @@ class Session:
         body = _generation(input_ids, params, rid)
         if cache_key is not None:
             body["extra_key"] = cache_key
-        content = await self._post("/generate", body, limit)
+        client, content = self._client, orjson.dumps(body)
+        answer = await client._exchange(
+            self._http, "POST", "/generate", content, client._timeout_s, limit
+        )
         with uncollected():
             try:
-                return read(content)
+                return read(answer.of_json())
             except BadAnswer as error:
-                raise EngineError(f"{self._client.url}/generate: {error}", faulty=True) from None
-
-    async def _post(self, endpoint: str, body: dict, limit: int) -> bytes:
-        client, content = self._client, orjson.dumps(body)
-        try:
-            # In all: a byte now and then keeps the socket's own limit away.
-            async with (
-                asyncio.timeout(client._timeout_s),
-                self._http.stream("POST", endpoint, content=content) as response,
-            ):
-                answer = _Body(client, endpoint, response, limit)
-                async for chunk in response.aiter_raw():
-                    answer.take(chunk)
-        except httpx.HTTPError as error:
-            raise client._silent(endpoint, error, client._timeout_s) from error
-        except TimeoutError:
-            late = httpx.ReadTimeout("")
-            raise client._silent(endpoint, late, client._timeout_s) from None
-        return answer.of_json()
+                raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
 
 
 def _generation(
@@ -452,8 +456,20 @@ def _generation(
 
 
 @functools.cache
-def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # reading them takes tens of milliseconds
+def _tls(used: bool) -> ssl.SSLContext:
+    return httpx.create_ssl_context(verify=used)  # reading certificates takes tens of milliseconds
+
+
+def _why(error: BaseException) -> str:
+    """What the system said, where that is beneath: "all connection attempts failed" says less."""
+    root = error
+    while (beneath := root.__cause__ or root.__context__) is not None:
+        # A group is of all addresses of a name.
+        root = beneath.exceptions[0] if isinstance(beneath, ExceptionGroup) else beneath
+    by_system = isinstance(root, OSError) and not isinstance(root, ssl.SSLError)
+    if by_system and (root.errno or 0) > 0:  # below are those of name servers
+        return os.strerror(root.errno)
+    return str(error) or type(error).__name__
 
 
 def _message(content: bytes) -> str:

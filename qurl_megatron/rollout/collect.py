@@ -25,6 +25,7 @@ from itertools import chain
 import numpy as np
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.rollout.answer import (
     Asked,
     BadAnswer,
@@ -372,7 +373,9 @@ class _Collection:
                 await self._abort(flight)
         for engine, number in self.moved.items():
             self.fleet.count("retries", number)
-            self.fleet.note("retried", engine, f"{number} responses go on elsewhere")
+            self.fleet.note(
+                "retried", engine, f"{how_many(number, 'response')} to be finished elsewhere"
+            )
         self.moved.clear()
 
     def _send_on(self, flight: _Flight) -> None:
@@ -398,7 +401,7 @@ class _Collection:
     async def _abort(self, flight: _Flight) -> None:
         flight.aborted = True
         self.fleet.count("aborted", len(flight.items))
-        why = f"{len(flight.items)} responses, after {flight.age:.0f} s"
+        why = f"{how_many(len(flight.items), 'response')}, after {flight.age:.0f} s"
         self.fleet.note("aborted", flight.engine, why)
         try:
             await asyncio.to_thread(flight.engine.client.abort, flight.rid)

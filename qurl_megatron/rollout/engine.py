@@ -9,6 +9,7 @@
 Only the fleet changes states, under its lock.
 """
 
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,7 +26,7 @@ class Pulse:
     """Health checks of one engine; times are of the monotonic clock."""
 
     healthy: bool = False
-    pending: bool = False  # a check is on its way
+    sent: float | None = None  # when the check went out that is on its way
     due: float = 0.0  # the next one
     silent_since: float | None = None  # when the first check went out that got no good answer
     error: EngineError | None = None  # of the last check
@@ -48,6 +49,7 @@ class Engine:
 
     leased_s: float | None = None  # what another run's lease had left when it was last asked for
     ours: bool = False  # its lease is this run's
+    leasing: threading.Lock = field(default_factory=threading.Lock)  # held while it is asked for
 
     released: bool = False  # its device memory is the trainer's
 
@@ -59,7 +61,8 @@ class Engine:
     condemned: bool = False  # ours, and it said what cannot be: to be started anew
     refuses: bool = False  # left because it does not take our key
     excused_until: float = 0.0  # not asked to take part before; of the monotonic clock
-    restarts: int = 0
+    restarts: int = 0  # since it last was reliable
+    served: int = 0  # versions from the first token to the last, in a row
     started_at: float = 0.0
     start_at: float | None = None  # next attempt, while it waits for one
     pulse: Pulse = field(default_factory=Pulse)
@@ -87,7 +90,7 @@ class Engine:
         if self.client is not None:
             self.client.close()
         self.client, self.start_at, self.released = None, None, False
-        self.failed_updates, self.condemned = 0, False
+        self.failed_updates, self.condemned, self.served = 0, False, 0
         self.pulse = Pulse(epoch=epoch)
         self.started_at = time.monotonic()
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.rollout import process
 from qurl_megatron.rollout.answer import Info
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
@@ -38,6 +39,7 @@ __all__ = ["Engine", "Fleet"]
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
 EXCUSED_S = 15.0  # an adopted engine that fails updates sits out this long, then twice, ...
+RELIABLE = 3  # versions served in a row, each until the next, for which restarts are forgotten
 PROBE_S = 5.0  # for a failed engine to show that it could take part in a publication
 
 Result = TypeVar("Result")
@@ -138,6 +140,12 @@ class Fleet:
         """All that have not left, whatever their state."""
         with self._lock:
             return [engine for engine in self._engines if engine.state != "gone"]
+
+    @property
+    def adopted(self) -> list[Engine]:
+        """All that are not ours to start or end, those that have left as well."""
+        with self._lock:
+            return [engine for engine in self._engines if engine.process is None]
 
     def serving(self) -> list[Engine]:
         """Those with the current version: they get the traffic."""
@@ -244,6 +252,10 @@ class Fleet:
                 if engine in engines:
                     if engine.state != "serving" or engine.version is None:
                         self.note("joined", engine, f"serves version {version}")
+                    else:
+                        engine.served += 1
+                        if engine.served >= RELIABLE:
+                            engine.restarts = 0
                     engine.state, engine.version, engine.reason = "serving", version, ""
                     engine.failed_updates = 0
                 elif engine.state == "serving":
@@ -309,7 +321,7 @@ class Fleet:
             self.fail(engine, error.of(purpose))
         if not results:
             reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
-            raise EngineError(f"{purpose} failed on {len(errors)} engines: {reasons}")
+            raise EngineError(f"{purpose} failed on {how_many(len(errors), 'engine')}: {reasons}")
         return results
 
     def release(self, tags: Sequence[str] | None = None) -> None:
@@ -423,6 +435,7 @@ class Fleet:
             # The log of a process says more than "connection refused".
             engine.reason = death or str(error)
             engine.failures += 1
+            engine.served = 0
             engine.pulse.healthy, engine.pulse.due = False, 0.0
 
     def lock_out(self, engine: Engine, error: EngineError) -> None:
@@ -513,6 +526,8 @@ class Fleet:
             if event == "gave up" and engine.process is None:
                 self.barred.add(engine.url)
             self.note(event, engine, message)
+            if engine.process is None:
+                self.tenancy.let_go(engine)
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:
         return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)

@@ -75,11 +75,11 @@ class Verdict:
     def read(answer: dict) -> "Verdict":
         """
         Raises:
-            ValueError: it is none.
+            ValueError: it is malformed.
         """
         granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
         if not (flag(granted) and text(label) and seconds(left)):
-            raise ValueError(f"no answer to a request for a lease: {shortened(answer)}")
+            raise ValueError(f"a malformed answer to a request for a lease: {shortened(answer)}")
         return Verdict(granted, shortened(label), float(left))
 
 
@@ -94,7 +94,7 @@ class Lease:
         """Grant it to the run that asks, or say who has it.
 
         Raises:
-            ConfigError: that is no request for a lease.
+            ConfigError: the request is malformed.
         """
         run, label, seconds = (
             (body.get(key) for key in ("run", "label", "seconds"))

@@ -54,22 +54,22 @@ def map_of(inner: Range) -> Range:
 def parse(content: str | bytes) -> Any:
     """
     Raises:
-        Malformed: it is no JSON.
+        Malformed: it is not JSON.
     """
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise Malformed(f"no JSON ({error})") from None
+        raise Malformed(f"not JSON ({error})") from None
 
 
 def fields(raw: Any, ranges: Mapping[str, Range]) -> dict[str, Any]:
     """The object itself.
 
     Raises:
-        Malformed: it is none, or has other fields than ``ranges``, or a value out of its range.
+        Malformed: it is not an object, has other fields than ``ranges``, or a value out of range.
     """
     if type(raw) is not dict:
-        raise Malformed(f"{shortened(raw)} is no object with {', '.join(ranges)}")
+        raise Malformed(f"{shortened(raw)} is not an object with {', '.join(ranges)}")
     if raw.keys() != ranges.keys():
         names = ", ".join(sorted(raw.keys() ^ ranges.keys()))
         raise Malformed(f"it lacks, or should not have, {shortened(names)}")

@@ -47,7 +47,7 @@ def show(
         0, or 1 where an engine of several did not answer.
 
     Raises:
-        ConfigError: an address is none, or nobody answers at any of them.
+        ConfigError: a URL is malformed, or nobody answers at any of them.
     """
     if watch_s is not None and watch_s <= 0:
         raise ConfigError(f"--watch must be a positive number of seconds, got {watch_s}")
@@ -128,7 +128,7 @@ def _with_speed(row: Row, earlier: Row) -> Row:
 
 def _client(url: str, api_key: str | None) -> EngineClient:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is no address of an engine; give e.g. http://127.0.0.1:30000")
+        raise ConfigError(f"{url!r} is not an engine URL; give e.g. http://127.0.0.1:30000")
     try:
         return EngineClient(url, timeout_s=PATIENCE_S, api_key=api_key)
     except EngineError as error:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.observe.text import how_many
+from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.membership import read_members
 
@@ -111,18 +112,33 @@ class Supervisor:
             pulse = engine.pulse
             if pulse.epoch != self._fleet.publications:
                 pulse.epoch, pulse.silent_since = self._fleet.publications, None
-                pulse.pending, pulse.due = False, 0.0
-            if engine.client is not None and not pulse.pending and time.monotonic() >= pulse.due:
-                pulse.pending = True
-                seen = (engine, engine.client, pulse.epoch)
-                threading.Thread(target=self._check, args=seen, daemon=True).start()
+                pulse.sent, pulse.due = None, 0.0
+            if engine.client is not None:
+                self._ask(engine, engine.client)
 
-    def _check(self, engine: Engine, client: EngineClient, epoch: int) -> None:
-        sent, error = time.monotonic(), None
+    def _ask(self, engine: Engine, client: EngineClient) -> None:
+        """Send a health check where one is due; one that is out for too long is a silence."""
+        pulse, now = engine.pulse, time.monotonic()
+        limit_s = self._config.health_limit_s(engine.kind)
+        with self._fleet._lock:
+            if pulse.sent is None and now >= pulse.due:
+                pulse.sent = now
+                seen = (engine, client, pulse.epoch, now, limit_s)
+                threading.Thread(target=self._check, args=seen, daemon=True).start()
+            elif pulse.sent is not None and now > pulse.sent + limit_s + LOOK_S:
+                # Stuck where no deadline reaches, as in asking a name server.
+                pulse.silent_since = pulse.silent_since or pulse.sent
+                pulse.error = EngineError(f"{engine.url}: its health check has not come back")
+
+    def _check(
+        self, engine: Engine, client: EngineClient, epoch: int, sent: float, limit_s: float
+    ) -> None:
+        error = None
         try:
-            info = client.info(self._config.health_limit_s(engine.kind))
-            if engine.state == "starting":
-                self._fleet.tenancy.claim(engine, client)
+            with deadline(limit_s):
+                info = client.info(limit_s)
+                if engine.state == "starting":
+                    self._fleet.tenancy.claim(engine, client)
         except EngineError as failure:
             error = failure
             if error.refused and engine.process is None:
@@ -131,7 +147,7 @@ class Supervisor:
             pulse = engine.pulse
             if engine.client is not client or pulse.epoch != epoch:
                 return  # about a process, or weights, that are no more
-            pulse.pending, pulse.healthy, pulse.error = False, error is None, error
+            pulse.sent, pulse.healthy, pulse.error = None, error is None, error
             if error is None:
                 pulse.silent_since = None
                 pulse.due = time.monotonic() + self._config.health_every_s
@@ -186,7 +202,9 @@ class Supervisor:
                 engine.reason = death
             fleet.note("died", engine, death)
             if engine.restarts >= self._config.max_restarts:
-                fleet.leave(engine, "gave up", f"after {engine.restarts} restarts; it {death}")
+                fleet.leave(
+                    engine, "gave up", f"after {how_many(engine.restarts, 'restart')}; it {death}"
+                )
                 return
             wait = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
             engine.state, engine.start_at = "starting", time.monotonic() + wait

@@ -1,10 +1,14 @@
 """The run's end of leases: which adopted engines are its own, for as long as it renews them.
 
 A thread renews them, because nobody else has the time: publications take minutes, and the
-supervisor waits for them.
+supervisor waits for them. Of one engine there is one request at a time, so that what is given back
+is not granted again by a claim or a renewal that was under way.
 """
 
 import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from qurl_megatron.rollout.client import EngineClient, EngineError
@@ -37,10 +41,13 @@ class Tenancy:
         if fleet.fixed or engine.process is not None or engine.ours:
             return
         take_over = fleet.config.take_over
-        verdict = client.lease(self._owner, LEASE_S, take_over=take_over, timeout_s=ANSWER_S)
-        if verdict is None or verdict.granted:
-            engine.ours = verdict is not None
-            return
+        with engine.leasing:
+            if self._stopping.is_set() or engine.state == "gone":
+                raise EngineError(f"{engine.url} is not wanted any more")
+            verdict = client.lease(self._owner, LEASE_S, take_over=take_over, timeout_s=ANSWER_S)
+            if verdict is None or verdict.granted:
+                engine.ours = verdict is not None
+                return
         before, engine.leased_s = engine.leased_s, verdict.left_s
         if before is None or verdict.left_s <= before:
             raise EngineError(
@@ -62,31 +69,38 @@ class Tenancy:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._each(lambda engine: engine.client.lease(self._owner, 0, timeout_s=ANSWER_S))
+        self._each(self._give_back, self._fleet.adopted)
+
+    def let_go(self, engine: Engine) -> None:
+        """Give one back that has left the fleet, without waiting for its answer."""
+        threading.Thread(target=self._give_back, args=(engine,), daemon=True).start()
 
     def _run(self) -> None:
         while not self._stopping.wait(RENEW_S):
-            self._each(self._renew)
+            self._each(self._renew, [engine for engine in self._fleet.engines() if engine.ours])
 
     def _renew(self, engine: Engine) -> None:
-        verdict = engine.client.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
-        if verdict is not None and not verdict.granted:
-            engine.ours = False
-            taken = f"{engine.url} was taken over by another run ({verdict.label})"
-            self._fleet.leave(engine, "gave up", taken)
+        with engine.leasing, suppress(EngineError):  # silent, which its health checks tell
+            if not engine.ours:
+                return
+            verdict = engine.client.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
+            if verdict is not None and not verdict.granted:
+                engine.ours = False
+                taken = f"{engine.url} was taken over by another run ({verdict.label})"
+                self._fleet.leave(engine, "gave up", taken)
 
-    def _each(self, act) -> None:
-        """``act`` on the engines that are this run's, at once."""
+    def _give_back(self, engine: Engine) -> None:
+        with engine.leasing, suppress(EngineError):  # what is silent or gone has a lease that ends
+            if engine.ours:
+                engine.ours = False
+                engine.client.lease(self._owner, 0, timeout_s=ANSWER_S)
 
-        def run(engine: Engine) -> None:
-            try:
-                act(engine)
-            except EngineError:
-                return  # silent or gone, which its health checks tell; its lease has some time
-
-        held = [engine for engine in self._fleet.engines() if engine.ours]
-        threads = [threading.Thread(target=run, args=(engine,), daemon=True) for engine in held]
+    @staticmethod
+    def _each(act: Callable[[Engine], None], engines: Iterable[Engine]) -> None:
+        """``act`` on all at once; returns when it is done, or has had its time."""
+        threads = [threading.Thread(target=act, args=(engine,), daemon=True) for engine in engines]
         for thread in threads:
             thread.start()
+        end = time.monotonic() + 2 * ANSWER_S  # one of them may wait for a request under way
         for thread in threads:
-            thread.join(ANSWER_S)
+            thread.join(max(0.0, end - time.monotonic()))

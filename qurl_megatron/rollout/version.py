@@ -53,7 +53,9 @@ class TensorEntry:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ConfigError(f"{self.dtype!r} is not a number format of torch")
         if self.split_dim is not None and not 0 <= self.split_dim < len(self.shape):
-            raise ConfigError(f"split_dim {self.split_dim} is no dimension of {list(self.shape)}")
+            raise ConfigError(
+                f"split_dim {self.split_dim} is not a dimension of {list(self.shape)}"
+            )
         if self.split_dim is None:
             covered = [(0, 1)] if len(self.slices) == 1 else []
             end = 1

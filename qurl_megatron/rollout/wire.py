@@ -128,7 +128,7 @@ class Receipt:
             return Receipt(**schema.fields(schema.parse(text), _RECEIPT))
         except schema.Malformed as error:
             raise ConfigError(
-                f"an engine left a receipt that is none ({error}); install the same version of "
+                f"an engine left a malformed receipt ({error}); install the same version of "
                 "this package in the engines' environment"
             ) from None
 

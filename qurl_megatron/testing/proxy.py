@@ -1,25 +1,26 @@
-"""A liar in front of a real engine: 50 answers that an engine must never give.
+"""A liar in front of a real engine: 51 answers that an engine must never give.
 
-Requests are passed on as they are, and so is what the engine says to them, but for generations:
-each of these is spoilt by the next fault that ``play`` has named, in the way its row of FAULTS
-says. So a fault differs from a true answer in one thing alone, and whoever takes it for one has not
-looked at that thing.
+Requests are passed on as they are, and so is what the engine says to them, but for the endpoint
+that ``play`` names, generation unless told otherwise: each answer there is spoilt by the next fault
+named, in the way its row of FAULTS says. So a fault differs from a true answer in one thing alone,
+and whoever takes it for one has not looked at that thing.
 """
 
 import copy
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from qurl_megatron.testing.engines import QuietServer
 
 HUGE = 64 << 20  # bytes
-DRIP_S = 0.05
+DRIP_S = 0.1
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Reply:
     raw: bool = False  # without HTTP around it
     length: int | None = None  # that is told; None: the true one
     late: bool = False  # never, that is: not before the proxy is closed
-    drip: bool = False  # a byte at a time
+    drip: Literal["", "headers", "body"] = ""  # what goes out a byte at a time
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ LOCKED_OUT = ("401", "403")  # faults that an engine is left out for until the e
 FAULTS: dict[str, Fault] = {
     # The network.
     "never": Fault(lambda a: sent(a, late=True), "did not answer within"),
-    "drip": Fault(lambda a: sent(a, drip=True), "did not answer within"),
-    "cut": Fault(lambda a: sent(a[:1], length=1 << 20), "did not answer"),
+    "drip": Fault(lambda a: sent(a, drip="body"), "did not answer within"),
+    "headers drip": Fault(lambda a: sent(a, drip="headers"), "did not answer within"),
+    "cut": Fault(lambda a: sent(a, length=1 << 20), "did not answer"),
     "hung up": _body(b"", "did not answer", raw=True),
     "no http": _body(b"\x16\x03\x01 220 ready\r\n\r\n", "did not answer", raw=True),
     "huge": _body(b" " * HUGE, r"answered with more than \d+ bytes"),
@@ -142,26 +144,26 @@ FAULTS: dict[str, Fault] = {
     "204": _body(b"", "answered 204", status=204),
     "302": _body(b"", "answered 302", status=302, headers={"location": "http://127.0.0.1:9/"}),
     "a page": _body(b"<html>", "content-type 'text/html'", headers={"content-type": "text/html"}),
-    "nothing": _body(b"", "no JSON"),
-    "ok": _body(b"OK", "no JSON: OK"),
-    "half": Fault(lambda a: Reply(json.dumps(a).encode()[:-2]), "no JSON"),
-    "noise": _body(b"\xff\x00\xfe" * 99, "no JSON"),
-    "deep": _body(b"[" * 100_000 + b"]" * 100_000, "no JSON"),
+    "nothing": _body(b"", "not JSON"),
+    "ok": _body(b"OK", "not JSON: OK"),
+    "half": Fault(lambda a: Reply(json.dumps(a).encode()[:-2]), "not JSON"),
+    "noise": _body(b"\xff\x00\xfe" * 99, "not JSON"),
+    "deep": _body(b"[" * 100_000 + b"]" * 100_000, "not JSON"),
     # Whose answers.
-    "an object": Fault(lambda a: sent(a[0]), "no list of answers"),
-    "one less": Fault(lambda a: sent(a[:-1]), r"requests were answered with \d+ responses"),
-    "one more": Fault(lambda a: sent(a + a[:1]), r"requests were answered with \d+ responses"),
+    "an object": Fault(lambda a: sent(a[0]), "the answer is not a list"),
+    "one less": Fault(lambda a: sent(a[:-1]), r"\d+ answers? to \d+ requests?"),
+    "one more": Fault(lambda a: sent(a + a[:1]), r"\d+ answers? to \d+ requests?"),
     "swapped": Fault(_ids_swapped, "it answers request"),
     "null": Fault(lambda a: sent([None, *a[1:]]), "malformed answer"),
     "no meta_info": _spoilt(lambda a: a.pop("meta_info"), "malformed answer .*meta_info"),
     # Tokens.
     "id = vocabulary": _token(1 << 20, "token id 1048576 is outside the vocabulary"),
     "id -3": _token(-3, "token id -3 is outside the vocabulary"),
-    "id 5.5": _token(5.5, "token id 5.5 is no integer"),
-    "id '5'": _token("5", "token id 5 is no integer"),
-    "id null": _token(None, "token id None is no integer"),
-    "id true": _token(True, "token id True is no integer"),
-    "id 2**70": _token(2**70, "token id .* is no integer"),
+    "id 5.5": _token(5.5, "token id 5.5 is not a 64-bit integer"),
+    "id '5'": _token("5", "token id 5 is not a 64-bit integer"),
+    "id null": _token(None, "token id None is not a 64-bit integer"),
+    "id true": _token(True, "token id True is not a 64-bit integer"),
+    "id 2**70": _token(2**70, "token id .* is not a 64-bit integer"),
     "too many tokens": _spoilt(_repeated, r"\d+ tokens, where \d+ were asked for"),
     "no tokens": _spoilt(_emptied, "the response is empty"),
     # Log-probs.
@@ -169,8 +171,8 @@ FAULTS: dict[str, Fault] = {
     "log-prob -inf": _log_prob(float("-inf"), "log-prob -inf is not between"),
     "log-prob 0.5": _log_prob(0.5, "log-prob 0.5 is not between"),
     "log-prob -1e30": _log_prob(-1e30, r"log-prob -1e\+30 is not between"),
-    "log-prob -10**400": _log_prob(-(10**400), "log-prob -1000.* is no number"),
-    "log-prob null": _log_prob(None, "log-prob None is no number"),
+    "log-prob -10**400": _log_prob(-(10**400), "log-prob -1000.* is not a number"),
+    "log-prob null": _log_prob(None, "log-prob None is not a number"),
     "one log-prob less": _spoilt(
         lambda a: a["meta_info"]["output_token_logprobs"].pop(), "log-probs do not belong"
     ),
@@ -191,12 +193,18 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+COULD_BE_TRUE: dict[str, Fault] = {
+    "log-prob -90": _log_prob(-90.0, r"1 token has more than 10000 times the probability"),
+}
+"""Lies that no look at an answer finds out: the trainer's own numbers must."""
+
+
 class Proxy:
     """Answers in a thread until closed; honest while it has nothing to play."""
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self.waiting: list[str] = []  # names of faults to come
+        self.waiting: dict[str, list[str]] = defaultdict(list)  # faults to come, by endpoint
         self.played: list[str] = []
         self.closing = threading.Event()
         self._lock = threading.Lock()
@@ -217,21 +225,21 @@ class Proxy:
         self._server.server_close()
         self._http.close()
 
-    def play(self, names: Iterable[str]) -> None:
-        """Spoil as many generations, one by one."""
+    def play(self, names: Iterable[str], at: str = "/generate") -> None:
+        """Spoil as many answers of an endpoint, one by one."""
         with self._lock:
-            self.waiting += names
+            self.waiting[at] += names
 
     def reply(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
         """The engine's, or what becomes of it."""
         with self._lock:
-            name = self.waiting.pop(0) if path == "/generate" and self.waiting else None
+            name = self.waiting[path].pop(0) if self.waiting[path] else None
         answer = self._http.request(method, self.target + path, headers=headers, content=body)
         kind = {"content-type": answer.headers.get("content-type", "")}
         if name is None or answer.status_code != 200:
             return Reply(answer.content, answer.status_code, kind)
         self.played.append(name)
-        return FAULTS[name].spoil(answer.json())
+        return (FAULTS | COULD_BE_TRUE)[name].spoil(answer.json())
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -254,15 +262,20 @@ class _Handler(BaseHTTPRequestHandler):
         if reply.late:
             proxy.closing.wait()
         if not reply.raw:
-            self.send_response(reply.status)
-            for name, value in reply.headers.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(reply.length or len(reply.body)))
-            self.end_headers()
-        if not reply.drip:
-            self.wfile.write(reply.body)
+            self._write(_head(reply), drip=reply.drip == "headers")
+        self._write(reply.body, drip=reply.drip == "body")
+
+    def _write(self, data: bytes, *, drip: bool) -> None:
+        if not drip:
+            self.wfile.write(data)
             return
-        for byte in reply.body:
-            if proxy.closing.wait(DRIP_S):
+        for byte in data:
+            if self.server.engine.closing.wait(DRIP_S):
                 return
             self.wfile.write(bytes([byte]))
+
+
+def _head(reply: Reply) -> bytes:
+    length = {"content-length": str(reply.length or len(reply.body))}
+    lines = [f"{name}: {value}" for name, value in (reply.headers | length).items()]
+    return "\r\n".join([f"HTTP/1.0 {reply.status} said", *lines, "", ""]).encode()

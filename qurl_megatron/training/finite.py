@@ -28,7 +28,7 @@ class Weights:
     """What one rank has to say of its part of the weights."""
 
     squares: float  # their sum; over all ranks each weight counts once
-    bad: str | None  # the first tensor that is not finite, or beyond sense
+    bad: str | None  # the first tensor that is not finite, or too large
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def norm_of(parts: Sequence[Weights]) -> float:
     """
     bad = next((part.bad for part in parts if part.bad), None)
     if bad:
-        raise NotFinite(f"weights are not finite, or beyond all sense: {bad}")
+        raise NotFinite(f"weights are not finite, or too large to compute with: {bad}")
     return math.sqrt(sum(part.squares for part in parts))
 
 
@@ -70,7 +70,9 @@ def check_gradient(model: Trained, norm: float) -> None:
         return
     everywhere: list[str | None] = [None] * model.ranks.world_size
     dist.all_gather_object(everywhere, _first_bad_gradient(model))
-    first = next(filter(None, everywhere), "each alone is, their squares add up to more than FP32")
+    first = next(
+        filter(None, everywhere), "each tensor is, but not the sum of their squares in FP32"
+    )
     raise NotFinite(f"the gradient is not finite: {first}")
 
 

@@ -26,7 +26,7 @@ class Threshold:
     above: bool  # crossed above it, else below it
 
     def crossed(self, value: float, limit: float) -> bool:
-        """A value that is no finite number has crossed every threshold."""
+        """A value that is not finite has crossed every threshold."""
         return not math.isfinite(value) or (value > limit if self.above else value < limit)
 
 
@@ -114,7 +114,7 @@ class Guard:
         if math.isfinite(value):
             how = f"is {'above' if threshold.above else 'below'}"
         else:
-            how = "is no finite number, held against"
+            how = "is not a finite number, held against"
         rows = self.counts[threshold.what]
         when = f"at step {step}" if rows == 1 else f"{rows} steps in a row up to step {step}"
         return f"{name} = {value:.4g} {how} guard.{threshold.key} = {limit:g}, {when}"

@@ -20,6 +20,7 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, overlong_penalty
 from qurl_megatron.rewards.pool import TRIES
@@ -33,6 +34,7 @@ from qurl_megatron.runtime.launch import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
+from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.training.state import TrainState
@@ -76,7 +78,7 @@ class Lead:
         self.stop = stop
         self.start_step = state.step
         self.unquantized_since = state.unquantized_since
-        self._growth = Growth(weight_norm)
+        self._growth, self._beyond = Growth(weight_norm), BeyondRounding()
         self._refused: ConfigError | None = None
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
@@ -135,9 +137,11 @@ class Lead:
             stack.callback(sink.close)
         last = metrics.last_step or 0
         if last < self.start_step:
+            first, end = last + 1, self.start_step
+            lost = f"step {end} is" if first == end else f"steps {first} to {end} are"
             print(
-                f"{path} ends with step {last}: steps {last + 1} to {self.start_step}, which the "
-                "checkpoint has behind it, stay missing there and in the report",
+                f"{path} ends with step {last}: {lost} in the checkpoint, but missing there and in "
+                "the report",
                 flush=True,
             )
         self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
@@ -229,9 +233,9 @@ class Lead:
         if timeouts or crashes:
             self.alarm(
                 "reward",
-                f"{timeouts + crashes} answers could not be checked and count as wrong: {timeouts} "
-                f"took longer than reward.timeout_s={self.config.reward.timeout_s:g}, {crashes} "
-                f"brought down {TRIES} workers",
+                f"{how_many(timeouts + crashes, 'answer')} could not be checked and counted as "
+                f"wrong: {timeouts} took longer than reward.timeout_s="
+                f"{self.config.reward.timeout_s:g}, {crashes} brought down {TRIES} workers",
                 step,
             )
         return {"reward/timeouts": Sum(timeouts), "reward/crashes": Sum(crashes)}
@@ -380,6 +384,8 @@ class Lead:
         if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
             lr = self.config.optimizer.lr
             self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
+        if beyond := self._beyond.noticed(metrics):
+            self.alarm("rollout", beyond, step)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         def write() -> None:

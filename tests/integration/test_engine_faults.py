@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import load
-from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
+from qurl_megatron.testing.proxy import COULD_BE_TRUE, FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.training.warmstart import warmstart
 from tests.runs import QURL, Run, make_recipe
 
@@ -127,6 +127,19 @@ def test_a_run_does_not_get_the_engine_of_another_and_leaves_it_in_peace(tiny):
     for step in range(1, since + 3):
         versions = {version for sample in first.samples(step) for version in sample["versions"]}
         assert versions == {step - 1}
+
+
+@pytest.mark.thorough
+def test_a_log_prob_that_is_wrong_but_could_be_true_is_told_of(tiny):
+    with serving(tiny, 1) as (engine,), Proxy(engine) as liar:
+        run = Run(tiny, "could-be", urls(liar.url), "train.steps=3", *SMALL)
+        liar.play(["log-prob -90"])
+        with run.process():
+            assert run.ended(120) == 0, run.stderr()
+    [said] = [line for line in run.stdout().splitlines() if line.startswith("*** rollout, step")]
+    assert said.startswith("*** rollout, step 1: ")
+    assert re.search(COULD_BE_TRUE["log-prob -90"].says, said)
+    assert said.partition(": ")[2] in (run.dir / "report.html").read_text()
 
 
 @pytest.mark.thorough

@@ -65,7 +65,7 @@ def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_o
         assert run.left() == []
     (told,) = re.findall(r"\*\*\* reward, step (\d+): (.*)", run.stdout())
     assert told[1] == (
-        "1 answers could not be checked and count as wrong: 1 took longer than "
+        "1 answer could not be checked and counted as wrong: 1 took longer than "
         "reward.timeout_s=1, 0 brought down 2 workers"
     )
     seen = metrics(run)

@@ -215,7 +215,7 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
         done.stdout,
     )
     assert f"resuming {run_dir} after step 2\n" in done.stdout
-    assert "metrics.jsonl ends with step 1: steps 2 to 2, which the checkpoint has" in done.stdout
+    assert "metrics.jsonl ends with step 1: step 2 is in the checkpoint, but missing" in done.stdout
     seen, expected = metrics(run_dir), metrics(uninterrupted)
     assert list(seen) == [0, 1, 3, 4, 5] and seen[3] == expected[3]
     assert seen[4] == {k: v for k, v in expected[4].items() if k != "eval/accuracy"}

@@ -64,6 +64,25 @@ def test_older_sglang_tells_one_version_of_all_tokens():
     assert read(answer).versions == ((8, 3),)
 
 
+def test_an_abort_in_the_middle_of_an_update_is_not_the_fault_of_older_sglang():
+    answer = good_answer()
+    meta = answer["meta_info"]
+    meta.update(weight_version="updating-8@abc", finish_reason={"type": "abort"})
+    with pytest.raises(BadAnswer, match="weights"):
+        read(answer | {"meta_info": meta | {"weight_versions": [_whole("updating-8@abc")]}})
+    del meta["weight_versions"]  # the name of the moment is all that it can tell
+    part = read(answer)
+    assert (part.finish, part.ids.tolist(), part.versions) == ("abort", [], ())
+    for finish, name in (("stop", "updating-8@abc"), ("abort", "updating-8@def")):
+        meta.update(weight_version=name, finish_reason={"type": finish})
+        with pytest.raises(BadAnswer, match="weights"):
+            read(answer)
+
+
+def _whole(version: str) -> dict:
+    return {"version": version, "start": 0, "end": 3}
+
+
 def test_a_token_of_a_version_that_this_run_has_not_published_is_refused():
     rules = Rules(10, Names("abc"), confirmed=7, newest=8)
     assert read(good_answer(), rules=rules).versions == ((7, 1), (8, 2))
@@ -127,19 +146,19 @@ def _add_span(answer, **span):
 
 BAD = {
     "no ids": (lambda a: a.pop("output_ids"), "malformed"),
-    "ids are an object": (lambda a: a.update(output_ids={"0": 4}), "no list"),
+    "ids are an object": (lambda a: a.update(output_ids={"0": 4}), "output_ids is not a list"),
     "no tokens": (lambda a: a.update(output_ids=[]), "empty"),
     "id = vocabulary": (_token(10), "token id 10 is outside the vocabulary of 10"),
     "id below 0": (_token(-3), "token id -3 is outside"),
-    "id 5.5": (_token(5.5), "token id 5.5 is no integer"),
-    "id 5.0": (_token(5.0), "token id 5.0 is no integer"),
-    "id '5'": (_token("5"), "token id '?5'? is no integer"),
-    "id true": (_token(True), "token id True is no integer"),
-    "id false": (_token(False, 2), "token id False is no integer"),
-    "id null": (_token(None), "token id None is no integer"),
-    "id 2**70": (_token(2**70), "token id 1180591620717411303424 is no integer"),
-    "id 2**64 - 1": (_token(2**64 - 1), "is no integer"),
-    "id a list": (_token([1]), "is no integer"),
+    "id 5.5": (_token(5.5), "token id 5.5 is not a 64-bit integer"),
+    "id 5.0": (_token(5.0), "token id 5.0 is not a 64-bit integer"),
+    "id '5'": (_token("5"), "token id '?5'? is not a 64-bit integer"),
+    "id true": (_token(True), "token id True is not a 64-bit integer"),
+    "id false": (_token(False, 2), "token id False is not a 64-bit integer"),
+    "id null": (_token(None), "token id None is not a 64-bit integer"),
+    "id 2**70": (_token(2**70), "token id 1180591620717411303424 is not a 64-bit integer"),
+    "id 2**64 - 1": (_token(2**64 - 1), "is not a 64-bit integer"),
+    "id a list": (_token([1]), "is not a 64-bit integer"),
     "no log-probs": (_without("output_token_logprobs"), "output_token_logprobs"),
     "too few log-probs": (
         lambda a: a["meta_info"]["output_token_logprobs"].pop(),
@@ -163,12 +182,12 @@ BAD = {
     "infinity": (_log_prob(math.inf), "log-prob inf is not between"),
     "absurd": (_log_prob(-1e30), r"log-prob -1e\+30 is not between"),
     "beyond float32": (_log_prob(-1e300), r"log-prob -1e\+300"),
-    "beyond any float": (_log_prob(-(10**400)), "is no number that a float holds"),
+    "beyond any float": (_log_prob(-(10**400)), "is not a number that fits a float"),
     "positive": (_log_prob(0.5), "log-prob 0.5 is not between"),
     "a sure thing": (_log_prob(1), "log-prob 1 is not between"),
-    "log-prob null": (_log_prob(None), "log-prob None is no number"),
-    "log-prob '-1'": (_log_prob("-1"), "log-prob '?-1'? is no number"),
-    "log-prob false": (_log_prob(False), "log-prob False is no number"),
+    "log-prob null": (_log_prob(None), "log-prob None is not a number"),
+    "log-prob '-1'": (_log_prob("-1"), "log-prob '?-1'? is not a number"),
+    "log-prob false": (_log_prob(False), "log-prob False is not a number"),
     "no version": (_without("weight_versions", "weight_version"), "weight_version"),
     "a gap": (lambda a: a["meta_info"]["weight_versions"].pop(0), "gap"),
     "spans too short": (lambda a: a["meta_info"]["weight_versions"].pop(), "1 of 3"),
@@ -217,15 +236,15 @@ def test_what_is_wrong_with_one_answer_is_not_held_against_the_others():
 
 
 BODIES = {
-    b"": "no JSON",
-    b"<html>": "no JSON: <html>",
-    b"[" * 200_000 + b"]" * 200_000: "no JSON",
-    b"[{}, {}": "no JSON",
-    b"\xff\xfe": "no JSON",
-    b'{"error": 1}': "no list of answers: {'error': 1}",
-    b"[]": "1 requests were answered with 0 responses",
-    b"[{}, {}]": "1 requests were answered with 2 responses",
-    b"[" + b"9" * 5000 + b"]": "no JSON|malformed",
+    b"": "not JSON",
+    b"<html>": "not JSON: <html>",
+    b"[" * 200_000 + b"]" * 200_000: "not JSON",
+    b"[{}, {}": "not JSON",
+    b"\xff\xfe": "not JSON",
+    b'{"error": 1}': "the answer is not a list: {'error': 1}",
+    b"[]": "0 answers to 1 request$",
+    b"[{}, {}]": "2 answers to 1 request$",
+    b"[" + b"9" * 5000 + b"]": "not JSON|malformed",
 }
 
 

@@ -82,7 +82,7 @@ def test_every_failure_names_url_endpoint_and_cause(engine):
     client.close()
     with pytest.raises(EngineError, match="was not asked"):
         client.flush()
-    with pytest.raises(EngineError, match="is no address of an engine"):
+    with pytest.raises(EngineError, match="is not an engine URL"):
         EngineClient("http://[::zz]:1")
 
 

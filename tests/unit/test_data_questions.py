@@ -124,7 +124,7 @@ def test_held_out_questions_do_not_depend_on_how_many_are_trained_on():
 @pytest.mark.parametrize(
     "task, arguments, complaint",
     [
-        ("chainsum", {}, "data.task=chainsum is no reasoning-gym task; did you mean chain_sum"),
+        ("chainsum", {}, "data.task=chainsum is not a reasoning-gym task; did you mean chain_sum"),
         ("zzz", {}, "known: .*chain_sum"),
         ("chain_sum", {"terms": 2}, "chain_sum takes no terms; it takes .*max_terms"),
         ("chain_sum", {"seed": 2}, "chain_sum takes no seed"),

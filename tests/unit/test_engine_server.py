@@ -223,7 +223,7 @@ def corruptions():
             "tile",
         ),
         "unknown dtype": (edit_manifest(name_a_dtype_that_is_none), "int9"),
-        "no folder": (lambda f: shutil.rmtree(f), "no folder"),
+        "no folder": (lambda f: shutil.rmtree(f), "is not a folder"),
     }
 
 

@@ -1,22 +1,34 @@
 """Answers that an engine must never give: a proxy in front of a real engine gives them all."""
 
 import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.rollout.collect import collect
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.lease import Owner
+from qurl_megatron.testing.engines import FakeEngine
 from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.types import Prompt
 from tests.unit.engine_models import TINY, LiveServer, random_tensors, write_model, write_version
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(4)]
 OWNER = Owner("0a", "these tests")  # one run, whatever fleet it has
+
+
+def wait_until(condition, seconds: float = 4.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.02)
 
 
 class Stand:
@@ -38,10 +50,9 @@ class Stand:
 
 
 @contextmanager
-def fleet_of(*urls: str, fixed: bool = False):
-    config = RolloutConfig(
-        urls=urls, samples_per_prompt=2, max_new_tokens=5, timeout_s=1.5, health_every_s=60.0
-    )
+def fleet_of(*urls: str, fixed: bool = False, **changes):
+    quick = {"samples_per_prompt": 2, "max_new_tokens": 5, "timeout_s": 1.5}
+    config = RolloutConfig(urls=urls, **{**quick, "health_every_s": 60.0, **changes})
     options = {
         "scheme": "int8",
         "log_dir": "unused",
@@ -130,20 +141,87 @@ def test_two_liars_that_nobody_publishes_to_end_the_collection_too(engines):
             collect(fleet, PROMPTS, fleet.config, seed=1, step=2)
 
 
-def test_what_is_asked_beside_generations_has_bounds_too(engines):
+@pytest.mark.parametrize(
+    "name,says",
+    {
+        "huge": "more than 16777216 bytes",
+        "deep": "answer is not JSON",
+        "noise": "answer is not JSON",
+        "never": "did not answer within 1 s",
+        "drip": "did not answer within 1 s",
+        "headers drip": "did not answer within 1 s",
+        "cut": "did not answer",
+        "302": "answered 302",
+    }.items(),
+)
+def test_what_is_asked_beside_generations_has_bounds_too(name, says, engines):
     with Proxy(engines[0][0].url) as proxy:
-        client = EngineClient(proxy.url)
-        honest = proxy.reply
-        for name, says in {
-            "huge": "more than 16777216 bytes",
-            "deep": "answered no JSON",
-            "noise": "answered no JSON",
-            "drip": "did not answer within 1 s",
-            "cut": "did not answer",
-            "302": "answered 302",
-        }.items():
-            proxy.reply = lambda *_, fault=FAULTS[name]: fault.spoil([{"a": "b" * 20}])
-            with pytest.raises(EngineError, match=says):
-                client.server_info(timeout_s=0.6)
-        proxy.reply = honest
+        client, start = EngineClient(proxy.url), time.monotonic()
+        proxy.play([name], at="/server_info")
+        with pytest.raises(EngineError, match=says):
+            client.server_info(timeout_s=0.6)
+        assert proxy.played == [name] and time.monotonic() - start < 1
         assert client.server_info()["engine"] == "qurl-embedded"
+
+
+CONTROL = {
+    "/pause_generation": lambda client: client.pause(),
+    "/continue_generation": lambda client: client.resume(),
+    "/flush_cache": lambda client: client.flush(),
+    "/abort_request": lambda client: client.abort("a"),
+    "/update_weights_from_disk": lambda client: client.update_weights_from_disk("unused", 1),
+    "/begin_weight_update": lambda client: client.begin_weight_update(),
+    "/update_weights_from_tensor": lambda client: client.update_weights_from_tensor([], "a.b"),
+    "/end_weight_update": lambda client: client.end_weight_update(),
+    "/qurl_lease": lambda client: client.lease(OWNER, 1, timeout_s=60),
+    "/update_weight_version": lambda client: client.set_weight_version(1),
+    "/release_memory_occupation": lambda client: client.release_memory(),
+    "/resume_memory_occupation": lambda client: client.resume_memory(),
+    "/server_info": lambda client: client.load(),
+    "/model_info": lambda client: client.weight_version(),
+}
+
+
+def test_a_deadline_holds_for_the_headers_of_every_control_request():
+    with FakeEngine() as engine, Proxy(engine.url) as proxy, ThreadPoolExecutor(20) as pool:
+        engine.post = lambda endpoint, body: (200, {"success": True})
+
+        def ask(endpoint: str) -> float:
+            proxy.play(["headers drip"], at=endpoint)
+            start = time.monotonic()
+            with deadline(0.3), pytest.raises(EngineError, match=f"{endpoint} did not answer wi"):
+                CONTROL[endpoint](EngineClient(proxy.url))
+            return time.monotonic() - start
+
+        assert max(pool.map(ask, CONTROL)) < 2
+
+
+def test_an_engine_whose_health_checks_drip_leaves_the_traffic(engines):
+    (behind, good), weights = engines
+    watched = {"health_every_s": 0.05, "health_timeout_s": 0.4}
+    with Proxy(behind.url) as proxy, fleet_of(proxy.url, good.url, **watched) as fleet:
+        fleet.publish(weights, 1)
+        proxy.play(["headers drip"] * 99, at="/server_info")
+        wait_until(lambda: [engine.url for engine in fleet.serving()] == [good.url])
+        assert "no health check was answered" in fleet.why_not()
+
+
+def test_a_health_check_that_never_comes_back_counts_as_silence(engines, monkeypatch):
+    (behind, good), weights = engines
+    watched = {"health_every_s": 0.05, "health_timeout_s": 0.4}
+    named, known = behind.url.replace("127.0.0.1", "localhost"), socket.getaddrinfo
+    answer = threading.Event()
+
+    def resolve(host, *arguments, **options):
+        if host in (b"localhost", "localhost"):
+            answer.wait()  # nothing bounds a name server that is silent
+        return known(host, *arguments, **options)
+
+    with fleet_of(named, good.url, **watched) as fleet:
+        fleet.publish(weights, 1)
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        try:
+            wait_until(lambda: [engine.url for engine in fleet.serving()] == [good.url])
+            assert "no health check was answered" in fleet.why_not()
+        finally:
+            answer.set()

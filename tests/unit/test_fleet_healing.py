@@ -131,6 +131,32 @@ def test_restarts_wait_twice_as_long_each_time_and_end(tmp_path):
         assert fleet.serving() == [other]
 
 
+def test_restarts_are_given_back_to_an_engine_that_has_served_some_versions_whole(tmp_path):
+    with local_fleet(tmp_path, max_restarts=1) as fleet:
+        fleet.publish("unused", 1)
+        engine = fleet.serving()[0]
+        for first in (2, 6):
+            os.kill(engine.process.popen.pid, signal.SIGKILL)
+            wait_until(lambda: engine.restarts == 1 and engine.state == "ready")
+            for version in range(first, first + 3):
+                fleet.publish("unused", version)
+                assert engine.restarts == 1
+            fleet.publish("unused", first + 3)
+            assert engine.restarts == 0
+
+
+def test_an_engine_that_fails_in_every_second_version_never_gets_its_restarts_back():
+    with FakeEngine() as liar, adopted(liar) as fleet:
+        engine = fleet.engines()[0]
+        engine.restarts = 1
+        for version in range(1, 20):
+            fleet.publish("unused", version)
+            if version % 2:
+                fleet.fail(engine, "it said what cannot be")
+                wait_until(lambda: engine.pulse.healthy)
+        assert engine.state == "stale" and engine.restarts == 1
+
+
 def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp_path):
     with local_fleet(tmp_path, "--token-s", 0.05) as fleet:
         fleet.publish("unused", 1)

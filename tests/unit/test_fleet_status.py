@@ -57,9 +57,9 @@ def test_one_silent_engine_of_two_is_shown_and_gives_exit_code_1(monkeypatch):
 @pytest.mark.parametrize(
     "url,message",
     [
-        ("localhost:30000", "'localhost:30000' is no address of an engine"),
+        ("localhost:30000", "'localhost:30000' is not an engine URL"),
         ("http://127.0.0.1:9", "http://127.0.0.1:9/server_info did not answer"),
-        ("http://[::zz]:1", "is no address"),
+        ("http://[::zz]:1", "is not an engine URL"),
     ],
 )
 def test_a_bad_address_is_one_sentence_and_exit_code_2(url, message, capsys):

@@ -166,7 +166,9 @@ def test_a_piece_that_comes_twice_or_overlaps_is_named():
 
 
 def test_an_unknown_tensor_is_named():
-    assert "model.extra is no tensor" in failed(Engine(), [("model.extra", torch.ones(2), None, 0)])
+    assert "model.extra is not a tensor" in failed(
+        Engine(), [("model.extra", torch.ones(2), None, 0)]
+    )
 
 
 def test_another_dtype_is_refused_and_nothing_written():

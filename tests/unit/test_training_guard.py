@@ -62,7 +62,7 @@ def test_what_is_no_finite_number_has_crossed_every_threshold(key, metric, value
     [verdict] = follow(guard, metric, [value], first=4)
     assert verdict.halt
     assert verdict.why == (
-        f"{metric} = {value} is no finite number, held against guard.{key} = 0.5, at step 4"
+        f"{metric} = {value} is not a finite number, held against guard.{key} = 0.5, at step 4"
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from qurl_megatron.algo import owners_of
 from qurl_megatron.observe import merge, values
-from qurl_megatron.training.mismatch import mismatch
+from qurl_megatron.training.mismatch import BeyondRounding, mismatch
 
 
 def measure(rho_of_responses, proximal_of_responses, cap=2.0):
@@ -37,6 +37,7 @@ def test_every_metric_by_hand():
         "rho_deviation": (3 + 0 + 0.75) / 3,
         "ess": 5.25**2 / (3 * 17.0625),
         "chi2_token": (16 + 1 + 0.0625) / 3 - 1,
+        "rho_beyond": 0,
         "truncated_weight_fraction": 1 / 3,
         "low_weight_fraction": 1 / 3,
         "log_prob_diff_abs": 4 * log2 / 3,
@@ -68,6 +69,29 @@ def test_every_metric_by_hand():
     }
     measured = values(measure([[4.0, 1.0], [0.25]], [[0.5, 0.2], [0.4]]))
     assert measured == pytest.approx({f"rollout/{k}": v for k, v in expected.items()}, rel=1e-6)
+
+
+def test_ratios_that_rounding_does_not_explain_are_counted_and_told_of_less_and_less_often():
+    sane = values(measure([[1090.0, 1.0]], [[0.5, 0.2]]))  # the largest of honest four bits
+    wrong = values(measure([[math.exp(9.3), 1.0], [2e5]], [[0.5, 0.2], [0.4]]))
+    assert (sane["rollout/rho_beyond"], wrong["rollout/rho_beyond"]) == (0, 2)
+    told = BeyondRounding()
+    said = [told.noticed(metrics) for metrics in [sane, wrong, wrong, sane, *[wrong] * 7]]
+    # Of eleven steps nine are bad, and of those the first, the second, the fourth and the eighth
+    # are told of.
+    assert [step for step, what in enumerate(said) if what] == [1, 2, 5, 9]
+    assert said[1] == (
+        "2 tokens have more than 10000 times the probability that their engine reported, the "
+        "largest ratio is 2e+05: quantization does not explain that, so an engine reports wrong "
+        "log-probs or has other weights than this run publishes; train.save_rollouts=true shows "
+        "which tokens, guard.rho_above with guard.action=halt ends a run over it"
+    )
+    [one] = [BeyondRounding().noticed(values(measure([[2e4]], [[0.5]])))]
+    assert one.startswith("1 token has more than 10000 times the probability that its engine")
+
+
+def test_a_batch_without_tokens_has_no_ratio_to_tell_of():
+    assert BeyondRounding().noticed({}) is None
 
 
 def random_batch(lengths):
@@ -109,7 +133,9 @@ def test_policies_that_agree_have_no_mismatch():
 def test_without_tokens_there_is_no_extreme_and_nothing_to_average():
     nothing = torch.zeros(0)
     metrics = mismatch(nothing, nothing, torch.zeros(0, dtype=torch.int64), 2, cap=2.0)
-    assert all(math.isnan(value) for value in values(metrics).values())
+    measured = values(metrics)
+    assert measured.pop("rollout/rho_beyond") == 0
+    assert all(math.isnan(value) for value in measured.values())
     assert not any(name.endswith(("_max", "_min")) for name in metrics)
 
 

@@ -63,7 +63,7 @@ def serve(
         api_key: required as ``Authorization: Bearer`` on everything but /health.
 
     Raises:
-        ConfigError: the address is no address of this machine, or the port is taken.
+        ConfigError: the address is not one of this machine, or the port is taken.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -243,7 +243,7 @@ class _Handlers:
 
         def read():
             if not isinstance(path, str) or not Path(path).is_dir():
-                raise ConfigError(f"model_path {path!r} is no folder on this machine")
+                raise ConfigError(f"model_path {path!r} is not a folder on this machine")
             tensors, version = read_weights(Path(path), self.decoder)
             return tensors, path if version is None else str(version)
 

@@ -57,7 +57,7 @@ def decode_tensors(parts: Iterable[str], decoder: Decoder) -> dict[str, Tensor]:
             named += load_bytes(base64.b64decode(part, validate=True)).items()
         except (SafetensorError, binascii.Error, TypeError, ValueError) as error:
             raise ConfigError(
-                f"serialized_named_tensors is no base64 of safetensors: {error}"
+                f"serialized_named_tensors is not base64 of safetensors: {error}"
             ) from None
     tensors = _collect(named, "serialized_named_tensors")
     decoder.check(tensors)

@@ -199,7 +199,7 @@ def _take(session: Session, data: Tensor, piece: Piece) -> None:
     """
     target = session.targets.get(piece.name)
     if target is None:
-        raise ConfigError(f"{piece.name} is no tensor of the engine's model")
+        raise ConfigError(f"{piece.name} is not a tensor of the engine's model")
     _check_piece(piece, target)
     box = part_box(piece.shape, piece.dim, piece.start)
     part = common(box, target.box)
@@ -225,7 +225,7 @@ def _check_piece(piece: Piece, target: Target) -> None:
     )
     if not fits:
         raise ConfigError(
-            f"{_what(piece)} of shape {list(piece.shape)} is no part of the engine's "
+            f"{_what(piece)} of shape {list(piece.shape)} is not a part of the engine's "
             f"{list(target.shape)}"
         )
 

@@ -46,7 +46,7 @@ class Hello:
         try:
             raw = schema.fields(schema.parse(text), _HELLO)
         except schema.Malformed as error:
-            raise LinkError(f"an end says what is none of our lines: {error}") from None
+            raise LinkError(f"an end of the link sent a malformed line: {error}") from None
         return Hello(raw["link"], tuple(raw["moved"]), raw["facts"])
 
 
