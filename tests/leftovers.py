@@ -57,7 +57,7 @@ class Footprint:
                 }
         return processes
 
-    def left(self, run_dir: Path | None = None, seconds: float = 5.0) -> list[str]:
+    def left(self, run_dir: Path | None = None, seconds: float = 15.0) -> list[str]:
         """In words, after a while in which it may go; empty where all is clean.
 
         Args:

@@ -149,7 +149,7 @@ class Run:
         """All that still run, engines included."""
         return self.footprint.look()
 
-    def left(self, seconds: float = 5.0) -> list[str]:
+    def left(self, seconds: float = 15.0) -> list[str]:
         """What a run that has ended leaves behind, a moment later."""
         return self.footprint.left(self.dir, seconds)
 

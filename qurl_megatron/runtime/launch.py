@@ -9,12 +9,11 @@ import contextlib
 import glob
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
 from qurl_megatron.runtime.undertaker import bury
@@ -34,15 +33,6 @@ NO_CODE = 255
 
 PRELOAD = ["qurl_megatron.training.loop"]
 """Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
-
-
-def ranks_here(env: Mapping[str, str]) -> int:
-    """Ranks on the leading one's machine, as torchrun, srun or ``launch`` told them."""
-    if "LOCAL_WORLD_SIZE" in env:
-        return int(env["LOCAL_WORLD_SIZE"])
-    if "SLURM_STEP_TASKS_PER_NODE" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return int(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])  # such as 8(x2),4
-    return int(env.get("WORLD_SIZE", "1"))
 
 
 def launch(

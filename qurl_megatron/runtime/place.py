@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Mapping
 
 import psutil
 
@@ -49,6 +50,15 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
     _be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
     return True
+
+
+def ranks_here(env: Mapping[str, str]) -> int:
+    """Ranks on the leading one's machine, as torchrun, srun or ``launch`` told them."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return int(env["LOCAL_WORLD_SIZE"])
+    if "SLURM_STEP_TASKS_PER_NODE" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return int(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])  # such as 8(x2),4
+    return int(env.get("WORLD_SIZE", "1"))
 
 
 def end_with_launcher() -> None:

@@ -30,7 +30,7 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.runtime.files import refusal, refusing
-from qurl_megatron.runtime.launch import ranks_here
+from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict

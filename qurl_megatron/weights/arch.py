@@ -222,7 +222,7 @@ def _arch(config: dict[str, Any]) -> Arch:
     )
     if arch.heads % arch.kv_heads:
         raise ConfigError(
-            f"config.json: num_attention_heads={arch.heads} is no multiple of "
+            f"config.json: num_attention_heads={arch.heads} is not a multiple of "
             f"num_key_value_heads={arch.kv_heads}"
         )
     return arch

@@ -188,7 +188,7 @@ def find_torch_dist(folder: Path) -> Path | None:
         newest = tracker.read_text(encoding="utf-8").strip()
         inner = folder / (newest if newest == "release" else f"iter_{newest:0>7}")
         if not is_torch_dist(inner):
-            raise ConfigError(f"{tracker} names {inner}, which is no torch_dist checkpoint")
+            raise ConfigError(f"{tracker} names {inner}, which is not a torch_dist checkpoint")
         return inner
     steps = {
         int(number): path

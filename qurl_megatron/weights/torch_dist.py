@@ -316,7 +316,7 @@ def _read_table(path: Path) -> dict[str, StoredTensor]:
         raise
     except DAMAGE as error:
         raise ConfigError(
-            f"{path} is no table of contents of a torch_dist checkpoint: {error!r}"
+            f"{path} is not the table of contents of a torch_dist checkpoint: {error!r}"
         ) from None
 
 

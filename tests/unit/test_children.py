@@ -11,7 +11,7 @@ from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rollout.process import EngineProcess
 from qurl_megatron.rollout.sglang.launch import Launch
 from qurl_megatron.runtime.children import expandable_segments, job_cores, without_launcher
-from qurl_megatron.runtime.launch import ranks_here
+from qurl_megatron.runtime.place import ranks_here
 
 TORCHRUN = {
     "RANK": "0",
