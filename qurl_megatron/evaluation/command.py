@@ -86,10 +86,11 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
     """
     plan = make_plan(arguments, defaults or Defaults())
-    if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
-        refuse_damaged(checkpoint)  # once, where each engine would for itself
     keys = {f"{what}_key": getattr(arguments, f"{what}_key") for what in ("prompt", "answer", "id")}
     benchmarks = read_benchmarks(arguments.benchmarks, **keys)
+    if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
+        print(f"comparing the checksums of {checkpoint}", flush=True)
+        refuse_damaged(checkpoint)  # once, where each engine would for itself
     tokenizer = Tokenizer(description_of(plan.model))
     asked = [
         (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks

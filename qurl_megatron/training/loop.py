@@ -199,7 +199,10 @@ def _step(
 
     published: dict[str, Metric] = {}
     if failure is None:
-        published, failure = _published(lead, publisher, step, timer)
+        with timer.phase("publish"):
+            published, failure = _publish(lead, publisher, step)
+        if lead and failure is None:
+            lead.published(step)
 
     measured = merge([measured, _over_ranks({**published, **timer.metrics()})])
     if lead:
@@ -327,17 +330,6 @@ def _samples(
         if lead:
             lead.retry()
     return None, failure
-
-
-def _published(
-    lead: Lead | None, publisher: Publisher, step: int, timer: Timer
-) -> tuple[dict[str, Metric], Exception | None]:
-    """Publish a step's version; the metrics, and what went wrong, on every rank."""
-    with timer.phase("publish"):
-        metrics, failure = _publish(lead, publisher, step)
-    if lead and failure is None:
-        lead.published(step)
-    return metrics, failure
 
 
 def _publish(

@@ -13,7 +13,7 @@ from qurl_megatron.runtime.files import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
 from qurl_megatron.training.whole import damage
-from qurl_megatron.weights.sums import RECORD, FileSum, read_record, wrong_size
+from qurl_megatron.weights.sums import RECORD, FileSum, Unreadable, read_record, wrong_size
 
 
 def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
@@ -23,12 +23,15 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     file systems are cached.
 
     Raises:
-        ConfigError: there are checkpoints, and none is whole; nothing was changed.
+        ConfigError: there are checkpoints, and none is whole, or one cannot be read; nothing was
+            changed.
     """
     candidates = folders(run_dir) if ranks.leads else []
     broken: list[tuple[Path, str]] = []
     for folder in reversed(share(candidates, waiting_for="reading the run directory")):
         found = share(_at_first_sight(folder) if ranks.leads else None, waiting_for=str(folder))
+        if isinstance(found, Unreadable):
+            raise found
         why = found if isinstance(found, str) else _closely(folder, found[1] or {}, ranks)
         if why is None:
             if ranks.leads:
@@ -43,13 +46,17 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     return None
 
 
-def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None] | str:
+def _at_first_sight(
+    folder: Path,
+) -> tuple[TrainState, dict[str, FileSum] | None] | str | Unreadable:
     """The state and the record of a checkpoint; or what is wrong with it, a sentence."""
     try:
         state, record = TrainState.read(folder), read_record(folder)
+        return wrong_size(folder, record or {}) or (state, record)
+    except Unreadable as error:
+        return error
     except ConfigError as error:
         return str(error)
-    return wrong_size(folder, record or {}) or (state, record)
 
 
 def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str | None:

@@ -11,7 +11,7 @@ import fcntl
 import json
 import re
 import tomllib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,10 +19,11 @@ from typing import Any, TextIO
 from qurl_megatron.config import RunConfig, differences, load, to_toml
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.files import refusing
+from qurl_megatron.weights.sums import reading
 
 STATE = "state.json"
 RECIPE = "config.toml"
-LAST_SECTION = fields(RunConfig)[-1].name  # of a recipe that is there to its end
+HEADER, END = "# The run's recipe, down to the last line.\n", "# The end.\n"  # of RECIPE
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,16 @@ class TrainState:
     def read(checkpoint: Path) -> "TrainState":
         """
         Raises:
-            ConfigError: the file is missing or damaged.
+            ConfigError: the file is missing, damaged or unreadable.
         """
         path = checkpoint / STATE
         try:
-            state = TrainState(**json.loads(path.read_bytes()))
+            with reading(path):
+                content = path.read_bytes()
         except FileNotFoundError:
             raise ConfigError(f"{path} is missing") from None
+        try:
+            state = TrainState(**json.loads(content))
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
         for name, kinds in _KINDS.items():
@@ -145,8 +149,10 @@ def _kept(recipe: Path) -> RunConfig:
     """
     what = f"{recipe}, which says what run this folder holds,"
     try:
-        sections = tomllib.loads(recipe.read_bytes().decode())
-        damage = None if LAST_SECTION in sections else "it ends too early"
+        text = recipe.read_bytes().decode()
+        tomllib.loads(text)
+        ours = HEADER.startswith(text[: len(HEADER)])  # other recipes tell no end
+        damage = "it ends too early" if ours and not text.endswith(END) else None
     except OSError as error:
         raise ConfigError(
             f"{recipe} cannot be read ({error.strerror}); mend that, or set train.run_dir to a new "
@@ -191,6 +197,6 @@ def claim(run_dir: Path, config: RunConfig) -> TextIO:
         ) from None
     recipe, aside = run_dir / RECIPE, run_dir / f".{RECIPE}"
     with refusing(recipe, key="train.run_dir", half_written=aside):
-        aside.write_text(to_toml(config), encoding="utf-8")
+        aside.write_text(f"{HEADER}\n{to_toml(config)}\n{END}", encoding="utf-8")
         aside.rename(recipe)
     return lock

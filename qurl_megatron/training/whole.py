@@ -1,6 +1,7 @@
 """Are checkpoints still what was written? All ranks compare checksums, each of some of the files.
 
-What is wrong is known on every rank alike.
+What is wrong is known on every rank alike. A file that the system cannot read ends the run, but is
+not called damaged, and nothing is changed.
 """
 
 from collections.abc import Mapping
@@ -55,13 +56,24 @@ def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: st
 
     Args:
         key: recipe key of the folder.
+
+    Raises:
+        ConfigError: a rank does not see a file, or cannot read it.
     """
     largest_first = sorted(record, key=lambda name: -record[name].bytes)
     mine = largest_first[ranks.rank :: ranks.world_size]
-    for name in mine:
-        wait_until_seen(folder / name, "rank 0 sees it", key=key)
-    everywhere: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, damaged(folder, record, mine))
+    found: str | ConfigError | None
+    try:
+        for name in mine:
+            wait_until_seen(folder / name, "rank 0 sees it", key=key)
+        found = damaged(folder, record, mine)
+    except ConfigError as error:  # the others wait for what this rank has found
+        found = error
+    everywhere: list[str | ConfigError | None] = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, found)
+    for one in everywhere:
+        if isinstance(one, ConfigError):
+            raise one
     return next(filter(None, everywhere), None)
 
 
@@ -70,8 +82,7 @@ def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]] | ConfigError:
     try:
         folder = find_torch_dist(path) or path
         record = read_record(folder) or {}
+        wrong = wrong_size(folder, record)
     except ConfigError as error:
         return error
-    if wrong := wrong_size(folder, record):
-        return ConfigError(f"{wrong}; {MEND}")
-    return folder, record
+    return ConfigError(f"{wrong}; {MEND}") if wrong else (folder, record)

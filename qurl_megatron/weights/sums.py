@@ -6,10 +6,11 @@ Disks, and copies from one to another, lose and change bytes without a word. XXH
 speed of memory; it does not find malice.
 """
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,24 @@ FORMAT = "qurl-files-1"
 MEND = "copy the checkpoint again, or name an older one"
 """What a user can do about a damaged checkpoint that nothing is resumed from."""
 _CHUNK = 8 << 20
+
+
+class Unreadable(ConfigError):
+    """The system cannot read a file, which says nothing about what is in it."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """
+    Raises:
+        Unreadable: the system cannot read the file; one that is missing is left to the caller.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read ({error.strerror})") from None
 
 
 @dataclass(frozen=True)
@@ -79,16 +98,19 @@ def read_record(folder: Path) -> dict[str, FileSum] | None:
     """The sums of a folder's files by name; None where it has no record.
 
     Raises:
-        ConfigError: the record is damaged.
+        ConfigError: the record is damaged, or cannot be read.
     """
     path = folder / RECORD
     try:
-        found = json.loads(path.read_bytes())
+        with reading(path):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(content)
         if found["format"] != FORMAT:
             raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
         return {_inside(name): _file_sum(*entry) for name, entry in found["files"].items()}
-    except FileNotFoundError:
-        return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error!r:.200})") from None
 
@@ -107,24 +129,36 @@ def _file_sum(size: int, digest: str) -> FileSum:
 
 
 def wrong_size(folder: Path, record: Mapping[str, FileSum]) -> str | None:
-    """What is to be seen without reading: the first file that is missing, cut off or too long."""
+    """What is to be seen without reading: the first file that is missing, cut off or too long.
+
+    Raises:
+        Unreadable: the system does not say.
+    """
     for name, entry in record.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            with reading(path):
+                size = path.stat().st_size
+        except FileNotFoundError:
             return f"{path} is missing"
-        if (size := path.stat().st_size) != entry.bytes:
+        if size != entry.bytes:
             return f"{path} has {size} bytes where {entry.bytes} were written"
     return None
 
 
 def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -> str | None:
-    """The first of some files that is not what was written, as a sentence; reads them all."""
+    """The first of some files that is not what was written, as a sentence; reads them all.
+
+    Raises:
+        Unreadable: the system cannot read one.
+    """
     for name in names:
         path = folder / name
         try:
-            found = sum_of(path)
-        except OSError as error:
-            return f"{path} cannot be read ({error.strerror})"
+            with reading(path):
+                found = sum_of(path)
+        except FileNotFoundError:
+            return f"{path} is missing"
         if found != record[name]:
             return f"{path} has changed since it was written: its checksum differs"
     return None
@@ -134,7 +168,7 @@ def refuse_damaged(folder: Path) -> None:
     """Read every file of a folder that has a record of them.
 
     Raises:
-        ConfigError: one is not what was written.
+        ConfigError: one is not what was written, or cannot be read.
     """
     record = read_record(folder) or {}
     if wrong := wrong_size(folder, record) or damaged(folder, record, record):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_json
+from qurl_megatron.weights.sums import reading
 
 METADATA = ".metadata"
 _CONFIG = {
@@ -152,7 +153,8 @@ class TorchDistReader:
         """A box of a tensor, joined from the chunks it touches.
 
         Raises:
-            ConfigError: the chunks do not tile the box, or a file is damaged.
+            ConfigError: the chunks do not tile the box; a file is damaged or cannot be read; there
+                is not enough memory.
         """
         tensor, box = self._tensor(key), (tuple(offsets), tuple(sizes))
         touched = tensor.touched(box)
@@ -178,7 +180,7 @@ class TorchDistReader:
 
     def _load(self, key: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
         path = self.folder / chunk.file
-        with path.open("rb", buffering=0) as file:
+        with reading(path), path.open("rb", buffering=0) as file:
             window = _Window(file, chunk.start, chunk.length)
             try:
                 loaded = torch.load(window, map_location="cpu", weights_only=True)
@@ -187,7 +189,7 @@ class TorchDistReader:
                 if window.failure is not None:  # torch makes something else of it
                     raise window.failure from None
                 if "can't allocate memory" in why:
-                    raise MemoryError(why) from None
+                    raise ConfigError(f"tensor {key} does not fit in memory ({why})") from None
                 raise ConfigError(
                     f"tensor {key} cannot be read from {path} ({why}); the file is damaged, copy "
                     "the checkpoint again"
@@ -299,7 +301,8 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _read_table(path: Path) -> dict[str, StoredTensor]:
-    content = path.read_bytes()
+    with reading(path):
+        content = path.read_bytes()
     try:
         table = _unpickled(content)
         places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}

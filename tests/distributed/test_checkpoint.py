@@ -1,7 +1,9 @@
 """Saved and loaded, a policy goes on as if nothing had happened, in another layout too."""
 
 import contextlib
+import errno
 import functools
+import os
 
 import pytest
 import torch
@@ -307,6 +309,35 @@ def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one
     for line, (part, what) in zip(said, ((p, w) for p in PARTS for w in DAMAGES), strict=True):
         assert f"step_000004/{part} " in line and (what in line or part == STATE), line
         assert "set aside as step_000004.damaged, and the run goes on from step_000002" in line
+
+
+def look_at_what_cannot_be_read(device, run):
+    import torch.distributed as dist
+
+    from qurl_megatron.training.newest import newest_whole
+    from qurl_megatron.weights import sums
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with megatron_runtime(ParallelConfig(tensor=2)) as ranks, pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:  # whose node has lost the file system
+            patch.setattr(sums, "sum_of", fail)
+        with pytest.raises(ConfigError, match="step_000004/.* cannot be read .Input/output error"):
+            newest_whole(run, ranks)
+        patch.undo()
+        if ranks.leads:
+            (run / "checkpoints/step_000004" / RECORD).unlink()
+            (run / "checkpoints/step_000004" / RECORD).mkdir()
+        dist.barrier()
+        with pytest.raises(ConfigError, match=f"step_000004/{RECORD} cannot be read"):
+            newest_whole(run, ranks)
+
+
+def test_a_disk_that_fails_on_one_rank_stops_all_and_sets_nothing_aside(tmp_path):
+    kept = [pretend_checkpoint(tmp_path / "run", step) for step in (2, 4)]
+    run_on_ranks(look_at_what_cannot_be_read, 2, "gloo", tmp_path, tmp_path / "run")
+    assert folders(tmp_path / "run") == kept
 
 
 def begin_with_damage(device, run, damaged):

@@ -141,7 +141,7 @@ def test_a_taken_folder_is_refused_and_a_failed_fit_leaves_nothing(made, tmp_pat
     folder, _, _ = made
     with pytest.raises(ConfigError, match="exists already"):
         warmstart(folder, DATA, TINY, print)
-    with pytest.raises(ConfigError, match="no reasoning-gym task"):
+    with pytest.raises(ConfigError, match="is not a reasoning-gym task"):
         warmstart(tmp_path / "model", DataConfig(task="chainsum"), TINY, print)
     assert not any(tmp_path.iterdir())
 
