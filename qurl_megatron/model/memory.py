@@ -10,6 +10,7 @@ projections, t = tensor-parallel size. All sizes are bytes.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,6 +158,7 @@ def parameters(arch: Arch) -> int:
     return sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values())
 
 
+@cache
 def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
     """One engine rank's weights: codes and scales of the linear layers, the rest as it is.
 
