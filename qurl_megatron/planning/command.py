@@ -170,15 +170,15 @@ def render(
         "",
         *_table(HEAD, [_cells(row) for row in rows]),
         "",
-        f"{len(found)} layouts fit" + _hidden(found, shown) + "; * is the recipe's own",
+        f"{len(found)} layouts fit{_hidden(found, shown)}; * is the recipe's own.",
     ]
     if not any(one.own for one in found):
         text.append(_own_missing(planner, arguments.gpus))
     if arguments.confirm:
-        text.append("memory: equal to the dry run's, to the byte")
+        text.append("The dry run finds the same memory for these rows, to the byte.")
     best = found[0]
     settings = overrides(planner.config, best.config)
-    text.append(f"fastest, as overrides: {' '.join(settings) or 'the recipe as it is'}")
+    text.append(f"Fastest, as overrides: {' '.join(settings) or 'the recipe as it is'}")
     if curve:
         head = ("GPUs", "best layout", "step s", "tokens/s/GPU", "limited by")
         text += ["", *_table(head, [[str(c.choice.gpus), *_short(c)] for c in curve])]
@@ -190,22 +190,22 @@ def stop_sentence(found: Stop | None, curve: Sequence[Prediction]) -> str:
     if found is None:
         return f"It scales up to {curve[-1].choice.gpus} GPUs, the most that were simulated."
     return (
-        f"It stops scaling at {found.gpus} GPUs: twice as many take {100 * found.saved:.1f} % off the "
-        f"step; what is left is {found.doubled.limit}."
+        f"It stops scaling at {found.gpus} GPUs: twice as many take {100 * found.saved:.1f} % off "
+        f"the step. What limits it is {found.doubled.limit}."
     )
 
 
 def _hidden(found: Sequence[Prediction], shown: Sequence[Prediction]) -> str:
     if len(shown) == len(found):
         return ""
-    return f" (shown: the best trainer beside each set of engines, {len(shown)}; --all for all)"
+    return f"; the best trainer beside each of {len(shown)} sets of engines is shown (--all: all)"
 
 
 def _own_missing(planner: Planner, gpus: int) -> str:
     own = scaled(own_choice(planner.config), gpus)
     if own is None:
-        return f"the recipe's own layout does not scale to {gpus} GPUs: it does not come out whole"
-    return f"the recipe's own layout, {own.label()}, does not fit, or does not divide the batch"
+        return f"The recipe's own layout does not come out whole on {gpus} GPUs."
+    return f"The recipe's own layout, {own.label()}, does not fit, or not divide the batch."
 
 
 def _cells(row: Prediction) -> list[str]:

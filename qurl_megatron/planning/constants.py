@@ -129,7 +129,7 @@ class Constants:
         3e-3, "s a step", "estimate: scheduling, sampling and log-probs of an engine"
     )
     reload: float = _constant(
-        6.0, "s a step", "estimate: colocated engines release memory and take it back"
+        3.0, "s a step", "estimate: colocated engines release memory and take it back"
     )
     optimizer_bytes: float = _constant(
         34.0,
@@ -156,6 +156,9 @@ class Constants:
     )
     mean_prompt: float = _constant(
         0.1, "share of data.max_prompt_tokens", "estimate; --mean-prompt-tokens says better"
+    )
+    spare: float = _constant(
+        0.03, "share of a GPU's memory", "our rule: what a layout must leave, for fragments"
     )
     static_step: float = _constant(
         0.05, "share of free memory", "our rule: steps in which --mem-fraction-static is tried"

@@ -163,8 +163,13 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
             max_staleness=0 if choice.colocated else rollout.max_staleness,
             rendezvous="" if one_machine else rollout.rendezvous or "ENGINES",
         ),
-        sync=replace(config.sync, transport="memory" if one_machine else across),
+        sync=replace(config.sync, transport="auto" if one_machine else across),
     )
+
+
+def way(config: RunConfig) -> str:
+    """How versions go in a layout that was applied."""
+    return "memory" if config.sync.transport == "auto" else config.sync.transport
 
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:

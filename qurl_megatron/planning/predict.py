@@ -15,7 +15,7 @@ from qurl_megatron.bench.publish_model import predict as predict_publication
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import Constants, Gpu
-from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled
+from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled, way
 from qurl_megatron.planning.rollout_time import RolloutTime, decoder, rollout_time, slots_of
 from qurl_megatron.planning.training_time import Trainer, TrainingTime, deal_out, training_time
 from qurl_megatron.planning.workload import Workload
@@ -60,7 +60,7 @@ class Prediction:
         phases = {
             f"rollout: {self.rollout.limit}": self.rollout.seconds,
             f"train: {self.training.limit}": self.training.seconds,
-            f"publish: {self.config.sync.transport}": self.publish,
+            f"publish: {way(self.config)}": self.publish,
             "engines' release and reload": self.reload,
         }
         return max(phases, key=lambda name: phases[name])
@@ -129,7 +129,7 @@ class Planner:
             except ConfigError:  # it does not divide
                 return None
             _, phase, size = held.fullest
-            if size <= held.gpu:
+            if size <= (1 - self.constants.spare) * held.gpu:
                 return (config, held) if self._room(config, held) >= self._longest else None
             if self.nearest is None or size < self.nearest[0]:
                 self.nearest = (size, choice, phase)
@@ -222,7 +222,7 @@ class Planner:
         )
 
     def _publish(self, config: RunConfig) -> float:
-        parallel, rollout, transport = config.parallel, config.rollout, config.sync.transport
+        parallel, rollout, transport = config.parallel, config.rollout, way(config)
         layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, data=parallel.data)
         key = (layout, rollout.engines, rollout.engine_tensor, transport)
         if key not in self._publications:

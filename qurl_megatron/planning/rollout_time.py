@@ -25,7 +25,7 @@ from qurl_megatron.weights.checkpoint import hf_shapes
 LONGEST = "the longest response"
 ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"
 WEIGHTS, COMPUTE, CACHE = "weights' bytes", "compute", "keys' and values' bytes"
-REDUCE, LAUNCH, PREFILL = "all-reduces", "launches", "prefill"
+REDUCE, LAUNCH, PREFILL = "all-reduces", "launches and sampling", "prefill"
 
 
 @dataclass(frozen=True, kw_only=True)
