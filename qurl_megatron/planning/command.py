@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -140,7 +141,9 @@ def confirm(planner: Planner, rows: Sequence[Prediction], arguments: argparse.Na
     Raises:
         ConfigError: a dry run finds other sums than the formula.
     """
-    from qurl_megatron.training.dry_run import dry_run  # Megatron, which all else does without
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron, which all else here does without
+        from qurl_megatron.training.dry_run import dry_run
 
     for row in rows:
         size = dry_run(row.config, arguments.config, gpu_gib=planner.gpu.gib).fullest[2]
@@ -189,9 +192,10 @@ def render(
 def stop_sentence(found: Stop | None, curve: Sequence[Prediction]) -> str:
     if found is None:
         return f"It scales up to {curve[-1].choice.gpus} GPUs, the most that were simulated."
+    phase, _, why = found.doubled.limit.partition(": ")
     return (
         f"It stops scaling at {found.gpus} GPUs: twice as many take {100 * found.saved:.1f} % off "
-        f"the step. What limits it is {found.doubled.limit}."
+        f"the step, limited by {phase}" + (f" ({why})." if why else ".")
     )
 
 
@@ -277,10 +281,23 @@ def _row(planner: Planner, row: Prediction) -> dict[str, Any]:
             "reload": row.reload,
             "step": row.step,
         },
+        "metrics": _as_logged(row),
         "rollout_parts": row.rollout.parts,
         "training_parts": row.training.parts,
         "slots": row.rollout.slots,
         "tokens_per_s_and_gpu": row.speed,
         "limited_by": row.limit,
         "overrides": overrides(planner.config, row.config),
+    }
+
+
+def _as_logged(row: Prediction) -> dict[str, float]:
+    """The seconds under the names that a run logs; of a rollout ahead, what the trainer waits."""
+    hidden = row.training.seconds if row.ahead else 0.0
+    return {
+        "time/rollout": max(0.0, row.rollout.seconds - hidden),
+        "time/score": row.training.score,
+        "time/train": row.training.train,
+        "time/publish": row.publish,
+        "time/step": row.step,
     }

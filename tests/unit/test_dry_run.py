@@ -328,6 +328,13 @@ def test_so_are_those_of_experts(tmp_path):
     assert footprint(config, find_models(config, shape)) == dry_run(config, shape)
 
 
+def test_a_plan_is_confirmed_by_the_dry_run(capsys):
+    recipe = str(ROOT / "launch" / "recipes" / "gsm8k_ppo_qwen2.5_0.5b.toml")
+    options = ["--gpus", "4", "--up-to", "0", "--top", "2", "--confirm"]
+    assert main(["plan", recipe, *options]) == 0
+    assert "The dry run finds the same memory for these rows" in capsys.readouterr().out
+
+
 def test_buckets_are_padded_as_megatron_pads_them():
     """Backwards: 100 numbers from 0, then 50 from 128 (a multiple of 64), which closes a bucket of
     170 at a multiple of lcm(3, 128)."""

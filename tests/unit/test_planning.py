@@ -482,6 +482,7 @@ def test_the_command_prints_everything_as_json(capsys):
     seconds = found["own"]["seconds"]
     phases = sum(value for name, value in seconds.items() if name != "step")
     assert seconds["step"] == pytest.approx(phases)
+    assert found["own"]["metrics"]["time/step"] == seconds["step"]
     assert {row["name"] for row in found["constants"]} >= {"gemm", "h100: HBM"}
 
 
