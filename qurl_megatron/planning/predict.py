@@ -16,7 +16,7 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled, way
-from qurl_megatron.planning.rollout_time import RolloutTime, decoder, rollout_time, slots_of
+from qurl_megatron.planning.rollout_time import RolloutTime, decode_rank, rollout_time, slots_of
 from qurl_megatron.planning.training_time import Trainer, TrainingTime, deal_out, training_time
 from qurl_megatron.planning.workload import Workload
 from qurl_megatron.rollout.plan import Layout
@@ -129,13 +129,17 @@ class Planner:
             except ConfigError:  # it does not divide
                 return None
             _, phase, size = held.fullest
-            if size <= (1 - self.constants.spare) * held.gpu:
+            if size <= self._usable(own=own):
                 return (config, held) if self._room(config, held) >= self._longest else None
             if self.nearest is None or size < self.nearest[0]:
                 self.nearest = (size, choice, phase)
             if not choice.colocated or phase in ("resume", "train"):
                 return None  # no engine's memory is in these
         return None
+
+    def _usable(self, *, own: bool = False) -> float:
+        """Bytes of a GPU that a layout may fill; the recipe's own may try all of them."""
+        return self.gpu.gib * GIB * (1 if own else 1 - self.constants.spare)
 
     def _fractions(self, choice: Choice, *, own: bool) -> Iterable[float | None]:
         """SGLang's shares of the free memory to try; None is the recipe's."""
@@ -167,7 +171,9 @@ class Planner:
         key = (rollout.engines, rollout.engine_tensor, slots_of(work, share, room, requests))
         if key not in self._rollouts:
             self._rollouts[key] = rollout_time(
-                decoder(held.arch, config.quant.scheme, rollout.engine_tensor, _itemsize(config)),
+                decode_rank(
+                    held.arch, config.quant.scheme, rollout.engine_tensor, _itemsize(config)
+                ),
                 self.gpu,
                 self.constants,
                 work,
@@ -250,13 +256,15 @@ class Planner:
         if self.nearest is None:
             return ConfigError(
                 f"no layout of {gpus} GPUs divides the model and the batch of "
-                f"{self.work.responses} responses in {self.work.minibatches} minibatches; "
-                "give another --gpus"
+                f"{self.work.responses} responses in {self.work.minibatches} minibatches, and has "
+                f"room for a response of {self._longest} tokens, prompt included; give another "
+                "--gpus"
             )
         size, choice, phase = self.nearest
         return ConfigError(
             f"no layout fits on {gpus} {kind}: the nearest, {choice.label()}, needs "
-            f"{size / GIB:.0f} of {self.gpu.gib:g} GiB in phase {phase}; give more --gpus"
+            f"{size / GIB:.0f} GiB in phase {phase}, of {self._usable() / GIB:.0f} that may be "
+            "filled; give more --gpus"
         )
 
 

@@ -29,7 +29,7 @@ REDUCE, LAUNCH, PREFILL = "all-reduces", "launches and sampling", "prefill"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder:
+class DecodeRank:
     """What one rank of an engine does per step; bytes and floating-point operations."""
 
     weights: float  # bytes read
@@ -44,12 +44,12 @@ class Decoder:
 
 
 @cache
-def decoder(arch: Arch, scheme: str, tensor: int, itemsize: int = 2) -> Decoder:
+def decode_rank(arch: Arch, scheme: str, tensor: int, itemsize: int = 2) -> DecodeRank:
     """A rank of an engine of ``tensor``; what is not quantized has ``itemsize`` bytes a number."""
     embedding = arch.vocab * arch.hidden
     held = memory.engine_weights(arch, scheme, tensor, itemsize)
     linear = linear_parameters(arch)
-    return Decoder(
+    return DecodeRank(
         # Of the embedding a step reads a row per response; where it is tied, it is the output too.
         weights=held - (0 if arch.tied else itemsize * embedding / tensor),
         quantized=2 * linear / tensor,
@@ -75,7 +75,7 @@ def linear_parameters(arch: Arch) -> int:
 
 
 def decode_step(
-    rank: Decoder, gpu: Gpu, constants: Constants, running: float, context: float
+    rank: DecodeRank, gpu: Gpu, constants: Constants, running: float, context: float
 ) -> dict[str, float]:
     """Seconds of one step by what takes them.
 
@@ -141,7 +141,7 @@ class RolloutTime:
 
 
 def rollout_time(
-    rank: Decoder,
+    rank: DecodeRank,
     gpu: Gpu,
     constants: Constants,
     work: Workload,
@@ -163,7 +163,7 @@ def rollout_time(
     parts[PREFILL] = _prefill(rank, gpu, constants, work, engines, share)
     parts = {name: constants.rollout_over * seconds for name, seconds in parts.items()}
     seconds = sum(parts.values())
-    even = [round(sum(lengths) / share)] * share
+    even = [max(1, round(work.mean))] * share
     if _seconds(rank, gpu, constants, work.prompt, even, slots) < constants.tail * seconds:
         limit = LONGEST
     elif (

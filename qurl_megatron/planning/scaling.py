@@ -18,9 +18,10 @@ class Stop:
 
 def sizes(node: int, up_to: int) -> list[int]:
     """Numbers of GPUs: one machine, and twice as many each time."""
-    found = [node]
-    while 2 * found[-1] <= up_to:
-        found.append(2 * found[-1])
+    found = []
+    while node <= up_to:
+        found.append(node)
+        node *= 2
     return found
 
 

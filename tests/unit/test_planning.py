@@ -17,7 +17,7 @@ from qurl_megatron.planning.constants import GPUS, Constants, Gpu, gpu_of
 from qurl_megatron.planning.layouts import Choice, choices, overrides, own_choice, scaled
 from qurl_megatron.planning.measured import Measured, corrected, read_run
 from qurl_megatron.planning.predict import Planner
-from qurl_megatron.planning.rollout_time import Decoder, decode_step, decoder, rollout_time
+from qurl_megatron.planning.rollout_time import DecodeRank, decode_rank, decode_step, rollout_time
 from qurl_megatron.planning.scaling import best_of, sizes, stop
 from qurl_megatron.planning.training_time import Hand, Trainer, deal_out, training_time
 from qurl_megatron.planning.workload import Workload, decay, in_turn
@@ -106,7 +106,7 @@ def test_responses_come_in_a_mixed_order_that_is_always_the_same():
 
 # -- rollouts ----------------------------------------------------------------------------------
 
-RANK = Decoder(
+RANK = DecodeRank(
     weights=200.0,
     quantized=100.0,
     plain=10.0,
@@ -138,7 +138,7 @@ def test_the_ranks_of_an_engine_add_up_twice_a_layer():
 
 
 def test_what_an_engine_reads_is_its_weights_without_the_embedding():
-    rank = decoder(ARCH, "none", 1)
+    rank = decode_rank(ARCH, "none", 1)
     norms = 4 * 2 * 8 + 8
     assert rank.weights == 2 * (LINEAR + norms + 10 * 8)
     assert rank.quantized == 2 * LINEAR and rank.plain == 2 * 80
@@ -195,7 +195,9 @@ def test_eight_bits_are_never_slower_than_bf16_where_there_are_kernels(shape, te
     for gpu in GPUS.values():
         seconds = {
             scheme: sum(
-                decode_step(decoder(arch, scheme, tensor), gpu, Constants(), running, 2000).values()
+                decode_step(
+                    decode_rank(arch, scheme, tensor), gpu, Constants(), running, 2000
+                ).values()
             )
             for scheme in gpu.flops
         }
@@ -527,7 +529,12 @@ def test_mistakes_are_one_sentence(arguments, message, capsys):
 def test_where_nothing_fits_the_nearest_layout_is_named(capsys):
     code, _, err = call(capsys, RECIPES / "grpo_qwen2.5_32b.toml", "--gpus", "8")
     assert code == 2
-    assert "no layout fits on 8 h100: the nearest, TP" in err and "of 80 GiB in phase" in err
+    assert "no layout fits on 8 h100: the nearest, TP" in err and "of 78 that may be filled" in err
+
+
+def test_a_layout_of_the_recipe_that_does_not_come_out_whole_is_said(capsys):
+    code, out, _ = call(capsys, SMALL, "--gpus", "7", "--up-to", "0")
+    assert code == 0 and "The recipe's own layout does not come out whole on 7 GPUs." in out
 
 
 def test_a_run_on_other_gpus_is_refused(tmp_path, capsys):
