@@ -209,7 +209,7 @@ def _own_missing(planner: Planner, gpus: int) -> str:
     own = scaled(own_choice(planner.config), gpus)
     if own is None:
         return f"The recipe's own layout does not come out whole on {gpus} GPUs."
-    return f"The recipe's own layout, {own.label()}, does not fit, or not divide the batch."
+    return f"The recipe's own layout, {own.label()}, does not fit or does not divide the batch."
 
 
 def _cells(row: Prediction) -> list[str]:

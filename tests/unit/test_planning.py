@@ -532,9 +532,9 @@ def test_where_nothing_fits_the_nearest_layout_is_named(capsys):
     assert "no layout fits on 8 h100: the nearest, TP" in err and "of 78 that may be filled" in err
 
 
-def test_a_layout_of_the_recipe_that_does_not_come_out_whole_is_said(capsys):
+def test_a_layout_of_the_recipe_that_cannot_be_scaled_is_said(capsys):
     code, out, _ = call(capsys, SMALL, "--gpus", "7", "--up-to", "0")
-    assert code == 0 and "The recipe's own layout does not come out whole on 7 GPUs." in out
+    assert code == 0 and "DP7 & 7 x TP1, does not fit or does not divide the batch." in out
 
 
 def test_a_run_on_other_gpus_is_refused(tmp_path, capsys):
