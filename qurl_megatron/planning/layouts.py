@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from qurl_megatron.config import RolloutConfig, RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.training.footprint import engine_divides
 from qurl_megatron.weights import Arch
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """One layout."""
 
@@ -58,7 +59,7 @@ def choices(arch: Arch, gpus: int, node: int, shares: int) -> Iterator[Choice]:
         colocated = trainer == gpus
         for engine in within:
             rollout = gpus if colocated else gpus - trainer
-            if rollout % engine or not _engine_divides(arch, engine):
+            if rollout % engine or not engine_divides(arch, engine):
                 continue
             for tensor, pipeline, context, data in _trainers(arch, trainer, within):
                 if shares % data:
@@ -82,19 +83,22 @@ def _splits(gpus: int, node: int) -> range:
 
 
 def _trainers(arch: Arch, gpus: int, within: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    inner = arch.experts.intermediate if arch.experts else arch.intermediate
     for tensor in within:
-        if arch.heads % tensor or arch.kv_heads % tensor or inner % tensor:
-            continue
         for pipeline in _divisors(arch.num_layers):
+            if not _divides(arch, tensor, pipeline):
+                continue
             for context in within:
                 data, left = divmod(gpus, tensor * pipeline * context)
                 if data and not left:
                     yield tensor, pipeline, context, data
 
 
-def _engine_divides(arch: Arch, tensor: int) -> bool:
-    return not (arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads))
+def _divides(arch: Arch, tensor: int, pipeline: int) -> bool:
+    try:
+        arch.check_parallel(tensor, pipeline)
+    except ConfigError:
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:

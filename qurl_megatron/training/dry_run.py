@@ -24,6 +24,7 @@ from qurl_megatron.training.footprint import (
     Holdings,
     Models,
     add_up,
+    check_division,
     find_models,
 )
 from qurl_megatron.weights import Arch
@@ -43,7 +44,7 @@ def dry_run(
         ConfigError: no config is found, or the model does not divide over the ranks or engines.
     """
     models = find_models(config, model_config)
-    models.policy.check_parallel(config.parallel.tensor, config.parallel.pipeline)
+    check_division(config, models)
     return add_up(config, models, without_gpus(_built, config, models), gpu_gib=gpu_gib)
 
 

@@ -148,14 +148,28 @@ def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
     return Models(path, policy, replace(critic, tied=False))
 
 
+def check_division(config: RunConfig, models: Models) -> None:
+    """
+    Raises:
+        ConfigError: policy or critic do not divide over the training ranks.
+    """
+    parallel = config.parallel
+    models.policy.check_parallel(parallel.tensor, parallel.pipeline)
+    if models.critic:
+        try:
+            models.critic.check_parallel(parallel.tensor, parallel.pipeline)
+        except ConfigError as error:
+            raise ConfigError(f"critic.path={config.critic.path}: {error}") from None
+
+
 def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
     """The sums of a run from the shapes of its models, to the byte those of a dry run.
 
     Raises:
         ConfigError: the model does not divide over the ranks or engines.
     """
+    check_division(config, models)
     parallel = config.parallel
-    models.policy.check_parallel(parallel.tensor, parallel.pipeline)
     options = dict(
         distributed=config.optimizer.distributed,
         overlap=config.optimizer.overlap_grad_reduce,
@@ -278,9 +292,14 @@ def _passes_per_update(config: RunConfig) -> int:
     return per_rank // config.train.micro_batch
 
 
+def engine_divides(arch: Arch, tensor: int) -> bool:
+    """Whether an engine of ``tensor`` GPUs can split the heads; keys and values may be shared."""
+    return not (arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads))
+
+
 def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
     tensor = config.rollout.engine_tensor
-    if arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads):
+    if not engine_divides(arch, tensor):
         raise ConfigError(
             f"rollout.engine_tensor={tensor} does not divide the model's "
             f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"

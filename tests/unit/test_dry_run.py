@@ -211,6 +211,10 @@ def test_what_does_not_fit_is_said(tmp_path):
             ["rollout.backend=sglang", "rollout.engine_tensor=3"],
             "rollout.engine_tensor=3 does not divide the model's num_attention_heads=40",
         ),
+        (
+            ["algo.name=ppo", "critic.path=models/Qwen2.5-0.5B-Instruct", "parallel.tensor=4"],
+            "critic.path=models/Qwen2.5-0.5B-Instruct: parallel.tensor=4 does not divide",
+        ),
         (["model.path=models/Unknown"], "model.path=models/Unknown does not exist"),
     ],
 )
