@@ -10,11 +10,11 @@ from functools import cached_property
 
 import torch
 
-from qurl_megatron.bench.publish_model import GB, Rates, Setting
+from qurl_megatron.bench.publish_model import Rates, Setting
 from qurl_megatron.bench.publish_model import predict as predict_publication
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.constants import Constants, Gpu
+from qurl_megatron.planning.constants import GB, Constants, Gpu
 from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled, way
 from qurl_megatron.planning.rollout_time import RolloutTime, decode_rank, rollout_time, slots_of
 from qurl_megatron.planning.training_time import Trainer, TrainingTime, deal_out, training_time

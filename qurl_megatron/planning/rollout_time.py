@@ -96,7 +96,7 @@ def decode_step(
     )
     reduce = 0.0
     if rank.tensor > 1:
-        sent = 2 * (rank.tensor - 1) / rank.tensor * running * rank.hidden * 2
+        sent = 2 * (rank.tensor - 1) / rank.tensor * running * rank.hidden * 2  # BF16
         one = constants.decode_latency + sent / (gpu.nvlink * constants.collective)
         reduce = 2 * rank.layers * one
     return {
