@@ -22,7 +22,8 @@ HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU"
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """
+    """Predict, and print.
+
     Raises:
         ConfigError: unknown GPU, a recipe that is not for GPUs, or nothing fits.
     """
@@ -72,7 +73,8 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
 def workload(
     config: RunConfig, constants: Constants, mean: float | None, prompt: float | None
 ) -> Workload:
-    """
+    """What a step of the recipe asks for.
+
     Args:
         mean, prompt: mean lengths of responses and prompts; None takes the constants' shares.
 
@@ -137,7 +139,8 @@ def best_trainers(found: Sequence[Prediction]) -> Iterator[Prediction]:
 
 
 def confirm(planner: Planner, rows: Sequence[Prediction], arguments: argparse.Namespace) -> None:
-    """
+    """Build the rows, and compare their memory.
+
     Raises:
         ConfigError: a dry run finds other sums than the formula.
     """

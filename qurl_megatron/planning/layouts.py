@@ -207,9 +207,10 @@ def _toml(value: object) -> str:
 
 
 def check_backend(rollout: RolloutConfig) -> None:
-    """
+    """Refuse engines whose speed nobody predicts here.
+
     Raises:
-        ConfigError: the engines are not SGLang's.
+        ConfigError: they are not SGLang's.
     """
     if rollout.backend != "sglang":
         raise ConfigError(

@@ -26,7 +26,8 @@ class Measured:
 
 
 def read_run(run_dir: Path, responses: int) -> Measured:
-    """
+    """Its usual step.
+
     Args:
         responses: of a step.
 

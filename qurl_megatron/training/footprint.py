@@ -131,7 +131,8 @@ Holdings = Sequence[tuple[Held, Held | None]]
 
 
 def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
-    """
+    """Read the shapes of what a run trains.
+
     Args:
         model_config: the model's config.json or the folder it is in; None takes that of
             ``model.path``, else one that ships under its name.
@@ -149,7 +150,8 @@ def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
 
 
 def check_division(config: RunConfig, models: Models) -> None:
-    """
+    """Refuse a layout that the models do not divide over.
+
     Raises:
         ConfigError: policy or critic do not divide over the training ranks.
     """
