@@ -73,6 +73,13 @@ def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    """Predict memory and step time of every layout of N GPUs, and where more stop helping."""
+    from qurl_megatron.planning.command import plan as run
+
+    return run(arguments)
+
+
 def study(arguments: argparse.Namespace) -> int:
     """Run a grid of methods, schemes and seeds of one recipe, and draw its tables and pictures."""
     from qurl_megatron.study.command import main as run
@@ -148,6 +155,7 @@ def fleet(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from qurl_megatron.evaluation.options import add_options
+    from qurl_megatron.planning.options import add_options as add_plan_options
 
     parser = argparse.ArgumentParser(
         prog="qurl",
@@ -191,6 +199,10 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command(report).add_argument("run_dir", type=Path, help="train.run_dir of the run")
+
+    planned = command(plan)
+    recipe(planned)
+    add_plan_options(planned)
 
     studied = command(study)
     studied.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")

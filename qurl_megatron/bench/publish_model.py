@@ -16,8 +16,10 @@ import argparse
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from qurl_megatron.bench.random_model import SIZES
@@ -143,25 +145,82 @@ def tensors(arch: Arch, scheme: str) -> dict[str, tuple[tuple[int, ...], int]]:
     return found
 
 
+@dataclass(frozen=True)
+class Volumes:
+    """Bytes of one version, by who moves them; of the busiest rank but for ``whole``."""
+
+    whole: int
+    put: int  # by a training rank of one replica, to memory or files
+    sent: int  # by it, cut to what each rank of one engine keeps
+    linear: int  # FP32 weights of it that are quantized
+    rest: int  # and that are not
+    received: int  # by an engine rank
+
+
+@cache
+def volumes(arch: Arch, scheme: str, tensor: int, pipeline: int, engine_tp: int) -> Volumes:
+    """From the plan that the publisher follows.
+
+    All layers are alike, and so are all stages between the first and the last: so the plan is made
+    for one and two layers on each of two stages at most, and the rest follows in a straight line.
+    """
+    version = tensors(arch, scheme)
+    stages = min(pipeline, 2)
+    trainer = plan.Layout(tensor=tensor, pipeline=stages)
+
+    def most(of: str, engine: int, by: str) -> int:
+        """Bytes of the busiest ``by``, "source" or "engine_rank"."""
+        one, two = (
+            _sums(replace(arch, num_layers=stages * n), of, trainer, engine)[by] for n in (1, 2)
+        )
+        known = stages if by == "engine_rank" else 1  # layers in the first; in it a rank has all
+        layers = arch.num_layers if by == "engine_rank" else arch.num_layers // pipeline
+        return max(a + (layers - known) * (two[key] - a) // known for key, a in one.items())
+
+    return Volumes(
+        whole=sum(math.prod(shape) * size for shape, size in version.values()),
+        put=most(scheme, 1, "source"),
+        sent=most(scheme, engine_tp, "source"),
+        linear=most("quantized weights", 1, "source"),
+        rest=most("other weights", 1, "source"),
+        received=most(scheme, engine_tp, "engine_rank"),
+    )
+
+
+@cache
+def _sums(arch: Arch, of: str, trainer: plan.Layout, engine: int) -> dict[str, dict]:
+    """Bytes by training rank ("source") and by engine rank.
+
+    Args:
+        of: a scheme's version, or the FP32 weights that are quantized, or the others.
+    """
+    if of.endswith("weights"):
+        chosen = {
+            name: (shape, 4)
+            for name, shape in hf_shapes(arch).items()
+            if is_quantized(name) == of.startswith("quantized")
+        }
+    else:
+        chosen = tensors(arch, of)
+    sums: dict[str, dict] = {"source": defaultdict(int), "engine_rank": defaultdict(int)}
+    for transfer in plan.transfers(chosen, arch, trainer, engine):
+        sums["source"][transfer.source] += transfer.bytes
+        sums["engine_rank"][transfer.engine_rank] += transfer.bytes
+    return sums
+
+
 def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
     """Seconds of one publication by ``memory``, ``files`` or ``group``, or ``gathered``."""
     if transport == "gathered":
         return _gathered(setting, rates)
-    arch, trainer, tp = setting.arch, setting.trainer, setting.engine_tp
-    version = tensors(arch, setting.scheme)
+    trainer, tp = setting.trainer, setting.engine_tp
+    moved = volumes(setting.arch, setting.scheme, trainer.tensor, trainer.pipeline, tp)
     share = 1 / trainer.data  # replicas take turns, bucket by bucket
-    put = share * _most(plan.transfers(version, arch, trainer, 1), "source")
-    cut = plan.transfers(version, arch, trainer, tp)
-    received = _most(cut, "engine_rank")
-    weights = {name: (shape, 4) for name, (shape, _) in tensors(arch, "none").items()}
-    linear = {name: t for name, t in weights.items() if is_quantized(name)}
-    rest = {name: t for name, t in weights.items() if not is_quantized(name)}
-    read = share * _most(plan.transfers(linear, arch, trainer, 1), "source")
-    other = share * _most(plan.transfers(rest, arch, trainer, 1), "source")
+    put, read, other = share * moved.put, share * moved.linear, share * moved.rest
     kind = rates.cast if setting.scheme == "none" else rates.quantize
     quantize_s = (read / kind + other / rates.cast) / GB
 
-    whole = sum(math.prod(shape) * size for shape, size in version.values())
+    whole, received = moved.whole, moved.received
     load_s = received / GB * (1 / rates.hash + 1 / rates.copy)
     if transport == "memory":
         put_s = put / GB * (1 / rates.copy + 1 / rates.hash)
@@ -173,7 +232,7 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
             put_s = max(put_s, whole / rates.disk / GB)
             load_s = max(load_s, setting.engines * whole / rates.disk / GB)
     else:
-        sent = share * _most(cut, "source")
+        sent = share * moved.sent
         put_s = sent / GB * (1 / rates.copy + 1 / rates.hash)
         load_s += max(setting.engines * sent, received) / rates.link / GB
 
@@ -200,11 +259,10 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
 def _gathered(setting: Setting, rates: Rates) -> Cost:
     """The straightforward way: BF16 gathered over TP, quantized whole, one thing after another."""
     trainer, tp = setting.trainer, setting.engine_tp
-    version = tensors(setting.arch, setting.scheme)
-    whole = sum(math.prod(shape) * size for shape, size in version.values())
+    moved = volumes(setting.arch, setting.scheme, trainer.tensor, trainer.pipeline, tp)
+    whole, received = moved.whole, moved.received
     plain = tensors(setting.arch, "none")
     bf16 = sum(math.prod(shape) * size for shape, size in plain.values()) / trainer.pipeline
-    received = _most(plan.transfers(version, setting.arch, trainer, tp), "engine_rank")
     gather_s = bf16 * (trainer.tensor - 1) / trainer.tensor / rates.link / GB
     gather_s += 2 * bf16 / rates.copy / GB  # into the gathered parts, and joined
     linear = sum(math.prod(s) for n, (s, _) in plain.items() if is_quantized(n)) / trainer.pipeline
@@ -224,15 +282,6 @@ def _gathered(setting: Setting, rates: Rates) -> Cost:
         work_s=trainer.tensor * gather_s + quantize_s + put_s + setting.engines * tp * load_s,
         buffer_mb=3 * min(setting.bucket_mb, bf16 / MIB),  # gathered, joined, quantized
     )
-
-
-def _most(transfers: list[plan.Transfer], by: str) -> int:
-    """Bytes of the busiest source or engine rank."""
-    sums: dict = {}
-    for transfer in transfers:
-        key = getattr(transfer, by)
-        sums[key] = sums.get(key, 0) + transfer.bytes
-    return max(sums.values())
 
 
 def check(report: dict) -> list[dict]:

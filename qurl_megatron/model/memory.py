@@ -10,15 +10,18 @@ projections, t = tensor-parallel size. All sizes are bytes.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from qurl_megatron.algo.log_probs import SCRATCH_BYTES
 from qurl_megatron.weights import Arch, is_quantized, stage_ops
 from qurl_megatron.weights.checkpoint import hf_shapes
+
+if TYPE_CHECKING:  # Megatron takes seconds to import, and most of this is arithmetic
+    from megatron.core.distributed import DistributedDataParallel
 
 GIB = 1 << 30
 
@@ -58,7 +61,7 @@ class Held:
         return self.weights + self.gradients + self.masters + self.moments
 
 
-def held(model: DistributedDataParallel, optimizer: Any) -> Held:
+def held(model: "DistributedDataParallel", optimizer: Any) -> Held:
     """Add up the storages of a wrapped model and its optimizer, with their buffers' padding."""
     parameters = list(model.module.parameters())
     weights = _storages(p.data for p in parameters)
@@ -155,6 +158,7 @@ def parameters(arch: Arch) -> int:
     return sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values())
 
 
+@cache
 def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
     """One engine rank's weights: codes and scales of the linear layers, the rest as it is.
 

@@ -12,6 +12,7 @@ import numpy as np
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import lanes, plots
 from qurl_megatron.observe.plots import History, Picture
+from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.sinks import Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
@@ -104,6 +105,7 @@ def write_report(run_dir: Path | str) -> Path:
         events=_events(spans),
         banners=list(_banners(spans, history.last_step)),
         non_finite=history.non_finite,
+        compared=compared(run_dir, history),
         groups=_groups(history),
         last_step=history.last_step,
         recipe=recipe,

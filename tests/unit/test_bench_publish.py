@@ -15,8 +15,9 @@ from qurl_megatron.bench.publish_model import (
     make_arch,
     predict,
     tensors,
+    volumes,
 )
-from qurl_megatron.rollout.plan import Layout
+from qurl_megatron.rollout.plan import Layout, transfers
 
 GPUS = Rates.of_gpus(hbm=3000, link=50, disk=10)
 WAYS = ("memory", "files", "group", "gathered")
@@ -39,6 +40,21 @@ def test_quantized_versions_of_32b_have_half_the_bytes_and_ranks_share_them():
     assert int8.bytes / int8.bytes_per_rank == pytest.approx(8, rel=0.01)
     halves = predict(setting(trainer=Layout(tensor=4, pipeline=2)), "memory", GPUS)
     assert halves.bytes == int8.bytes
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "engine_tp"), [(1, 1, 1), (2, 4, 2), (2, 3, 1)])
+def test_volumes_from_two_layers_are_those_of_the_whole_plan(tensor, pipeline, engine_tp):
+    arch = make_arch("qwen2.5-0.5b")
+    trainer = Layout(tensor=tensor, pipeline=pipeline)
+    sent, received = {}, {}
+    for part in transfers(tensors(arch, "int8"), arch, trainer, engine_tp):
+        sent[part.source] = sent.get(part.source, 0) + part.bytes
+        received[part.engine_rank] = received.get(part.engine_rank, 0) + part.bytes
+    found = volumes(arch, "int8", tensor, pipeline, engine_tp)
+    assert (found.sent, found.received) == (max(sent.values()), max(received.values()))
+    assert found.whole == sum(
+        torch.Size(shape).numel() * size for shape, size in tensors(arch, "int8").values()
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,5 +1,6 @@
 """The arithmetic of a dry run, and what it refuses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import ParallelConfig, load
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model import memory
+from qurl_megatron.model.buffers import lay_out
 from qurl_megatron.model.memory import Pass
 from qurl_megatron.runtime.pretend import pretended_rank, without_gpus
 from qurl_megatron.training.dry_run import GIB, dry_run, render
+from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.weights import read_arch
 
 ROOT = Path(__file__).parents[2]
@@ -208,6 +211,10 @@ def test_what_does_not_fit_is_said(tmp_path):
             ["rollout.backend=sglang", "rollout.engine_tensor=3"],
             "rollout.engine_tensor=3 does not divide the model's num_attention_heads=40",
         ),
+        (
+            ["algo.name=ppo", "critic.path=models/Qwen2.5-0.5B-Instruct", "parallel.tensor=4"],
+            "critic.path=models/Qwen2.5-0.5B-Instruct: parallel.tensor=4 does not divide",
+        ),
         (["model.path=models/Unknown"], "model.path=models/Unknown does not exist"),
     ],
 )
@@ -282,3 +289,64 @@ def test_a_transformer_engine_that_needs_a_gpu_is_no_obstacle(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "14.77 B parameters" in done.stdout
+
+
+FORMULA = {
+    "DP2, a bucket of 40 M": ("Qwen2.5-0.5B-Instruct", ["parallel.data=2"]),
+    "TP2 x PP2, tied": ("Qwen2.5-0.5B-Instruct", ["parallel.tensor=2", "parallel.pipeline=2"]),
+    "CP3 x DP8": ("Qwen2.5-0.5B-Instruct", ["parallel.context=3", "parallel.data=8"]),
+    "critic, PP2": (
+        "Qwen2.5-0.5B-Instruct",
+        ["algo.name=ppo", "parallel.pipeline=2", "parallel.data=3"],
+    ),
+    "whole optimizer": ("Qwen2.5-0.5B-Instruct", ["optimizer.distributed=false"]),
+    "FP32, no overlap": (
+        "Qwen2.5-0.5B-Instruct",
+        ["model.dtype=float32", "optimizer.overlap_grad_reduce=false", "parallel.data=2"],
+    ),
+    "14B, PP4 x DP64": ("Qwen2.5-14B", ["parallel.pipeline=4", "parallel.data=64"]),
+}
+
+
+@pytest.mark.parametrize("case", FORMULA)
+def test_the_sums_from_shapes_alone_are_those_of_the_dry_run_to_the_byte(case, tmp_path):
+    model, overrides = FORMULA[case]
+    config = recipe(
+        tmp_path,
+        f"model.path=models/{model}",
+        "data.prompts_per_step=768",
+        *overrides,
+        text='[train]\nmicro_batch = 2\n[rollout]\nbackend = "sglang"\n',
+    )
+    assert footprint(config, find_models(config)) == dry_run(config)
+
+
+def test_so_are_those_of_experts(tmp_path):
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=101)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32)
+    shape = tmp_path / "config.json"
+    shape.write_text(
+        json.dumps({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, **sizes})
+    )
+    config = recipe(tmp_path, "parallel.tensor=2", "parallel.data=2", "parallel.pipeline=2")
+    assert footprint(config, find_models(config, shape)) == dry_run(config, shape)
+
+
+def test_a_plan_is_confirmed_by_the_dry_run(capsys):
+    recipe = str(ROOT / "launch" / "recipes" / "gsm8k_ppo_qwen2.5_0.5b.toml")
+    options = ["--gpus", "4", "--up-to", "0", "--top", "2", "--confirm"]
+    assert main(["plan", recipe, *options]) == 0
+    assert "The dry run finds the same memory for these rows" in capsys.readouterr().out
+
+
+def test_buckets_are_padded_as_megatron_pads_them():
+    """Backwards: 100 numbers from 0, then 50 from 128 (a multiple of 64), which closes a bucket of
+    170 at a multiple of lcm(3, 128)."""
+    buckets = lay_out([(10, True), (50, False), (100, False)], limit=170, step=384)
+    assert [(b.start, b.stop, b.spans) for b in buckets] == [
+        (0, 384, ((0, 100), (128, 178))),
+        (384, 768, ((384, 394),)),
+    ]
+    assert buckets[0].share(3) == 100 and buckets[0].share(1) == 150
+    plain = lay_out([(10, True), (50, False), (100, False)], limit=None, step=None)
+    assert [(b.start, b.stop) for b in plain] == [(0, 150), (150, 160)]

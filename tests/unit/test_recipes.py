@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import load, to_toml
-from qurl_megatron.training.dry_run import GIB, DryRun, dry_run
+from qurl_megatron.training.dry_run import GIB, dry_run
+from qurl_megatron.training.footprint import Footprint
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
@@ -36,7 +37,7 @@ def recipe(name: str, *overrides: str):
     return load(ROOT / "launch" / "recipes" / f"{name}.toml", overrides)
 
 
-def rehearsed(name: str) -> DryRun:
+def rehearsed(name: str) -> Footprint:
     stage = re.match("deepscaler_1.5b_stage[23]", name)  # these begin with a run's checkpoint
     shape = ROOT / "launch" / "models" / "DeepSeek-R1-Distill-Qwen-1.5B" if stage else None
     return dry_run(recipe(name), shape, gpu_gib=ON_GPUS[name])

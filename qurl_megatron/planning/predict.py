@@ -1,0 +1,272 @@
+"""A layout's memory and step time, and all layouts of N GPUs by step time.
+
+In turn (colocated, or ``rollout.max_staleness=0``) a step is the sum of its phases; one step off it
+is the longer of rollout and training, and the publication that both wait for.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from qurl_megatron.bench.publish_model import Rates, Setting
+from qurl_megatron.bench.publish_model import predict as predict_publication
+from qurl_megatron.config import RunConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning.constants import GB, Constants, Gpu
+from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled, way
+from qurl_megatron.planning.rollout_time import RolloutTime, decode_rank, rollout_time, slots_of
+from qurl_megatron.planning.training_time import Trainer, TrainingTime, deal_out, training_time
+from qurl_megatron.planning.workload import Workload
+from qurl_megatron.rollout.plan import Layout
+from qurl_megatron.training.footprint import GIB, STATIC, Footprint, Models, footprint
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout. Seconds are of a step."""
+
+    choice: Choice
+    config: RunConfig
+    own: bool  # the recipe's, scaled
+    bytes: int  # on the fullest GPU
+    phase: str  # in which it is
+    rollout: RolloutTime
+    training: TrainingTime
+    publish: float
+    reload: float
+    tokens: float  # that train in a step
+
+    @property
+    def ahead(self) -> bool:
+        """The next step's responses are generated while this one trains."""
+        return self.config.rollout.max_staleness > 0
+
+    @cached_property
+    def step(self) -> float:
+        rollout, training = self.rollout.seconds, self.training.seconds
+        both = max(rollout, training) if self.ahead else rollout + training
+        return both + self.publish + self.reload
+
+    @property
+    def speed(self) -> float:
+        """Trained tokens, prompts included, per second and GPU."""
+        return self.tokens / self.step / self.choice.gpus
+
+    @property
+    def limit(self) -> str:
+        """The longest phase, and what takes most of it."""
+        phases = {
+            f"rollout: {self.rollout.limit}": self.rollout.seconds,
+            f"train: {self.training.limit}": self.training.seconds,
+            f"publish: {way(self.config)}": self.publish,
+            "engines' release and reload": self.reload,
+        }
+        return max(phases, key=lambda name: phases[name])
+
+
+class Planner:
+    """Predicts layouts of one recipe on one kind of GPU, and keeps what they share."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        models: Models,
+        gpu: Gpu,
+        constants: Constants,
+        work: Workload,
+        *,
+        node: int,
+    ) -> None:
+        """
+        Args:
+            node: GPUs of a machine.
+        """
+        self.config, self.models, self.gpu = config, models, gpu
+        self.constants, self.work, self.node = constants, work, node
+        self.nearest: tuple[int, Choice, str] | None = None
+        """Of the layouts that did not fit, the one that came nearest: bytes, which, phase."""
+        self._rollouts: dict[tuple, RolloutTime] = {}
+        self._trainings: dict[tuple, TrainingTime] = {}
+        self._publications: dict[tuple, float] = {}
+
+    def plan(self, gpus: int) -> list[Prediction]:
+        """Every layout of ``gpus`` GPUs that fits, fastest first."""
+        own = scaled(own_choice(self.config), gpus)
+        found = (
+            self.predict(choice, own=choice == own)
+            for choice in choices(self.models.policy, gpus, self.node, self._shares)
+        )
+        return sorted((f for f in found if f), key=lambda f: (f.step, f.bytes))
+
+    def predict(self, choice: Choice, *, own: bool = False) -> Prediction | None:
+        """None where the batch does not divide or the layout does not fit."""
+        fitting = self._fitting(choice, own=own)
+        if fitting is None:
+            return None
+        config, held = fitting
+        _, phase, size = held.fullest
+        return Prediction(
+            choice=choice,
+            config=config,
+            own=own,
+            bytes=size,
+            phase=phase,
+            rollout=self._rollout(config, held),
+            training=self._training(config, held),
+            publish=self._publish(config),
+            reload=self.constants.reload if choice.colocated else 0.0,
+            tokens=self.work.tokens,
+        )
+
+    def _fitting(self, choice: Choice, *, own: bool) -> tuple[RunConfig, Footprint] | None:
+        """The recipe in that layout with as much memory for its engines as fits."""
+        for static in self._fractions(choice, own=own):
+            try:
+                config = applied(self.config, choice, node=self.node, static=static)
+                held = footprint(config, self.models, gpu_gib=self.gpu.gib)
+            except ConfigError:  # it does not divide
+                return None
+            _, phase, size = held.fullest
+            if size <= self._usable(own=own):
+                return (config, held) if self._room(config, held) >= self._longest else None
+            if self.nearest is None or size < self.nearest[0]:
+                self.nearest = (size, choice, phase)
+            if not choice.colocated or phase in ("resume", "train"):
+                return None  # no engine's memory is in these
+        return None
+
+    def _usable(self, *, own: bool = False) -> float:
+        """Bytes of a GPU that a layout may fill; the recipe's own may try all of them."""
+        return self.gpu.gib * GIB * (1 if own else 1 - self.constants.spare)
+
+    def _fractions(self, choice: Choice, *, own: bool) -> Iterable[float | None]:
+        """SGLang's shares of the free memory to try; None is the recipe's."""
+        if own or choice.colocated == self.config.rollout.colocate is False:
+            return [None]
+        if not choice.colocated:
+            return [STATIC]
+        step = self.constants.static_step
+        return [round(STATIC - i * step, 2) for i in range(int(STATIC / step))]
+
+    @property
+    def _shares(self) -> int:
+        train = self.config.train
+        rows = 1 if train.max_tokens else train.micro_batch
+        return self.work.responses // (self.work.minibatches * rows)
+
+    @property
+    def _longest(self) -> int:
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
+
+    def _room(self, config: RunConfig, held: Footprint) -> int:
+        assert held.engine is not None, "check_backend comes first"
+        return held.engine.tokens(config.quant.scheme)
+
+    def _rollout(self, config: RunConfig, held: Footprint) -> RolloutTime:
+        rollout, work = config.rollout, self.work
+        room, requests = self._room(config, held), rollout.requests_per_engine
+        share = -(-work.responses // rollout.engines)
+        key = (rollout.engines, rollout.engine_tensor, slots_of(work, share, room, requests))
+        if key not in self._rollouts:
+            self._rollouts[key] = rollout_time(
+                decode_rank(
+                    held.arch, config.quant.scheme, rollout.engine_tensor, _itemsize(config)
+                ),
+                self.gpu,
+                self.constants,
+                work,
+                engines=rollout.engines,
+                room=room,
+                requests=requests,
+            )
+        return self._rollouts[key]
+
+    def _training(self, config: RunConfig, held: Footprint) -> TrainingTime:
+        key = (config.parallel, config.model.recompute)
+        if key not in self._trainings:
+            train = config.train
+            hand = deal_out(
+                self.work, config.parallel.data, train.max_tokens, train.micro_batch, train.packed
+            )
+            policy = self._trainer(config, held)
+            critic = None
+            if self.models.critic:
+                critic = replace(
+                    policy,
+                    arch=self.models.critic,
+                    head=False,
+                    parameters=max(s.critic.parameters for s in held.stages if s.critic),
+                )
+            self._trainings[key] = training_time(
+                policy,
+                critic,
+                self.gpu,
+                self.constants,
+                self.work,
+                hand,
+                reference=config.algo.kl_coef > 0,
+            )
+        return self._trainings[key]
+
+    def _trainer(self, config: RunConfig, held: Footprint) -> Trainer:
+        parallel = config.parallel
+        return Trainer(
+            arch=held.arch,
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            context=parallel.context,
+            data=parallel.data,
+            node=self.node,
+            sequence=parallel.sequence and parallel.tensor > 1,
+            recompute=config.model.recompute,
+            distributed=config.optimizer.distributed,
+            overlap=config.optimizer.overlap_grad_reduce,
+            parameters=max(stage.policy.parameters for stage in held.stages),
+            itemsize=_itemsize(config),
+        )
+
+    def _publish(self, config: RunConfig) -> float:
+        parallel, rollout, transport = config.parallel, config.rollout, way(config)
+        layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, data=parallel.data)
+        key = (layout, rollout.engines, rollout.engine_tensor, transport)
+        if key not in self._publications:
+            constants, gpu = self.constants, self.gpu
+            link = gpu.nvlink if transport == "memory" else gpu.network
+            rates = Rates.of_gpus(
+                hbm=gpu.hbm * constants.decode_hbm / GB,
+                link=link * constants.collective / GB,
+                disk=constants.disk / GB,
+            )
+            setting = Setting(
+                arch=self.models.policy,
+                scheme=config.quant.scheme,
+                trainer=layout,
+                engines=rollout.engines,
+                engine_tp=rollout.engine_tensor,
+                bucket_mb=config.sync.bucket_mb,
+            )
+            floor = predict_publication(setting, transport, rates).seconds
+            self._publications[key] = constants.publish_over * floor
+        return self._publications[key]
+
+    def nothing_fits(self, gpus: int, kind: str) -> ConfigError:
+        """Why ``plan`` found nothing."""
+        if self.nearest is None:
+            return ConfigError(
+                f"no layout of {gpus} GPUs divides the model and the batch of "
+                f"{self.work.responses} responses in {self.work.minibatches} minibatches, and has "
+                f"room for a response of {self._longest} tokens, prompt included; give another "
+                "--gpus"
+            )
+        size, choice, phase = self.nearest
+        return ConfigError(
+            f"no layout fits on {gpus} {kind}: the nearest, {choice.label()}, needs "
+            f"{size / GIB:.0f} GiB in phase {phase}, of {self._usable() / GIB:.0f} that may be "
+            "filled; give more --gpus"
+        )
+
+
+def _itemsize(config: RunConfig) -> int:
+    return getattr(torch, config.model.dtype).itemsize

@@ -1,0 +1,234 @@
+"""Seconds that the trainer takes for a step's responses: scoring them, then the updates.
+
+    forward   = 2 x parameters x T + 2 x layers x heads x head size x sum of L^2
+    backward  = twice the products, 2.5 times the attention; with recomputation one more forward
+
+operations over the T tokens of a pass (sequences of length L; half of their L x L products are
+masked), divided over tensor and context ranks, at the share of FLOP/s that products attain; as in
+Korthikanti et al. 2022 (arXiv:2205.05198). Tensor ranks add up twice a layer and direction; a
+pipeline of p stages fills and drains, (p - 1) / m of m passes (Narayanan et al. 2021,
+arXiv:2104.04473); data ranks add their gradients up once an update.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+
+from qurl_megatron.data.pack import plan_passes
+from qurl_megatron.planning.constants import Constants, Gpu
+from qurl_megatron.planning.rollout_time import linear_parameters
+from qurl_megatron.planning.workload import Workload, in_turn
+from qurl_megatron.weights import Arch
+
+PRODUCTS, ATTENTION, LAUNCH = "compute", "attention", "launches"
+TENSOR, CONTEXT, SENDS = "tensor ranks' sums", "context ranks' exchange", "sends between stages"
+BUBBLE, UNEVEN = "the pipeline's bubble", "data ranks of uneven length"
+GRADIENTS, OPTIMIZER = "the gradients' sum", "the optimizer"
+
+
+@dataclass(frozen=True)
+class Hand:
+    """What the fullest data rank goes through in one update."""
+
+    passes: int
+    tokens: int  # of all passes, padding included
+    squares: int  # sum of the squared lengths
+    even: float  # tokens, if all data ranks had the same
+
+
+@cache
+def deal_out(work: Workload, data: int, budget: int, micro_batch: int, packed: bool) -> Hand:
+    """The passes of one update, dealt as ``training.step`` deals them.
+
+    Args:
+        budget, micro_batch, packed: ``train.max_tokens``, ``.micro_batch`` and ``.packed``.
+    """
+    count = work.responses // work.minibatches
+    lengths = [round(work.prompt) + length for length in in_turn(work.lengths(count))]
+    hands: list[list[int]] = [[] for _ in range(data)]
+    if budget:
+        turns = cycle([*hands, *reversed(hands)])
+        for length, hand in zip(sorted(lengths, reverse=True), turns, strict=False):
+            hand.append(length)
+    else:
+        for rank, hand in enumerate(hands):
+            hand += lengths[rank::data]
+    fullest = max(hands, key=sum)
+    if budget:
+        passes = [
+            [fullest[i] for i in chosen] for chosen in plan_passes(fullest, budget, packed=packed)
+        ]
+    else:
+        passes = [fullest[i : i + micro_batch] for i in range(0, len(fullest), micro_batch)]
+    laid_out = sum(sum(p) if packed else len(p) * max(p) for p in passes)
+    squares = sum(x * x for p in passes for x in (p if packed else [max(p)] * len(p)))
+    return Hand(len(passes), laid_out, squares, sum(map(sum, hands)) / data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A layout of the trainer, and what it trains."""
+
+    arch: Arch
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    node: int  # GPUs of a machine
+    sequence: bool
+    recompute: bool
+    distributed: bool  # optimizer
+    overlap: bool  # of the gradients' sum with the backward pass
+    parameters: int  # of the fullest stage on one rank
+    head: bool = True  # an output layer; a critic's has one row
+    itemsize: int = 2
+
+    def link(self, gpu: Gpu, constants: Constants, extent: int, neighbours: int = 1) -> float:
+        """Bytes/s of a rank among ranks that span ``extent`` GPUs, ``neighbours`` on a machine."""
+        fast = gpu.nvlink * constants.collective
+        if extent <= self.node:
+            return fast
+        # A ring leaves a machine once; its members there share their networks for that.
+        return min(fast, gpu.network * constants.collective * max(1, neighbours))
+
+
+Parts = dict[str, float]
+
+
+def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Parts:
+    """Seconds of the fullest stage for all passes of an update, forward."""
+    arch, t, c = trainer.arch, trainer.tensor, trainer.context
+    layers = arch.num_layers // trainer.pipeline
+    peak = gpu.flops["none"]
+    # The last stage has the output layer besides.
+    weights = linear_parameters(arch) / trainer.pipeline
+    weights += arch.vocab * arch.hidden if trainer.head else 0
+    products = 2 * weights * hand.tokens / (t * c) / (peak * constants.gemm)
+    width = arch.heads * arch.head_dim
+    attention = 2 * layers * width * hand.squares / (t * c) / (peak * constants.attention)
+    local = hand.tokens / c
+    sums = 0.0
+    if t > 1:
+        sent = 2 * (t - 1) / t * local * arch.hidden * trainer.itemsize
+        link = trainer.link(gpu, constants, t)
+        sums = 2 * layers * (sent / link + hand.passes * constants.training_latency)
+    exchange = 0.0
+    if c > 1:
+        keys = 2 * arch.kv_heads * arch.head_dim / t * trainer.itemsize
+        sent = layers * (c - 1) * local * keys
+        # Each block of keys travels while attention to the one before is computed.
+        exchange = max(0.0, sent / trainer.link(gpu, constants, t * c) - attention)
+    sends = 0.0
+    if trainer.pipeline > 1:
+        split = t if trainer.sequence else 1
+        stride = t * c * trainer.data * trainer.pipeline
+        sends = 2 * local * arch.hidden * trainer.itemsize / split
+        sends /= trainer.link(gpu, constants, stride)
+    launch = hand.passes * layers * constants.layer_launch
+    return _floored(
+        {PRODUCTS: products, ATTENTION: attention, TENSOR: sums, CONTEXT: exchange, SENDS: sends},
+        launch,
+    )
+
+
+def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Parts:
+    """Seconds of one update by what takes them."""
+    ahead = forward(trainer, gpu, constants, hand)
+    factors = {PRODUCTS: 2.0, ATTENTION: constants.attention_backward}
+    again = 1 if trainer.recompute else 0
+    parts = {
+        name: seconds * (1 + factors.get(name, 1.0) + (again if name != SENDS else 0))
+        for name, seconds in ahead.items()
+    }
+    backward = sum(parts.values()) - sum(ahead.values())
+    parts = _in_pipeline(parts, trainer.pipeline, hand)
+    held, copies = trainer.parameters, trainer.data * trainer.context
+    if copies > 1:
+        spread = trainer.tensor * copies
+        link = trainer.link(gpu, constants, spread, trainer.node // trainer.tensor)
+        moved = (copies - 1) / copies * held
+        add = moved * 4 * (1 if trainer.distributed else 2) / link
+        # Only the last pass of an update sends while it computes.
+        hidden = backward / hand.passes if trainer.overlap else 0.0
+        gather = moved * trainer.itemsize / link if trainer.distributed else 0.0
+        parts[GRADIENTS] = max(0.0, add - hidden) + gather
+    owned = held / (copies if trainer.distributed else 1)
+    parts[OPTIMIZER] = owned * constants.optimizer_bytes / (gpu.hbm * constants.decode_hbm)
+    return parts
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    score: float
+    train: float
+    parts: Parts  # of both; they add up to it
+    limit: str
+
+    @property
+    def seconds(self) -> float:
+        return self.score + self.train
+
+
+def training_time(
+    policy: Trainer,
+    critic: Trainer | None,
+    gpu: Gpu,
+    constants: Constants,
+    work: Workload,
+    hand: Hand,
+    *,
+    reference: bool,
+) -> TrainingTime:
+    """Seconds of a step's scores and updates.
+
+    Args:
+        critic: of the policy's layout; None where there is none.
+        reference: its log-probs are wanted as well.
+    """
+    updates = work.minibatches
+    one = _in_pipeline(forward(policy, gpu, constants, hand), policy.pipeline, hand, updates)
+    scores = [_times(one, updates * (2 if reference else 1))]
+    trains = [_times(update(policy, gpu, constants, hand), updates * work.epochs)]
+    if critic:
+        one = _in_pipeline(forward(critic, gpu, constants, hand), critic.pipeline, hand, updates)
+        scores.append(_times(one, updates))
+        trains.append(_times(update(critic, gpu, constants, hand), updates * work.epochs))
+    over = constants.training_over
+    scores, trains = ([_times(p, over) for p in many] for many in (scores, trains))
+    parts = _added([*scores, *trains])
+    return TrainingTime(
+        score=sum(sum(p.values()) for p in scores),
+        train=sum(sum(p.values()) for p in trains),
+        parts=parts,
+        limit=max(parts, key=lambda name: parts[name]),
+    )
+
+
+def _floored(parts: Parts, launch: float) -> Parts:
+    """A GPU waits for its host where the kernels are shorter than their launches."""
+    return {**parts, LAUNCH: max(0.0, launch - sum(parts.values()))}
+
+
+def _in_pipeline(parts: Parts, stages: int, hand: Hand, updates: int = 1) -> Parts:
+    """``parts`` with what the fill and drain of the pipeline and uneven data ranks add.
+
+    Args:
+        updates: whose passes follow on each other without a drain.
+    """
+    total = sum(parts.values())
+    even = min(1.0, hand.even / hand.tokens)
+    return {
+        **{name: seconds * even for name, seconds in parts.items()},
+        UNEVEN: total * (1 - even),
+        BUBBLE: total * (stages - 1) / (hand.passes * updates),
+    }
+
+
+def _times(parts: Parts, factor: float) -> Parts:
+    return {name: factor * seconds for name, seconds in parts.items()}
+
+
+def _added(many: Sequence[Parts]) -> Parts:
+    names = dict.fromkeys(name for parts in many for name in parts)
+    return {name: sum(parts.get(name, 0.0) for parts in many) for name in names}

@@ -1,0 +1,369 @@
+"""What each rank of a run would keep in memory, added up from what its models hold.
+
+What the models hold comes from the models themselves (``training.dry_run`` builds them) or from
+shapes alone (``footprint``, in milliseconds); all else is the same for both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import qurl_megatron
+from qurl_megatron.config import RunConfig
+from qurl_megatron.data.pack import round_up
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.model import memory
+from qurl_megatron.model.buffers import held_from_shapes
+from qurl_megatron.model.memory import GIB, Held, Pass
+from qurl_megatron.rollout.transport.memory import SLOTS
+from qurl_megatron.weights import Arch, read_arch, read_config
+from qurl_megatron.weights.arch import read_json
+from qurl_megatron.weights.checkpoint import description_of
+
+SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"
+"""config.json of the models that recipes name, for machines without their weights."""
+
+MIB = 1 << 20
+NODE = 8
+"""GPUs of a machine, at most."""
+
+STATIC = 0.85
+"""What SGLang takes for weights and cache where no --mem-fraction-static says so; its own default
+depends on the GPU and is about this."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of a pipeline stage. Sizes are bytes."""
+
+    layers: int
+    policy: Held
+    reference: int
+    critic: Held | None
+    passes: int  # whose activations are held at once
+    activations: int  # of all of them
+    working: int  # the layer that is being gone through: its activations or their gradients
+    logits: int
+    publishing: int  # for as long as a version is published
+
+    @property
+    def at_rest(self) -> int:
+        """What stays between two passes, and while engines generate."""
+        return self.policy.total + self.reference + (self.critic.total if self.critic else 0)
+
+    @property
+    def total(self) -> int:
+        return self.at_rest + self.activations + self.working + self.logits
+
+    @property
+    def loading(self) -> int:
+        return memory.loading(self.policy) + (memory.loading(self.critic) if self.critic else 0)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank of an engine. Sizes are bytes."""
+
+    weights: dict[str, int]  # by scheme
+    token: int  # keys and values of one token
+    room: int  # for weights and cache
+    colocated: bool
+
+    def tokens(self, scheme: str) -> int:
+        """How many tokens' keys and values fit beside the weights."""
+        return max(0, self.room - self.weights[scheme]) // self.token
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a recipe would need."""
+
+    config: RunConfig
+    arch: Arch
+    described_by: Path  # the config.json
+    tokens: int  # of one pass on one rank
+    recompute: bool
+    stages: list[Stage]
+    engine: Engine | None  # None: not SGLang
+    notes: list[str]
+    gpu: int
+
+    @property
+    def largest(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.total)
+
+    def phases(self, stage: Stage) -> dict[str, dict[str, int]]:
+        """What lies on a GPU of a stage in each phase, by name."""
+        engine = self.engine.room if self.engine and self.engine.colocated else None
+        return memory.phases(
+            stage.at_rest,
+            stage.total,
+            stage.publishing,
+            stage.loading,
+            engine=engine,
+            mapped_by=_mapping_engines(self.config),
+        )
+
+    @property
+    def fullest(self) -> tuple[Stage, str, int]:
+        """The stage and the phase with most on a GPU, and how much that is."""
+        sums = [
+            (stage, name, sum(rows.values()))
+            for stage in self.stages
+            for name, rows in self.phases(stage).items()
+        ]
+        return max(sums, key=lambda found: found[2])
+
+
+@dataclass(frozen=True)
+class Models:
+    """The shapes of what a run trains."""
+
+    described_by: Path  # the policy's config.json
+    policy: Arch
+    critic: Arch | None
+
+
+Holdings = Sequence[tuple[Held, Held | None]]
+"""Policy and critic of each pipeline stage."""
+
+
+def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
+    """Read the shapes of what a run trains.
+
+    Args:
+        model_config: the model's config.json or the folder it is in; None takes that of
+            ``model.path``, else one that ships under its name.
+
+    Raises:
+        ConfigError: no config is found.
+    """
+    path = _find("model.path", config.model.path, model_config)
+    policy = critic = read_arch(read_json(path))
+    if config.algo.advantage != "gae":
+        return Models(path, policy, None)
+    if config.critic.path:
+        critic = read_arch(read_json(_find("critic.path", config.critic.path, None)))
+    return Models(path, policy, replace(critic, tied=False))
+
+
+def check_division(config: RunConfig, models: Models) -> None:
+    """Refuse a layout that the models do not divide over.
+
+    Raises:
+        ConfigError: policy or critic do not divide over the training ranks.
+    """
+    parallel = config.parallel
+    models.policy.check_parallel(parallel.tensor, parallel.pipeline)
+    if models.critic:
+        try:
+            models.critic.check_parallel(parallel.tensor, parallel.pipeline)
+        except ConfigError as error:
+            raise ConfigError(f"critic.path={config.critic.path}: {error}") from None
+
+
+def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
+    """The sums of a run from the shapes of its models, to the byte those of a dry run.
+
+    Raises:
+        ConfigError: the model does not divide over the ranks or engines.
+    """
+    check_division(config, models)
+    parallel = config.parallel
+    options = dict(
+        distributed=config.optimizer.distributed,
+        overlap=config.optimizer.overlap_grad_reduce,
+        itemsize=getattr(torch, config.model.dtype).itemsize,
+    )
+    holdings = []
+    for stage in range(parallel.pipeline):
+        policy = held_from_shapes(models.policy, parallel, stage, **options)
+        critic = None
+        if models.critic:
+            critic = held_from_shapes(models.critic, parallel, stage, critic=True, **options)
+        holdings.append((policy, critic))
+    return add_up(config, models, holdings, gpu_gib=gpu_gib)
+
+
+def add_up(
+    config: RunConfig, models: Models, holdings: Holdings, *, gpu_gib: float = 80
+) -> Footprint:
+    """What lies on the GPUs of trainer and engines.
+
+    Args:
+        gpu_gib: memory of a GPU, in GiB.
+
+    Raises:
+        ConfigError: the model does not divide over an engine.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    passed = _pass(config, longest)
+    stages = [
+        _stage(config, models.policy, passed, index, *held) for index, held in enumerate(holdings)
+    ]
+    gpu = int(gpu_gib * GIB)
+    engine = None
+    if config.rollout.backend == "sglang":
+        engine = _engine(config, models.policy, max(stage.at_rest for stage in stages), gpu)
+    found = Footprint(
+        config=config,
+        arch=models.policy,
+        described_by=models.described_by,
+        tokens=passed.tokens,
+        recompute=config.model.recompute,
+        stages=stages,
+        engine=engine,
+        notes=[],
+        gpu=gpu,
+    )
+    found.notes.extend(_notes(found, longest))
+    return found
+
+
+def _find(key: str, model_path: str, given: Path | None) -> Path:
+    """The config.json of the checkpoint that ``key`` names."""
+    if given is not None:
+        path = given / "config.json" if given.is_dir() else given
+        if not path.is_file():
+            raise ConfigError(f"--config {given} is neither a config.json nor a folder with one")
+        return path
+    folder = Path(model_path)
+    if folder.exists():
+        folder = description_of(folder)
+        read_config(folder)  # tells what is wrong with it
+        return folder / "config.json"
+    shipped = SHAPES / folder.name / "config.json"
+    if not shipped.is_file():
+        known = ", ".join(sorted(p.name for p in SHAPES.glob("*/")))
+        raise ConfigError(
+            f"{key}={model_path} does not exist, and launch/models has no {folder.name} "
+            f"(but {known}); name the model's config.json with --config"
+        )
+    return shipped
+
+
+def _pass(config: RunConfig, longest: int) -> Pass:
+    """The largest pass: responses of full length, or the token budget where that is more."""
+    train, parallel = config.train, config.parallel
+    tokens = max(train.max_tokens, longest) if train.max_tokens else train.micro_batch * longest
+    chunks = 1 if parallel.context == 1 else 2 * parallel.context  # of a sequence
+    return Pass(
+        tokens=round_up(tokens, chunks * parallel.tensor) // parallel.context,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence and parallel.tensor > 1,
+        itemsize=getattr(torch, config.model.dtype).itemsize,
+        transposed=not train.packed and (train.micro_batch > 1 or train.max_tokens > 0),
+        fp32_output=config.model.fp32_output and config.model.dtype != "float32",
+    )
+
+
+def _stage(
+    config: RunConfig, arch: Arch, passed: Pass, index: int, policy: Held, critic: Held | None
+) -> Stage:
+    parallel = config.parallel
+    recompute = config.model.recompute
+    layers = arch.num_layers // parallel.pipeline
+    # 1F1B: a stage has as many passes under way as there are stages from it to the end.
+    passes = min(parallel.pipeline - index, _passes_per_update(config))
+    kept = memory.stage_activations(arch, layers, passed, recompute=recompute)
+    one_layer = memory.layer_activations(arch, passed)
+    in_reference = config.algo.kl_coef > 0 and config.algo.reference_memory == "device"
+    return Stage(
+        layers=layers,
+        policy=policy,
+        reference=policy.parameters * passed.itemsize if in_reference else 0,
+        critic=critic,
+        passes=passes,
+        activations=passes * kept,
+        # Made anew, and its gradients; without recomputation these alone.
+        working=2 * one_layer if recompute else one_layer,
+        logits=memory.logits(arch, passed) if index == parallel.pipeline - 1 else 0,
+        publishing=memory.publishing(
+            policy.largest, round(config.sync.bucket_mb * MIB), slots=SLOTS
+        ),
+    )
+
+
+def _passes_per_update(config: RunConfig) -> int:
+    """Passes of one rank in one update, where all take a fixed number of responses."""
+    if config.train.max_tokens:
+        return config.parallel.pipeline  # unknown; as many as can be under way
+    per_rank = config.responses_per_step // (config.algo.minibatches * config.parallel.data)
+    return per_rank // config.train.micro_batch
+
+
+def engine_divides(arch: Arch, tensor: int) -> bool:
+    """Whether an engine of ``tensor`` GPUs can split the heads; keys and values may be shared."""
+    return not (arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads))
+
+
+def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
+    tensor = config.rollout.engine_tensor
+    if not engine_divides(arch, tensor):
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor} does not divide the model's "
+            f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
+        )
+    colocated = config.rollout.colocate
+    free = memory.engine_free(gpu, trainer if colocated else None)
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    return Engine(
+        weights={
+            scheme: memory.engine_weights(arch, scheme, tensor, itemsize)
+            for scheme in ("int8", "fp8", "none")
+        },
+        token=memory.cached_token(arch, tensor, itemsize),
+        room=int(free * _static_fraction(config)),
+        colocated=colocated,
+    )
+
+
+def _mapping_engines(config: RunConfig) -> int:
+    """Engine ranks that map, by the memory transport, a trainer's slots on a GPU not their own."""
+    rollout = config.rollout
+    elsewhere = rollout.urls or rollout.rendezvous or rollout.backend != "sglang"
+    if elsewhere or config.sync.transport not in ("auto", "memory"):
+        return 0
+    return min(NODE, rollout.engines * rollout.engine_tensor) - rollout.colocate
+
+
+def _static_fraction(config: RunConfig) -> float:
+    """SGLang's share of the memory that it finds free, for weights and cache."""
+    for argument in config.rollout.engine_args:
+        option, _, value = argument.partition("=")
+        if option == "--mem-fraction-static" and value:
+            return float(value)
+    return STATIC
+
+
+def _notes(run: Footprint, longest: int) -> list[str]:
+    config, notes = run.config, []
+    _, phase, needed = run.fullest
+    if needed > run.gpu:
+        mend = (
+            "lower --mem-fraction-static in rollout.engine_args"
+            if run.engine and run.engine.colocated and phase in ("publish", "save")
+            else "raise parallel.tensor, parallel.pipeline or parallel.data"
+        )
+        notes.append(
+            f"{needed / GIB:.1f} GiB do not fit in {run.gpu / GIB:g} in phase {phase}: {mend}"
+        )
+    if run.engine and run.engine.tokens(config.quant.scheme) < longest:
+        notes.append(
+            f"an engine rank has room for {run.engine.tokens(config.quant.scheme)} tokens, one "
+            f"prompt and response may take {longest}"
+        )
+    if longest > run.arch.max_position:
+        notes.append(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than "
+            f"max_position_embeddings={run.arch.max_position}: raise it in the model's config.json,"
+            " or engines will refuse such prompts"
+        )
+    if 0 < config.train.max_tokens < longest:
+        notes.append(
+            f"train.max_tokens={config.train.max_tokens} is less than one prompt and response of "
+            f"full length, {longest}; such a response has a pass of its own"
+        )
+    return notes
