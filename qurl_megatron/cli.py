@@ -10,6 +10,7 @@ from qurl_megatron import __version__
 from qurl_megatron.errors import ConfigError
 
 SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
+SLURM_KINDS = ("train", "convert", "bench", "eval", "study")  # of jobs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,6 +147,91 @@ def fleet(arguments: argparse.Namespace) -> int:
     return run(arguments.urls, watch_s=arguments.watch, api_key_file=arguments.api_key_file)
 
 
+def slurm(arguments: argparse.Namespace) -> int:
+    """Turn a recipe into a batch job, and look after it."""
+    return SLURM[arguments.action](arguments)
+
+
+def _slurm_render(arguments: argparse.Namespace) -> int:
+    """Print the job script of a recipe or a command, and check nothing else."""
+    from qurl_megatron.slurm.submit import script_of
+
+    print(script_of(arguments.kind, arguments.words, arguments.cluster), end="")
+    return 0
+
+
+def _slurm_submit(arguments: argparse.Namespace) -> int:
+    """Check all that can be known before the queue, ask sbatch --test-only, and submit."""
+    from qurl_megatron.slurm.submit import submit
+
+    return submit(arguments.kind, arguments.words, arguments.cluster, dry_run=arguments.dry_run)
+
+
+def _slurm_cancel(arguments: argparse.Namespace) -> int:
+    """Have the jobs of a run save and end."""
+    from qurl_megatron.slurm.submit import cancel
+
+    return cancel(arguments.run_dir)
+
+
+def _slurm_attempt(arguments: argparse.Namespace) -> int:
+    """Run inside a job: start the ranks, pass on signals, requeue (called by the job script)."""
+    from qurl_megatron.slurm.attempt import attempt
+
+    return attempt(arguments.run_dir)
+
+
+def _slurm_cell(arguments: argparse.Namespace) -> int:
+    """Run one cell of a study inside a job array (called by the job script)."""
+    from qurl_megatron.slurm.submit import cell
+
+    return cell(arguments.study, arguments.out)
+
+
+SLURM = {
+    "render": _slurm_render,
+    "submit": _slurm_submit,
+    "cancel": _slurm_cancel,
+    "attempt": _slurm_attempt,
+    "cell": _slurm_cell,
+}
+
+
+def _add_slurm(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    added = {
+        name: actions.add_parser(name, help=run.__doc__, description=run.__doc__)
+        for name, run in SLURM.items()
+    }
+    for name in ("render", "submit"):
+        made = added[name]
+        made.add_argument(
+            "words",
+            nargs="+",
+            metavar="WORD",
+            help="a recipe and section.key=value; with --kind, a command, behind -- where it has "
+            "options: a tool of checkpoints_tools, a benchmark, a benchmark file, or a study file "
+            "and the folder of its runs",
+        )
+        made.add_argument(
+            "--cluster",
+            type=Path,
+            required=True,
+            metavar="FILE",
+            help="TOML file describing the cluster; some ship in slurm/clusters",
+        )
+        made.add_argument(
+            "--kind", choices=SLURM_KINDS, default="train", help="default: a training run"
+        )
+    added["submit"].add_argument(
+        "--dry-run", action="store_true", help="stop before anything is written or submitted"
+    )
+    for name in ("cancel", "attempt"):
+        added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
+    added["cell"].add_argument("study", type=Path, help="TOML study file")
+    added["cell"].add_argument("out", type=Path, help="folder of its runs")
+
+
 def _parser() -> argparse.ArgumentParser:
     from qurl_megatron.evaluation.options import add_options
 
@@ -241,6 +327,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--api-key-file", type=Path, help="file with the engines' key; else QURL_API_KEY is taken"
     )
+
+    _add_slurm(command(slurm))
     return parser
 
 

@@ -1,0 +1,214 @@
+"""``qurl slurm attempt``: what the job script becomes, from the first step of ``srun`` to the last.
+
+It starts the ranks, passes on what Slurm signals, and decides what follows: the run is done, it
+goes on in another job, or it stops for a person to look. It needs no GPU, and neither torch nor
+Megatron.
+
+A signal is never given to ``srun``, which would end its step at once: ``scancel`` gives it to the
+ranks, which finish or drop their step, save, and end.
+"""
+
+import enum
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.slurm import commands, folder
+from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.layout import lay_out
+from qurl_megatron.slurm.steps import TRAINING, training_step
+from qurl_megatron.training.state import TrainState, latest
+
+POLL_S = 0.5
+WALL_TIME, TERMINATED = "USR1", "TERM"
+"""What Slurm sends: before the time limit; when somebody cancels or takes the nodes away."""
+
+FINAL = (2, 3)
+"""Exit codes of a run that would only end so again: a mistake in the input; the guard."""
+NO_PROGRESS = 4
+"""Exit code of an attempt whose time was up before it had saved a new step."""
+
+
+class Decision(enum.StrEnum):
+    DONE = "done"
+    AGAIN = "again"  # in another job
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows on an attempt."""
+
+    decision: Decision
+    code: int  # of the supervisor, and so of the job
+    why: str
+
+
+def decide(code: int, received: str, before: int, after: int) -> Outcome:
+    """
+    Args:
+        code: exit code of the training step.
+        received: the signal that the supervisor got first, such as USR1; "" for none.
+        before: step of the newest checkpoint when the attempt began.
+        after: the same at its end.
+    """
+    if code == 0:
+        return Outcome(Decision.DONE, 0, "all steps are done")
+    if received == WALL_TIME and code not in FINAL:
+        if after > before:
+            return Outcome(Decision.AGAIN, 0, f"time is up; step {after} is saved")
+        return Outcome(
+            Decision.STOP,
+            NO_PROGRESS,
+            f"time was up before a step after {before} was saved, and another attempt would end "
+            "likewise; raise job.time_limit or job.signal_s in the cluster file",
+        )
+    if received:
+        return Outcome(Decision.STOP, code, f"stopped by SIG{received}; step {after} is saved")
+    return Outcome(
+        Decision.STOP, code, f"the training step ended with {code}; step {after} is saved"
+    )
+
+
+def attempt(run_dir: Path) -> int:
+    """Run the training step of this job, and see to what follows.
+
+    Returns:
+        0 where the run is done, or goes on in another job; 4 where time was up before anything was
+        saved; else the exit code of the training step.
+
+    Raises:
+        ConfigError: this is no job, or not one that ``qurl slurm submit`` has submitted.
+    """
+    job = _own_job(os.environ)
+    config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
+    before = _saved(run_dir)
+    if before >= config.train.steps > 0:
+        _say(f"{run_dir} has all its {before} steps")
+        _cancel_chain(run_dir, job)
+        return 0
+    number = folder.open_attempt(run_dir)
+    logs = folder.attempt_folder(run_dir, number)
+    train = ["qurl", "train", str(run_dir / "slurm/recipe.toml"), *folder.overrides(run_dir)]
+    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    step = training_step(layout, cluster, train, folder=str(logs), workdir=os.getcwd())
+    _say(f"attempt {number}, job {job}, from step {before}; the ranks write {logs}/train-RANK.log")
+    with Received() as received:
+        code = _supervise(step, job, received)
+    after = _saved(run_dir)
+    outcome = decide(code, received.first, before, after)
+    folder.close_attempt(
+        run_dir,
+        folder.Attempt(
+            number=number,
+            job=job,
+            restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            step_before=before,
+            step_after=after,
+            signal=received.first,
+            code=code,
+            decision=outcome.decision.value,
+        ),
+    )
+    _say(f"attempt {number}: {outcome.why}")
+    _follow(outcome, run_dir, job, cluster)
+    return outcome.code
+
+
+class Received:
+    """Inside, notes the signals that Slurm sends in place of ending this process."""
+
+    def __init__(self) -> None:
+        self.first = ""
+
+    def __enter__(self) -> "Received":
+        numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame) -> None:
+        self.first = self.first or signal.Signals(number).name.removeprefix("SIG")
+
+
+def _supervise(step: list[str], job: int, received: Received) -> int:
+    """Run the step to its end; the first signal goes to its ranks as SIGTERM.
+
+    Returns:
+        Its exit code, 128 + n where ``srun`` itself was ended by signal n.
+    """
+    try:
+        # A session of its own: what is sent to the supervisor's group must not reach srun.
+        process = subprocess.Popen(step, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(f"{step[0]} cannot be run: {error}") from None
+    passed_on = False
+    while True:
+        try:
+            code = process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            if received.first and not passed_on:
+                passed_on = _pass_on(received.first, job)
+            continue
+        return code if code >= 0 else 128 - code
+
+
+def _pass_on(name: str, job: int) -> bool:
+    """Have the ranks save and end; False where that has to be tried again."""
+    try:
+        step = commands.steps(job).get(TRAINING)
+        if step is None:  # srun waits for its nodes
+            return False
+        commands.signal_step(step, TERMINATED)
+    except ConfigError as error:  # the controller is busy, or restarts
+        _say(f"SIG{name} cannot be passed on yet: {error}")
+        return False
+    _say(f"SIG{name}: the ranks save and end")
+    return True
+
+
+def _follow(outcome: Outcome, run_dir: Path, job: int, cluster: ClusterConfig) -> None:
+    if outcome.decision is not Decision.AGAIN:
+        _cancel_chain(run_dir, job)
+    elif cluster.job.again == "requeue":
+        _say(f"job {job} goes back to the queue")
+        commands.requeue(job)  # Slurm may end this process before it returns
+    elif not _others(run_dir, job):
+        _say("the chain ends here; `qurl slurm submit`, as before, goes on")
+
+
+def _cancel_chain(run_dir: Path, job: int) -> None:
+    """The jobs of a chain that nothing is left for."""
+    commands.cancel(_others(run_dir, job))
+
+
+def _others(run_dir: Path, job: int) -> list[int]:
+    """The run's jobs that are in the queue beside this one."""
+    found = folder.submitted(run_dir)
+    return [one for one in commands.queued(found.jobs if found else []) if one != job]
+
+
+def _own_job(env: Mapping[str, str]) -> int:
+    if "SLURM_JOB_ID" not in env:
+        raise ConfigError(
+            "SLURM_JOB_ID is not set: `qurl slurm attempt` runs inside a job that "
+            "`qurl slurm submit` submits"
+        )
+    return int(env["SLURM_JOB_ID"])
+
+
+def _saved(run_dir: Path) -> int:
+    """Step of the newest checkpoint; 0 where there is none."""
+    newest = latest(run_dir)
+    return TrainState.read(newest).step if newest else 0
+
+
+def _say(line: str) -> None:
+    print(f"qurl: {line}", flush=True)
