@@ -144,9 +144,11 @@ def _supervise(step: list[str], job: int, received: Received) -> int:
     Returns:
         Its exit code, 128 + n where ``srun`` itself was ended by signal n.
     """
+    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
+    env = {"PYTHONWARNINGS": "ignore", **os.environ}
     try:
         # A session of its own: what is sent to the supervisor's group must not reach srun.
-        process = subprocess.Popen(step, start_new_session=True)
+        process = subprocess.Popen(step, env=env, start_new_session=True)
     except OSError as error:
         raise ConfigError(f"{step[0]} cannot be run: {error}") from None
     passed_on = False

@@ -1,5 +1,6 @@
 """One Slurm for all tests here, and a small model that their runs begin with."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -74,25 +75,14 @@ class User:
         return "\n".join(f"== {p}\n{p.read_text()[-4000:]}" for p in files if p.exists())
 
 
-def measured(run_dir: Path) -> dict[int, dict[str, float]]:
-    """By step, all that was measured but times and speeds."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {record["step"]: record for record in records}
-
-
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context():
+    with contextlib.ExitStack() as stack:
         try:
-            running = cluster(tmp_path_factory.mktemp("slurm"))
-            made = running.__enter__()
+            made = stack.enter_context(cluster(tmp_path_factory.mktemp("slurm")))
         except CannotStart as why:
             pytest.skip(f"no Slurm: {why}")
-        try:
-            yield made
-        finally:
-            running.__exit__(None, None, None)
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# Of the whole session, since a run takes half a minute: tests give theirs names of their own.
 @pytest.fixture
 def user(slurm: Cluster, model: Path, tmp_path: Path) -> User:
     return User(slurm, tmp_path, model)
