@@ -181,6 +181,13 @@ def _slurm_attempt(arguments: argparse.Namespace) -> int:
     return attempt(arguments.run_dir)
 
 
+def _slurm_task(arguments: argparse.Namespace) -> int:
+    """Run as one training rank inside a job (called by attempt, through srun)."""
+    from qurl_megatron.slurm.task import task
+
+    return task(arguments.run_dir)
+
+
 def _slurm_cell(arguments: argparse.Namespace) -> int:
     """Run one cell of a study inside a job array (called by the job script)."""
     from qurl_megatron.slurm.submit import cell
@@ -193,6 +200,7 @@ SLURM = {
     "submit": _slurm_submit,
     "cancel": _slurm_cancel,
     "attempt": _slurm_attempt,
+    "task": _slurm_task,
     "cell": _slurm_cell,
 }
 
@@ -226,7 +234,7 @@ def _add_slurm(command: argparse.ArgumentParser) -> None:
     added["submit"].add_argument(
         "--dry-run", action="store_true", help="stop before anything is written or submitted"
     )
-    for name in ("cancel", "attempt"):
+    for name in ("cancel", "attempt", "task"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     added["cell"].add_argument("study", type=Path, help="TOML study file")
     added["cell"].add_argument("out", type=Path, help="folder of its runs")

@@ -4,8 +4,8 @@ It starts the ranks, passes on what Slurm signals, and decides what follows: the
 goes on in another job, or it stops for a person to look. It needs no GPU, and neither torch nor
 Megatron.
 
-A signal is never given to ``srun``, which would end its step at once: ``scancel`` gives it to the
-ranks, which finish or drop their step, save, and end.
+Whatever signal Slurm sends, the ranks get SIGUSR1 through ``srun`` (``task`` says why): they finish
+or drop their step, save, and end.
 """
 
 import enum
@@ -20,12 +20,13 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.layout import lay_out
-from qurl_megatron.slurm.steps import TRAINING, training_step
+from qurl_megatron.slurm.steps import training_step
+from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.training.state import TrainState, latest
 
 POLL_S = 0.5
-WALL_TIME, TERMINATED = "USR1", "TERM"
-"""What Slurm sends: before the time limit; when somebody cancels or takes the nodes away."""
+WALL_TIME = "USR1"
+"""What Slurm sends before the time limit; SIGTERM comes when somebody takes the nodes away."""
 
 FINAL = (2, 3)
 """Exit codes of a run that would only end so again: a mistake in the input; the guard."""
@@ -48,38 +49,39 @@ class Outcome:
     why: str
 
 
-def decide(code: int, received: str, before: int, after: int) -> Outcome:
+def decide(code: int, received: str, before: int, after: int, *, steps: int) -> Outcome:
     """
     Args:
-        code: exit code of the training step.
+        code: exit code of the training step; 0 after a clean stop, too.
         received: the signal that the supervisor got first, such as USR1; "" for none.
         before: step of the newest checkpoint when the attempt began.
         after: the same at its end.
+        steps: all that the recipe asks for.
     """
-    if code == 0:
-        return Outcome(Decision.DONE, 0, "all steps are done")
+    saved = f"step {after} is saved"
+    if code == 0 and after >= steps:
+        return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
     if received == WALL_TIME and code not in FINAL:
         if after > before:
-            return Outcome(Decision.AGAIN, 0, f"time is up; step {after} is saved")
+            return Outcome(Decision.AGAIN, 0, f"time is up; {saved}")
         return Outcome(
             Decision.STOP,
             NO_PROGRESS,
             f"time was up before a step after {before} was saved, and another attempt would end "
             "likewise; raise job.time_limit or job.signal_s in the cluster file",
         )
-    if received:
-        return Outcome(Decision.STOP, code, f"stopped by SIG{received}; step {after} is saved")
-    return Outcome(
-        Decision.STOP, code, f"the training step ended with {code}; step {after} is saved"
-    )
+    if code == 0:
+        by = f"SIG{received}" if received else "a signal to the ranks"
+        return Outcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
+    return Outcome(Decision.STOP, code, f"the training step ended with {code}; {saved}")
 
 
 def attempt(run_dir: Path) -> int:
     """Run the training step of this job, and see to what follows.
 
     Returns:
-        0 where the run is done, or goes on in another job; 4 where time was up before anything was
-        saved; else the exit code of the training step.
+        0 where the run is done, or goes on in another job; 143 after a clean stop that was asked
+        for; 4 where time was up before anything was saved; else the exit code of the training step.
 
     Raises:
         ConfigError: this is no job, or not one that ``qurl slurm submit`` has submitted.
@@ -93,14 +95,14 @@ def attempt(run_dir: Path) -> int:
         return 0
     number = folder.open_attempt(run_dir)
     logs = folder.attempt_folder(run_dir, number)
-    train = ["qurl", "train", str(run_dir / "slurm/recipe.toml"), *folder.overrides(run_dir)]
     layout = lay_out(config.parallel, config.rollout, cluster.node)
-    step = training_step(layout, cluster, train, folder=str(logs), workdir=os.getcwd())
+    rank = ["qurl", "slurm", "task", str(run_dir)]
+    step = training_step(layout, cluster, rank, folder=str(logs), workdir=os.getcwd())
     _say(f"attempt {number}, job {job}, from step {before}; the ranks write {logs}/train-RANK.log")
     with Received() as received:
-        code = _supervise(step, job, received)
+        code = _supervise(step, received)
     after = _saved(run_dir)
-    outcome = decide(code, received.first, before, after)
+    outcome = decide(code, received.first, before, after, steps=config.train.steps)
     folder.close_attempt(
         run_dir,
         folder.Attempt(
@@ -138,8 +140,8 @@ class Received:
         self.first = self.first or signal.Signals(number).name.removeprefix("SIG")
 
 
-def _supervise(step: list[str], job: int, received: Received) -> int:
-    """Run the step to its end; the first signal goes to its ranks as SIGTERM.
+def _supervise(step: list[str], received: Received) -> int:
+    """Run the step to its end; the first signal goes to its ranks.
 
     Returns:
         Its exit code, 128 + n where ``srun`` itself was ended by signal n.
@@ -157,23 +159,11 @@ def _supervise(step: list[str], job: int, received: Received) -> int:
             code = process.wait(POLL_S)
         except subprocess.TimeoutExpired:
             if received.first and not passed_on:
-                passed_on = _pass_on(received.first, job)
+                _say(f"SIG{received.first}: the ranks save and end")
+                process.send_signal(signal.SIGUSR1)
+                passed_on = True
             continue
         return code if code >= 0 else 128 - code
-
-
-def _pass_on(name: str, job: int) -> bool:
-    """Have the ranks save and end; False where that has to be tried again."""
-    try:
-        step = commands.steps(job).get(TRAINING)
-        if step is None:  # srun waits for its nodes
-            return False
-        commands.signal_step(step, TERMINATED)
-    except ConfigError as error:  # the controller is busy, or restarts
-        _say(f"SIG{name} cannot be passed on yet: {error}")
-        return False
-    _say(f"SIG{name}: the ranks save and end")
-    return True
 
 
 def _follow(outcome: Outcome, run_dir: Path, job: int, cluster: ClusterConfig) -> None:

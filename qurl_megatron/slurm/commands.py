@@ -80,18 +80,6 @@ def _queued(entry: dict) -> Queued:
     )
 
 
-def steps(job: int) -> dict[str, str]:
-    """Ids of a job's running steps, such as 12.0 or 12+1.0, by name."""
-    said = _run(["squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j %i"]).stdout
-    pairs = (line.rsplit(maxsplit=1) for line in said.splitlines() if line.strip())
-    return {name: step for name, step in pairs}
-
-
-def signal_step(step: str, name: str) -> None:
-    """Send a signal, such as TERM, to the tasks of a step."""
-    _run(["scancel", f"--signal={name}", step])
-
-
 def signal_supervisor(job: int, name: str) -> None:
     """Send a signal to the process that the job's script has become, and to nothing else."""
     _run(["scancel", "--batch", f"--signal={name}", str(job)])

@@ -71,7 +71,7 @@ def test_a_run_whose_time_is_up_goes_on_in_the_same_job_and_ends_as_if_it_had_no
         assert user.slurm.ended(one) == "COMPLETED", user.log(where)
     assert user.slurm.facts(job)["Restarts"] == "1"
     first, second = folder.attempts(run_dir)
-    assert (first.signal, first.code, first.decision) == ("USR1", 143, "again")
+    assert (first.signal, first.code, first.decision) == ("USR1", 0, "again")
     assert (second.step_before, second.step_after) == (first.step_after, STEPS)
     assert (second.restarts, second.code, second.decision) == (1, 0, "done")
     assert measured(run_dir) == measured(whole_dir)
@@ -105,7 +105,7 @@ def test_slurms_own_signal_comes_in_time_and_a_cancelled_run_leaves_a_checkpoint
     assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
     assert user.slurm.facts(job)["ExitCode"] == "143:0"
     last = folder.attempts(run_dir)[-1]
-    assert (last.signal, last.code, last.decision) == ("TERM", 143, "stop")
+    assert (last.signal, last.code, last.decision) == ("TERM", 0, "stop")
     assert TrainState.read(latest(run_dir)).step == last.step_after > first.step_after
     assert user.footprint.left(run_dir) == []
 

@@ -1,6 +1,7 @@
 import os
 import signal
-import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.attempt import NO_PROGRESS, Decision, Received, attempt, decide
 from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig
 from qurl_megatron.slurm.ready import ROOT
+from qurl_megatron.slurm.task import STOPPED
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
-TERM = 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -21,12 +22,14 @@ TERM = 128 + signal.SIGTERM
     [
         (0, "", 0, 40, Decision.DONE, 0),
         (0, "USR1", 20, 40, Decision.DONE, 0),
-        (TERM, "USR1", 0, 12, Decision.AGAIN, 0),
+        (0, "USR1", 0, 12, Decision.AGAIN, 0),
         (137, "USR1", 8, 12, Decision.AGAIN, 0),
-        (TERM, "USR1", 12, 12, Decision.STOP, NO_PROGRESS),
+        (0, "USR1", 12, 12, Decision.STOP, NO_PROGRESS),
+        (137, "USR1", 12, 12, Decision.STOP, NO_PROGRESS),
         (2, "USR1", 0, 12, Decision.STOP, 2),
         (3, "USR1", 0, 12, Decision.STOP, 3),
-        (TERM, "TERM", 0, 12, Decision.STOP, TERM),
+        (0, "TERM", 0, 12, Decision.STOP, STOPPED),
+        (0, "", 0, 12, Decision.STOP, STOPPED),
         (1, "", 0, 12, Decision.STOP, 1),
         (2, "", 0, 0, Decision.STOP, 2),
     ],
@@ -36,15 +39,17 @@ TERM = 128 + signal.SIGTERM
         "time is up",
         "time is up in the middle of the last save",
         "time is up without a new step",
+        "time is up in the middle of the first save",
         "a mistake in the last minute",
         "the guard in the last minute",
         "cancelled",
+        "a signal past the supervisor",
         "it failed",
         "a mistake",
     ],
 )
 def test_what_follows_on_an_attempt(code, received, before, after, decision, ends_with):
-    outcome = decide(code, received, before, after)
+    outcome = decide(code, received, before, after, steps=40)
     assert (outcome.decision, outcome.code) == (decision, ends_with)
 
 
@@ -80,7 +85,7 @@ def slurm(tmp_path, monkeypatch):
         path.write_text(f'#!/bin/sh\necho {program} "$@" >> {tmp_path}/called\n{body}\n')
         path.chmod(0o755)
 
-    make("squeue", 'case "$*" in *steps*) echo train 5.0;; *) echo \'{"jobs": []}\';; esac')
+    make("squeue", "echo '{\"jobs\": []}'")
     make("scontrol", "")
     return make
 
@@ -108,8 +113,8 @@ def test_a_run_that_ends_well_is_recorded_and_its_chain_cancelled(slurm, tmp_pat
     assert (record.step_before, record.step_after, record.decision) == (0, 7, "done")
     called = (tmp_path / "called").read_text()
     assert "scancel 6" in called
-    assert f'slurm/recipe.toml train.steps=7 train.run_dir="{run_dir}"' in called
-    assert "all steps are done" in capfd.readouterr().out
+    assert f"qurl slurm task {run_dir}" in called
+    assert "all 7 steps are done" in capfd.readouterr().out
     assert os.readlink(run_dir / "slurm/latest") == "attempts/1"
 
 
@@ -123,15 +128,12 @@ def test_a_run_that_has_all_its_steps_starts_nothing(slurm, tmp_path):
     assert not (tmp_path / "called").exists()
 
 
-def test_time_that_is_up_is_told_to_the_ranks_as_sigterm_and_the_job_requeued(slurm, tmp_path):
+def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, tmp_path):
     run_dir = submitted(tmp_path / "run")
-    slurm("scancel", f"touch {tmp_path}/told")
-    waits = f"while [ ! -e {tmp_path}/told ]; do sleep 0.02; done"
-    slurm("srun", f"kill -USR1 $PPID; {waits}; {saves(run_dir, 3)}; exit {TERM}")
+    told = f"trap '{saves(run_dir, 3)}; exit 0' USR1"
+    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
     assert attempt(run_dir) == 0
-    called = (tmp_path / "called").read_text()
-    assert "scancel --signal=TERM 5.0" in called
-    assert "scontrol requeue 5" in called
+    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
 
 
 def test_a_failed_run_ends_with_its_own_code(slurm, tmp_path):
@@ -168,4 +170,29 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "slurm").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot be written"):
         folder.open_attempt(tmp_path)
-    assert stat.S_ISREG((tmp_path / "slurm").stat().st_mode)
+
+
+# ---- a rank
+
+
+RANK = """
+import signal, subprocess, sys, time
+from qurl_megatron.slurm.task import stop_on_usr1
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+stop_on_usr1()
+child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+try:
+    time.sleep(60)
+finally:
+    child.communicate(b"\\n")
+"""
+
+
+def test_usr1_stops_a_rank_and_leaves_alone_what_it_has_started():
+    rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
+    child = int(rank.stdout.readline())
+    for pid in (child, rank.pid):  # as clusters do that signal all descendants of a task
+        os.kill(pid, signal.SIGUSR1)
+    said, _ = rank.communicate(timeout=30)
+    assert (rank.returncode, said) == (5, "lives\n")

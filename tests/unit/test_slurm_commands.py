@@ -92,11 +92,6 @@ def test_no_jobs_are_not_asked_for(monkeypatch):
     commands.cancel([])
 
 
-def test_the_steps_of_a_job_by_name(program):
-    program("squeue", "echo 'train 12+0.0'; echo 'engines 12+1.0'")
-    assert commands.steps(12) == {"train": "12+0.0", "engines": "12+1.0"}
-
-
 def test_facts_of_a_job(program):
     program("scontrol", "echo 'JobId=12 Requeue=1 TimeLimit=00:20:00 Comment=(null)'")
     assert commands.job_facts(12)["TimeLimit"] == "00:20:00"
