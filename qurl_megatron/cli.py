@@ -188,6 +188,13 @@ def _slurm_task(arguments: argparse.Namespace) -> int:
     return task(arguments.run_dir)
 
 
+def _slurm_offer(arguments: argparse.Namespace) -> int:
+    """Run the engines of one rollout node inside a job (called by attempt, through srun)."""
+    from qurl_megatron.slurm.offer import offer
+
+    return offer(arguments.run_dir, arguments.towards)
+
+
 def _slurm_cell(arguments: argparse.Namespace) -> int:
     """Run one cell of a study inside a job array (called by the job script)."""
     from qurl_megatron.slurm.submit import cell
@@ -201,6 +208,7 @@ SLURM = {
     "cancel": _slurm_cancel,
     "attempt": _slurm_attempt,
     "task": _slurm_task,
+    "offer": _slurm_offer,
     "cell": _slurm_cell,
 }
 
@@ -234,8 +242,9 @@ def _add_slurm(command: argparse.ArgumentParser) -> None:
     added["submit"].add_argument(
         "--dry-run", action="store_true", help="stop before anything is written or submitted"
     )
-    for name in ("cancel", "attempt", "task"):
+    for name in ("cancel", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
+    added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
     added["cell"].add_argument("study", type=Path, help="TOML study file")
     added["cell"].add_argument("out", type=Path, help="folder of its runs")
 

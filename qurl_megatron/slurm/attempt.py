@@ -8,19 +8,23 @@ Whatever signal Slurm sends, the ranks get SIGUSR1 through ``srun`` (``task`` sa
 or drop their step, save, and end.
 """
 
+import contextlib
 import enum
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.layout import lay_out
-from qurl_megatron.slurm.steps import training_step
+from qurl_megatron.slurm.offer import prepare
+from qurl_megatron.slurm.steps import rollout_step, training_step
 from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.training.state import TrainState, latest
 
@@ -95,12 +99,9 @@ def attempt(run_dir: Path) -> int:
         return 0
     number = folder.open_attempt(run_dir)
     logs = folder.attempt_folder(run_dir, number)
-    layout = lay_out(config.parallel, config.rollout, cluster.node)
-    rank = ["qurl", "slurm", "task", str(run_dir)]
-    step = training_step(layout, cluster, rank, folder=str(logs), workdir=os.getcwd())
     _say(f"attempt {number}, job {job}, from step {before}; the ranks write {logs}/train-RANK.log")
     with Received() as received:
-        code = _supervise(step, received)
+        code = _run(run_dir, logs, config, cluster, received)
     after = _saved(run_dir)
     outcome = decide(code, received.first, before, after, steps=config.train.steps)
     folder.close_attempt(
@@ -119,6 +120,26 @@ def attempt(run_dir: Path) -> int:
     _say(f"attempt {number}: {outcome.why}")
     _follow(outcome, run_dir, job, cluster)
     return outcome.code
+
+
+def _run(
+    run_dir: Path, logs: Path, config: RunConfig, cluster: ClusterConfig, received: "Received"
+) -> int:
+    """The training step, and the engines' beside it where they have nodes of their own.
+
+    Returns:
+        Exit code of the former.
+    """
+    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    where = {"folder": str(logs), "workdir": os.getcwd()}
+    rank = ["qurl", "slurm", "task", str(run_dir)]
+    with contextlib.ExitStack() as beside:
+        if layout.rollout:
+            prepare(Path(config.rollout.rendezvous))
+            here = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+            node = ["qurl", "slurm", "offer", str(run_dir), "--towards", here]
+            beside.enter_context(_beside(rollout_step(layout, cluster, node, **where)))
+        return _supervise(training_step(layout, cluster, rank, **where), received)
 
 
 class Received:
@@ -146,13 +167,7 @@ def _supervise(step: list[str], received: Received) -> int:
     Returns:
         Its exit code, 128 + n where ``srun`` itself was ended by signal n.
     """
-    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
-    env = {"PYTHONWARNINGS": "ignore", **os.environ}
-    try:
-        # A session of its own: what is sent to the supervisor's group must not reach srun.
-        process = subprocess.Popen(step, env=env, start_new_session=True)
-    except OSError as error:
-        raise ConfigError(f"{step[0]} cannot be run: {error}") from None
+    process = _start(step)
     passed_on = False
     while True:
         try:
@@ -164,6 +179,27 @@ def _supervise(step: list[str], received: Received) -> int:
                 passed_on = True
             continue
         return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _beside(step: list[str]) -> Iterator[None]:
+    """Run the engines' step while the ranks run. Its end is no reason to end: engines may go."""
+    process = _start(step)
+    try:
+        yield
+    finally:
+        process.terminate()  # srun ends its tasks: with SIGTERM first, then with SIGKILL
+        process.wait()
+
+
+def _start(step: list[str]) -> subprocess.Popen:
+    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
+    env = {"PYTHONWARNINGS": "ignore", **os.environ}
+    try:
+        # A session of its own: what is sent to the supervisor's group must not reach srun.
+        return subprocess.Popen(step, env=env, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(f"{step[0]} cannot be run: {error}") from None
 
 
 def _follow(outcome: Outcome, run_dir: Path, job: int, cluster: ClusterConfig) -> None:

@@ -34,7 +34,9 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     check_container(cluster)
     run_dir = Path(config.train.run_dir)
-    check_shared(run_dir, cluster)
+    check_shared("train.run_dir", run_dir, cluster)
+    if config.rollout.rendezvous:
+        check_shared("rollout.rendezvous", Path(config.rollout.rendezvous), cluster)
     refuse_other_run(run_dir, config)
     check_writable(run_dir)
     check_engines(config)
@@ -63,20 +65,20 @@ def check_container(cluster: ClusterConfig) -> None:
         )
 
 
-def check_shared(run_dir: Path, cluster: ClusterConfig) -> None:
-    """The run's folder lies where all nodes see it."""
+def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
+    """What the recipe's ``key`` names lies where all nodes see it."""
     folders = cluster.site.shared
     if not folders:
         raise ConfigError(
             "site.shared is missing in the cluster file; set it to the folders that all nodes "
             'share, e.g. ["/home"]'
         )
-    real = run_dir.resolve()
+    real = path.resolve()
     if not any(real.is_relative_to(Path(folder).resolve()) for folder in folders):
         raise ConfigError(
-            f"train.run_dir={run_dir} is {real}, which lies in none of site.shared="
-            f"{list(folders)}: other nodes would not see it; submit from a shared folder, set "
-            "train.run_dir, or name the folder in site.shared"
+            f"{key}={path} is {real}, which lies in none of site.shared={list(folders)}: other "
+            f"nodes would not see it; submit from a shared folder, set {key}, or name the folder "
+            "in site.shared"
         )
 
 

@@ -76,7 +76,7 @@ def put(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    aside = path.with_name(f".{path.name}")
+    aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
     with refusing(path, key="train.run_dir", half_written=aside):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_text(text, encoding="utf-8")

@@ -110,6 +110,27 @@ def test_slurms_own_signal_comes_in_time_and_a_cancelled_run_leaves_a_checkpoint
     assert user.footprint.left(run_dir) == []
 
 
+@pytest.mark.parametrize("layout", ["hetjob", "split"])
+def test_engines_on_a_node_of_their_own_meet_the_trainer(layout: str, user: User):
+    user.describe(layout=layout)
+    meeting = user.folder / "apart/engines"
+    (job,), run_dir = user.submit(
+        *("apart", "train.steps=3", "checkpoint.every=0"),
+        *(f"rollout.rendezvous={meeting}", "rollout.engines=2"),
+    )
+    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
+    assert steps_done(run_dir) == 3
+    said = (run_dir / "slurm/latest/engines-0.log").read_text()
+    assert re.search(r"engine-0 listens at http://127\.0\.0\.1:\d+", said)
+    assert list(meeting.glob("*.json")) == []
+    key = (meeting / "key").read_text()
+    assert (meeting / "key").stat().st_mode & 0o777 == 0o600
+    for path in (run_dir / "slurm").rglob("*"):
+        assert not path.is_file() or key not in path.read_text()
+    assert key not in user.slurm.call("scontrol", "show", "job", job).stdout
+    assert user.footprint.left(run_dir) == []
+
+
 def _words(user: User, run_dir: Path) -> list[str]:
     recipe = FOLDER.parent / "launch/recipes/quickstart.toml"
     return [str(recipe), *user.overrides, f"train.run_dir={run_dir}"]

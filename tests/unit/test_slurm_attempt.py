@@ -130,7 +130,7 @@ def test_a_run_that_has_all_its_steps_starts_nothing(slurm, tmp_path):
 
 def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, tmp_path):
     run_dir = submitted(tmp_path / "run")
-    told = f"trap '{saves(run_dir, 3)}; exit 0' USR1"
+    told = f"told() {{ {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
     slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
     assert attempt(run_dir) == 0
     assert "scontrol requeue 5" in (tmp_path / "called").read_text()

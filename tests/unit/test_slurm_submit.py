@@ -200,7 +200,9 @@ def test_a_container_of_a_registry_is_taken_at_its_word():
 
 def test_a_cluster_file_must_say_which_folders_are_shared(tmp_path):
     with pytest.raises(ConfigError, match="site.shared is missing in the cluster file"):
-        checks.check_shared(tmp_path, ClusterConfig(node=NodeConfig(), site=SiteConfig()))
+        checks.check_shared(
+            "train.run_dir", tmp_path, ClusterConfig(node=NodeConfig(), site=SiteConfig())
+        )
 
 
 def test_a_key_of_this_shell_does_not_reach_adopted_engines(monkeypatch, model):
