@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 PROGRAMS = ("slurmctld", "slurmd", "munged", "munge", "sbatch")
 NODES = ("train1", "train2", "roll1", "roll2")
 GPUS = 8
@@ -100,7 +101,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     Raises:
         CannotStart: this machine has no Slurm, or lets nobody start it.
     """
-    missing = [program for program in PROGRAMS if not shutil.which(program, path=_path())]
+    missing = [program for program in PROGRAMS if not shutil.which(program, path=SEARCHED)]
     if missing:
         raise CannotStart(f"{missing[0]} is not installed; `make test-slurm` installs it")
     if os.geteuid() != 0:
@@ -201,9 +202,5 @@ def _resolves(name: str) -> bool:
     return True
 
 
-def _path() -> str:
-    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-
-
 def _found(program: str) -> str:
-    return shutil.which(program, path=_path())
+    return shutil.which(program, path=SEARCHED)

@@ -94,9 +94,9 @@ def test_a_chain_goes_on_in_its_next_job_and_ends_with_the_run(user: User):
 
 
 def test_slurms_own_signal_comes_in_time_and_a_cancelled_run_leaves_a_checkpoint(user: User):
-    user.describe(time_limit="00:02:00", signal_s=60)
+    user.describe(time_limit="00:03:00", signal_s=60)
     (job,), run_dir = user.submit("endless", "train.steps=100000", "checkpoint.every=0")
-    user.slurm.wait(lambda: user.slurm.facts(job).get("Restarts") == "1", 180)
+    user.slurm.wait(lambda: user.slurm.facts(job).get("Restarts") == "1", 300)
     (first,) = folder.attempts(run_dir)
     assert (first.signal, first.decision) == ("USR1", "again"), user.log(run_dir)
     user.slurm.wait(lambda: steps_done(run_dir) > first.step_after, 120)
