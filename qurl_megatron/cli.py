@@ -10,7 +10,6 @@ from qurl_megatron import __version__
 from qurl_megatron.errors import ConfigError
 
 SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
-SLURM_KINDS = ("train", "convert", "bench", "eval", "study")  # of jobs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -214,6 +213,8 @@ SLURM = {
 
 
 def _add_slurm(command: argparse.ArgumentParser) -> None:
+    from qurl_megatron.slurm.jobs import KINDS
+
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     added = {
         name: actions.add_parser(name, help=run.__doc__, description=run.__doc__)
@@ -236,9 +237,7 @@ def _add_slurm(command: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="TOML file describing the cluster; some ship in slurm/clusters",
         )
-        made.add_argument(
-            "--kind", choices=SLURM_KINDS, default="train", help="default: a training run"
-        )
+        made.add_argument("--kind", choices=KINDS, default="train", help="default: a training run")
     added["submit"].add_argument(
         "--dry-run", action="store_true", help="stop before anything is written or submitted"
     )

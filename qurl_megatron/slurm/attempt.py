@@ -29,6 +29,8 @@ from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.training.state import TrainState, latest
 
 POLL_S = 0.5
+ENGINES_S = 30.0
+"""That engines on nodes of their own may take to leave."""
 WALL_TIME = "USR1"
 """What Slurm sends before the time limit; SIGTERM comes when somebody takes the nodes away."""
 
@@ -188,8 +190,12 @@ def _beside(step: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        process.terminate()  # srun ends its tasks: with SIGTERM first, then with SIGKILL
-        process.wait()
+        process.send_signal(signal.SIGUSR1)
+        try:
+            process.wait(ENGINES_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # srun ends its tasks itself then
+            process.wait()
 
 
 def _start(step: list[str]) -> subprocess.Popen:
@@ -207,7 +213,13 @@ def _follow(outcome: Outcome, run_dir: Path, job: int, cluster: ClusterConfig) -
         _cancel_chain(run_dir, job)
     elif cluster.job.again == "requeue":
         _say(f"job {job} goes back to the queue")
-        commands.requeue(job)  # Slurm may end this process before it returns
+        try:
+            commands.requeue(job)  # Slurm may end this process before it returns
+        except ConfigError as error:
+            raise ConfigError(
+                f'{error}; `qurl slurm submit`, as before, goes on; job.again = "chain" in the '
+                "cluster file is for sites that forbid requeueing"
+            ) from None
     elif not _others(run_dir, job):
         _say("the chain ends here; `qurl slurm submit`, as before, goes on")
 

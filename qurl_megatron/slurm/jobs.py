@@ -12,8 +12,8 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm.cluster import ClusterConfig
-from qurl_megatron.slurm.layout import Component, Layout, lay_out
-from qurl_megatron.slurm.script import HERE, Job
+from qurl_megatron.slurm.layout import Component, Allocation, lay_out
+from qurl_megatron.slurm.script import HERE, Script
 from qurl_megatron.slurm.steps import inside
 
 LOGS = "runs/slurm"
@@ -49,7 +49,7 @@ TOOLS = {
 KINDS = ("train", *TOOLS)
 
 
-def training_job(config: RunConfig, cluster: ClusterConfig) -> Job:
+def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
     """The job of a run.
 
     Raises:
@@ -57,7 +57,7 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Job:
     """
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     run_dir = Path(config.train.run_dir)
-    return Job(
+    return Script(
         name=_name(run_dir, cluster),
         output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
         components=components(layout, cluster),
@@ -66,7 +66,7 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Job:
     )
 
 
-def components(layout: Layout, cluster: ClusterConfig) -> tuple[Component, ...]:
+def components(layout: Allocation, cluster: ClusterConfig) -> tuple[Component, ...]:
     """What the job asks for: one component, or two of a heterogeneous job."""
     if layout.rollout and cluster.job.layout == "hetjob":
         return layout.training, layout.rollout
@@ -81,7 +81,7 @@ def _name(run_dir: Path, cluster: ClusterConfig) -> str:
     return f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
 
 
-def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: int = 1) -> Job:
+def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: int = 1) -> Script:
     """The job of a command.
 
     Args:
@@ -109,7 +109,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     command = (*(part.format(first) for part in tool.prefix), *rest)
     step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]
     step.append(f"--cpus-per-task={component.cpus_per_task(cluster.node)}")
-    return Job(
+    return Script(
         name=f"{kind}-{Path(first).stem}",
         output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
         components=(component,),

@@ -30,7 +30,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Allocation:
     """The components of a training job."""
 
     training: Component
@@ -49,7 +49,7 @@ class Layout:
         )
 
 
-def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) -> Layout:
+def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) -> Allocation:
     """Cut a run into nodes.
 
     Raises:
@@ -59,8 +59,8 @@ def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) 
     if rollout.rendezvous:
         return _with_rollout_nodes(training, rollout, node)
     if rollout.backend == "sglang" and not rollout.urls:
-        return Layout(_with_own_engines(training, rollout, node), None)
-    return Layout(training, None)
+        return Allocation(_with_own_engines(training, rollout, node), None)
+    return Allocation(training, None)
 
 
 def _training(parallel: ParallelConfig, node: NodeConfig) -> Component:
@@ -75,7 +75,9 @@ def _training(parallel: ParallelConfig, node: NodeConfig) -> Component:
     return Component(nodes, ranks // nodes, ranks // nodes)
 
 
-def _with_rollout_nodes(training: Component, rollout: RolloutConfig, node: NodeConfig) -> Layout:
+def _with_rollout_nodes(
+    training: Component, rollout: RolloutConfig, node: NodeConfig
+) -> Allocation:
     size, count = rollout.engine_tensor, rollout.engines
     require(
         node.gpus % size == 0,
@@ -90,7 +92,7 @@ def _with_rollout_nodes(training: Component, rollout: RolloutConfig, node: NodeC
     )
     nodes = max(1, count // fit)
     engines = count // nodes
-    return Layout(training, Component(nodes, 1, engines * size), engines)
+    return Allocation(training, Component(nodes, 1, engines * size), engines)
 
 
 def _with_own_engines(training: Component, rollout: RolloutConfig, node: NodeConfig) -> Component:

@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.network import own_address
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.layout import lay_out
+from qurl_megatron.slurm.task import stop_on_usr1
 
 KEY = "key"
 """File of the engines' key, in the rendezvous folder."""
@@ -53,14 +53,14 @@ def prepare(rendezvous: Path) -> None:
 
 
 def offer(run_dir: Path, towards: str) -> int:
-    """Start this node's engines, and keep the rendezvous true until SIGTERM.
+    """Start this node's engines, and keep the rendezvous true until SIGUSR1 or SIGTERM.
 
     Args:
         towards: name or address of the trainer's first node; engines listen on the address of this
             node on the way there.
 
     Returns:
-        0 after SIGTERM; 1 where no engine can be kept alive.
+        0 after a signal; 1 where no engine can be kept alive.
 
     Raises:
         ConfigError: nothing was submitted there, or the engines cannot be started.
@@ -68,10 +68,11 @@ def offer(run_dir: Path, towards: str) -> int:
     ended = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
+    stop_on_usr1()
     config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    host = _address(towards)
+    host = address_towards(towards)
     rendezvous = Path(config.rollout.rendezvous)
     engines = _engines(config, run_dir / "logs" / node, layout.engines, host, rendezvous)
     offered = [
@@ -153,9 +154,14 @@ def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: P
     return [EngineProcess(name, launch, logs) for name, launch in made.items()]
 
 
-def _address(towards: str, lookup: Callable[[str], str] = own_address) -> str:
+def address_towards(towards: str) -> str:
+    """This node's address on the way to another.
+
+    Raises:
+        ConfigError: it has no such name, or no way there.
+    """
     try:
-        return lookup(towards)
+        return own_address(towards)
     except OSError as error:
         raise ConfigError(
             f"{towards}, the trainer's first node, cannot be reached from {socket.gethostname()} "

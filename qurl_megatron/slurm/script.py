@@ -20,7 +20,7 @@ HERE = "$PWD"
 
 
 @dataclass(frozen=True)
-class Job:
+class Script:
     """What one script asks for and runs."""
 
     name: str
@@ -31,7 +31,7 @@ class Job:
     saves: bool = False  # it wants a signal before its time is up, and goes on in another job
 
 
-def render(job: Job, cluster: ClusterConfig) -> str:
+def render(job: Script, cluster: ClusterConfig) -> str:
     """The text of the script.
 
     Raises:
@@ -55,7 +55,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _job_options(job: Job, cluster: ClusterConfig) -> list[str]:
+def _job_options(job: Script, cluster: ClusterConfig) -> list[str]:
     """Those that stand once, whatever the number of components."""
     chained = job.saves and cluster.job.again == "chain"
     options = [

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig
-from qurl_megatron.slurm.layout import Component, Layout
+from qurl_megatron.slurm.layout import Component, Allocation
 
 TRAINING, ROLLOUT = "train", "engines"
 """Names of the steps of a run, which are also those of their logs."""
 
 
 def training_step(
-    layout: Layout, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
+    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
 ) -> list[str]:
     """``srun`` for one task per GPU of the training component.
 
@@ -26,7 +26,7 @@ def training_step(
 
 
 def rollout_step(
-    layout: Layout, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
+    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
 ) -> list[str]:
     """``srun`` for one task per node of the rollout component, which must be there.
 

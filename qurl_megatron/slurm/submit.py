@@ -13,7 +13,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import ClusterConfig, load_cluster
 from qurl_megatron.slurm.jobs import LOGS, tool_job, training_job
-from qurl_megatron.slurm.script import Job, render
+from qurl_megatron.slurm.script import Script, render
 
 
 def script_of(kind: str, words: Sequence[str], cluster_file: Path) -> str:
@@ -103,7 +103,7 @@ def cell(study_file: Path, out: Path) -> int:
     os.execv(sys.executable, command)
 
 
-def _job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Job:
+def _job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Script:
     if kind == "train":
         return training_job(load(Path(words[0]), words[1:]), cluster)
     if kind != "study":

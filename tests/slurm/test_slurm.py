@@ -44,6 +44,13 @@ def test_slurm_would_take_the_scripts_that_ship(name: str, slurm: Cluster):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_script_that_asks_for_more_than_there_is_would_be_refused(slurm: Cluster, tmp_path: Path):
+    text = (FOLDER / "train_32b.sbatch").read_text()
+    assert (greedy := text.replace("h100:8", "h100:9")) != text
+    (tmp_path / "greedy.sbatch").write_text(greedy)
+    assert slurm.call("sbatch", "--test-only", tmp_path / "greedy.sbatch").returncode != 0
+
+
 def test_what_slurm_would_refuse_is_said_before_anything_is_written(user: User):
     user.describe(partition="nowhere")
     recipe = FOLDER.parent / "launch/recipes/quickstart.toml"
@@ -115,11 +122,16 @@ def test_engines_on_a_node_of_their_own_meet_the_trainer(layout: str, user: User
     user.describe(layout=layout)
     meeting = user.folder / "apart/engines"
     (job,), run_dir = user.submit(
-        *("apart", "train.steps=3", "checkpoint.every=0"),
-        *(f"rollout.rendezvous={meeting}", "rollout.engines=2"),
+        "apart", *OPTIONS, f"rollout.rendezvous={meeting}", "rollout.engines=2"
     )
+    if layout == "hetjob":  # all of its components go back to the queue, and come from there
+        user.slurm.wait(lambda: steps_done(run_dir) >= 3, 120)
+        time_is_up(user, job)
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    assert steps_done(run_dir) == 3
+    assert steps_done(run_dir) == STEPS
+    assert [a.decision for a in folder.attempts(run_dir)] == ["again", "done"][
+        -1 - (layout == "hetjob") :
+    ]
     said = (run_dir / "slurm/latest/engines-0.log").read_text()
     assert re.search(r"engine-0 listens at http://127\.0\.0\.1:\d+", said)
     assert list(meeting.glob("*.json")) == []

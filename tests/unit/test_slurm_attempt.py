@@ -53,6 +53,13 @@ def test_what_follows_on_an_attempt(code, received, before, after, decision, end
     assert (outcome.decision, outcome.code) == (decision, ends_with)
 
 
+def test_the_supervisor_needs_neither_torch_nor_megatron():
+    looks = "import sys, qurl_megatron.cli, qurl_megatron.slurm.attempt, qurl_megatron.slurm.submit"
+    heavy = "sorted({'torch', 'megatron', 'numpy', 'psutil'} & set(sys.modules))"
+    command = [sys.executable, "-c", f"{looks}; print({heavy})"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
+
+
 def test_the_first_signal_counts():
     with Received() as received:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -134,6 +141,10 @@ def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, tmp_pa
     slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
     assert attempt(run_dir) == 0
     assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    slurm("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
+    slurm("srun", f"kill -USR1 $PPID; sleep 0.2; {saves(run_dir, 4)}")
+    with pytest.raises(ConfigError, match='presently disabled; .*job.again = "chain"'):
+        attempt(run_dir)
 
 
 def test_a_failed_run_ends_with_its_own_code(slurm, tmp_path):
@@ -146,9 +157,11 @@ def test_a_failed_run_ends_with_its_own_code(slurm, tmp_path):
 # ---- the run's folder
 
 
-def test_what_is_submitted_is_read_back(tmp_path):
-    run_dir = submitted(tmp_path / 'my "run"', again="chain")
-    assert folder.recipe(run_dir).train.run_dir == str(run_dir)
+@pytest.mark.parametrize("name", ['my "run"', "2026", "[x]"])
+def test_what_is_submitted_is_read_back(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = submitted(Path(name), again="chain")
+    assert folder.recipe(run_dir).train.run_dir == name
     assert folder.recipe(run_dir).train.steps == 7
     assert folder.cluster(run_dir).job.again == "chain"
     assert to_toml(folder.cluster(run_dir)) == (run_dir / "slurm/cluster.toml").read_text()
@@ -181,8 +194,8 @@ from qurl_megatron.slurm.task import stop_on_usr1
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 stop_on_usr1()
 child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
-print(child.pid, flush=True)
 try:
+    print(child.pid, flush=True)
     time.sleep(60)
 finally:
     child.communicate(b"\\n")

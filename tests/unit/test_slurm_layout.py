@@ -3,7 +3,7 @@ import pytest
 from qurl_megatron.config import ParallelConfig, RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm.cluster import NodeConfig
-from qurl_megatron.slurm.layout import Component, Layout, lay_out
+from qurl_megatron.slurm.layout import Component, Allocation, lay_out
 
 NODE = NodeConfig(gpus=8, cpus=96, memory_gib=1600)
 
@@ -15,29 +15,29 @@ def sglang(**values) -> RolloutConfig:
 @pytest.mark.parametrize(
     ("parallel", "rollout", "layout"),
     [
-        ({"tensor": 2}, RolloutConfig(engines=2), Layout(Component(1, 2, 2), None)),
-        ({"tensor": 8, "data": 2}, RolloutConfig(), Layout(Component(2, 8, 8), None)),
+        ({"tensor": 2}, RolloutConfig(engines=2), Allocation(Component(1, 2, 2), None)),
+        ({"tensor": 8, "data": 2}, RolloutConfig(), Allocation(Component(2, 8, 8), None)),
         (
             {"tensor": 8},
             sglang(engines=4, engine_tensor=2, colocate=True),
-            Layout(Component(1, 8, 8), None),
+            Allocation(Component(1, 8, 8), None),
         ),
         (
             {"tensor": 2},
             sglang(engines=2, engine_tensor=2, engine_first_gpu=2),
-            Layout(Component(1, 2, 6), None),
+            Allocation(Component(1, 2, 6), None),
         ),
         (
             {"tensor": 8, "data": 2},
             sglang(engines=8, engine_tensor=2, rendezvous="engines"),
-            Layout(Component(2, 8, 8), Component(2, 1, 8), engines=4),
+            Allocation(Component(2, 8, 8), Component(2, 1, 8), engines=4),
         ),
         (
             {"tensor": 2},
             sglang(engines=3, engine_tensor=2, rendezvous="engines"),
-            Layout(Component(1, 2, 2), Component(1, 1, 6), engines=3),
+            Allocation(Component(1, 2, 2), Component(1, 1, 6), engines=3),
         ),
-        ({"tensor": 4}, sglang(urls=("http://a:1",)), Layout(Component(1, 4, 4), None)),
+        ({"tensor": 4}, sglang(urls=("http://a:1",)), Allocation(Component(1, 4, 4), None)),
     ],
     ids=["embedded", "nodes", "colocated", "beside", "apart", "part of a node", "elsewhere"],
 )
@@ -87,5 +87,5 @@ def test_cpus_and_memory_go_with_the_gpus():
 
 
 def test_one_allocation_that_is_cut_in_two_has_room_for_both():
-    layout = Layout(Component(2, 8, 8), Component(1, 1, 8), engines=4)
+    layout = Allocation(Component(2, 8, 8), Component(1, 1, 8), engines=4)
     assert layout.whole == Component(3, 8, 8)

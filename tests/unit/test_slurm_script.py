@@ -10,7 +10,7 @@ from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfi
 from qurl_megatron.slurm.jobs import tool_job, training_job
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.ready import FOLDER, READY, ROOT, rendered
-from qurl_megatron.slurm.script import HERE, Job, render
+from qurl_megatron.slurm.script import HERE, Script, render
 from qurl_megatron.slurm.steps import inside, rollout_step, training_step
 
 BIG = ROOT / "launch/recipes/grpo_qwen2.5_32b.toml"
@@ -107,7 +107,7 @@ def test_the_sites_lines_come_before_the_run_and_in_quotes_where_they_need_them(
 
 def test_a_command_reaches_bash_word_by_word(tmp_path):
     words = ("printf", "%s\\n", "a b", "$HOME", "it's", HERE, f"--dir={HERE}")
-    job = Job(name="x", output="x", components=(), command=words)
+    job = Script(name="x", output="x", components=(), command=words)
     last = render(dataclasses.replace(job, components=(COMPONENT,)), ClusterConfig())
     said = subprocess.run(
         ["bash", "-c", last.splitlines()[-1]], cwd=tmp_path, capture_output=True, text=True
