@@ -12,7 +12,7 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm.cluster import ClusterConfig
-from qurl_megatron.slurm.layout import Component, Allocation, lay_out
+from qurl_megatron.slurm.layout import Allocation, Component, lay_out
 from qurl_megatron.slurm.script import HERE, Script
 from qurl_megatron.slurm.steps import inside
 

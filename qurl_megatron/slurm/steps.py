@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig
-from qurl_megatron.slurm.layout import Component, Allocation
+from qurl_megatron.slurm.layout import Allocation, Component
 
 TRAINING, ROLLOUT = "train", "engines"
 """Names of the steps of a run, which are also those of their logs."""

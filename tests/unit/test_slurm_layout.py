@@ -3,7 +3,7 @@ import pytest
 from qurl_megatron.config import ParallelConfig, RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm.cluster import NodeConfig
-from qurl_megatron.slurm.layout import Component, Allocation, lay_out
+from qurl_megatron.slurm.layout import Allocation, Component, lay_out
 
 NODE = NodeConfig(gpus=8, cpus=96, memory_gib=1600)
 
