@@ -104,11 +104,9 @@ def attempt(run_dir: Path) -> int:
     _say(f"attempt {number}, job {job}, from step {before}; the ranks write {logs}/train-RANK.log")
     with Received() as received:
         code = _run(run_dir, logs, config, cluster, received)
-    after = _saved(run_dir)
-    outcome = decide(code, received.first, before, after, steps=config.train.steps)
-    folder.close_attempt(
-        run_dir,
-        folder.Attempt(
+        after = _saved(run_dir)
+        outcome = decide(code, received.first, before, after, steps=config.train.steps)
+        ended = folder.Attempt(
             number=number,
             job=job,
             restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
@@ -117,10 +115,10 @@ def attempt(run_dir: Path) -> int:
             signal=received.first,
             code=code,
             decision=outcome.decision.value,
-        ),
-    )
-    _say(f"attempt {number}: {outcome.why}")
-    _follow(outcome, run_dir, job, cluster)
+        )
+        folder.close_attempt(run_dir, ended)
+        _say(f"attempt {number}: {outcome.why}")
+        _follow(outcome, run_dir, job, cluster)
     return outcome.code
 
 
