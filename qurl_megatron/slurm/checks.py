@@ -42,12 +42,10 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     check_engines(config)
     arch = check_model(config)
     check_data(config)
-    found = [f"{layout.training.nodes} training nodes of {layout.training.tasks} ranks"]
+    nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
     if layout.rollout:
-        found[0] += f", {layout.rollout.nodes} rollout nodes of {layout.engines} engines"
-    found.append(check_memory(config, cluster))
-    found.append(check_disk(config, arch))
-    return found
+        nodes += f", {layout.rollout.nodes} with {layout.engines} engines"
+    return [nodes, check_memory(config, cluster), check_disk(config, arch)]
 
 
 def check_container(cluster: ClusterConfig) -> None:
@@ -134,7 +132,9 @@ def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
     _, phase, needed = found.fullest
     if needed > found.gpu:
         raise ConfigError(f"node.gpu_gib: {found.notes[0]}")
-    return f"{needed / GIB:.1f} of {cluster.node.gpu_gib:g} GiB on the fullest GPU, in {phase}"
+    return (
+        f"memory: {needed / GIB:.1f} of {cluster.node.gpu_gib:g} GiB on the fullest GPU, in {phase}"
+    )
 
 
 def check_disk(config: RunConfig, arch: Arch) -> str:
@@ -151,7 +151,9 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
             f"{room / GIB:.1f} are free; free some, lower checkpoint.keep, or set train.run_dir to "
             "a folder with more"
         )
-    return f"{one / GIB:.1f} GiB a checkpoint, {needed / GIB:.1f} to come, {room / GIB:.1f} free"
+    return (
+        f"disk: {one / GIB:.1f} GiB a checkpoint, {needed / GIB:.1f} to come, {room / GIB:.1f} free"
+    )
 
 
 def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
