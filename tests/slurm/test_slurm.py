@@ -17,7 +17,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import User
 
 TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
-STEPS = 30
+STEPS = 20
 OPTIONS = (f"train.steps={STEPS}", "checkpoint.every=8")
 
 
