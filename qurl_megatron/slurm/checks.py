@@ -35,8 +35,6 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     check_container(cluster)
     run_dir = Path(config.train.run_dir)
     check_shared("train.run_dir", run_dir, cluster)
-    if config.rollout.rendezvous:
-        check_shared("rollout.rendezvous", Path(config.rollout.rendezvous), cluster)
     refuse_other_run(run_dir, config)
     check_writable(run_dir)
     check_engines(config)
@@ -88,12 +86,21 @@ def check_writable(run_dir: Path) -> None:
 
 
 def check_engines(config: RunConfig) -> None:
-    """A key for adopted engines would have to travel in the job's environment; it must not."""
+    """Engines meet the trainer in a folder of the run's own, and no key has to travel in the job's
+    environment."""
+    run_dir, rendezvous = Path(config.train.run_dir), config.rollout.rendezvous
+    if rendezvous and run_dir.resolve() not in Path(rendezvous).resolve().parents:
+        raise ConfigError(
+            f"rollout.rendezvous={rendezvous} is not in train.run_dir={run_dir}: the job starts "
+            "engines of its own, and clears the folder where they meet the trainer; set "
+            f"rollout.rendezvous={run_dir / 'engines'}"
+        )
     given_key(os.environ)
     if config.rollout.urls and "QURL_API_KEY" in os.environ:
         raise ConfigError(
             "QURL_API_KEY is set for the engines in rollout.urls, and a job inherits nothing of "
-            "this shell; list them in rollout.rendezvous, with api_key_file"
+            "this shell; unset it here, and have site.prolog read it from a file that only you "
+            'can read: export QURL_API_KEY="$(cat FILE)"'
         )
 
 

@@ -205,8 +205,18 @@ def test_a_cluster_file_must_say_which_folders_are_shared(tmp_path):
         )
 
 
+def test_engines_of_others_are_not_cleared_away(model):
+    config = load(QUICK, [f"model.path={model}", "train.run_dir=run", "rollout.rendezvous=shared"])
+    with pytest.raises(ConfigError, match="is not in train.run_dir=run: .*=run/engines"):
+        checks.check_engines(config)
+    inside = replace(config, rollout=replace(config.rollout, rendezvous="run/engines"))
+    checks.check_engines(inside)
+
+
 def test_a_key_of_this_shell_does_not_reach_adopted_engines(monkeypatch, model):
     monkeypatch.setenv("QURL_API_KEY", "secret")
     config = load(QUICK, [f"model.path={model}", 'rollout.urls=["http://a:1"]'])
-    with pytest.raises(ConfigError, match="list them in rollout.rendezvous, with api_key_file"):
+    with pytest.raises(
+        ConfigError, match="unset it here, and have site.prolog read it from a file"
+    ):
         checks.check_engines(config)
