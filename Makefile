@@ -1,8 +1,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: quickstart test test-emulated test-nodes test-sglang test-sglang-slice contracts
-.PHONY: test-gpu bench-gpu lint
+.PHONY: quickstart test test-emulated test-nodes test-slurm test-sglang test-sglang-slice
+.PHONY: contracts test-gpu bench-gpu lint
 
 quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
@@ -25,6 +25,10 @@ test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 
 
 test-nodes: .venv/installed  ## several nodes as network namespaces; needs root, iproute2
 	$(BIN)/python -m pytest tests/nodes
+
+test-slurm: .venv/installed  ## jobs on a real Slurm of four nodes on this machine, 8 minutes; needs root
+	$(BIN)/python -m tests.slurm.install
+	$(BIN)/python -m pytest tests/slurm
 
 test-sglang: .venv/installed .venv-sglang/installed  ## real SGLang servers without a GPU, 15 minutes
 	$(BIN)/python -m pytest tests/sglang

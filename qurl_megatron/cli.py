@@ -153,9 +153,17 @@ def fleet(arguments: argparse.Namespace) -> int:
     return run(arguments.urls, watch_s=arguments.watch, api_key_file=arguments.api_key_file)
 
 
+def slurm(arguments: argparse.Namespace) -> int:
+    """Turn a recipe into a batch job, and look after it."""
+    from qurl_megatron.slurm.actions import ACTIONS
+
+    return ACTIONS[arguments.action](arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
     from qurl_megatron.evaluation.options import add_options
     from qurl_megatron.planning.options import add_options as add_plan_options
+    from qurl_megatron.slurm.actions import add_actions
 
     parser = argparse.ArgumentParser(
         prog="qurl",
@@ -253,6 +261,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--api-key-file", type=Path, help="file with the engines' key; else QURL_API_KEY is taken"
     )
+
+    add_actions(command(slurm))
     return parser
 
 

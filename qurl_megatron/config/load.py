@@ -147,14 +147,7 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
             range.
     """
     path = Path(path)
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {path} does not exist; recipes ship in launch/recipes") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+    tables = read_tables(path, "recipe", "recipes ship in launch/recipes")
     for name, value in _preset(tables).items():
         _set(tables, name, value, over=False)
     given = [_parse(override) for override in overrides]
@@ -170,6 +163,26 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
     return dataclasses.replace(config, train=train)
 
 
+def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Args:
+        kind: what messages call the file.
+        where: what they tell of such files where there is none.
+
+    Raises:
+        ConfigError: missing file, or bad TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{kind} {path} does not exist; {where}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{kind} {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{kind} {path} is not valid TOML: {error}") from None
+
+
 def differences(before: RunConfig, now: RunConfig) -> list[str]:
     """The settings that make ``now`` another run than ``before``, as "key: old there, new here"."""
     found = []
@@ -182,8 +195,8 @@ def differences(before: RunConfig, now: RunConfig) -> list[str]:
     return found
 
 
-def to_toml(config: RunConfig) -> str:
-    """The resolved configuration as a recipe that ``load`` reads back to an equal one."""
+def to_toml(config: Any) -> str:
+    """A dataclass of sections, such as ``RunConfig``, as TOML that reads back to an equal one."""
     lines: list[str] = []
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")

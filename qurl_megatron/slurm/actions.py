@@ -1,0 +1,102 @@
+"""``qurl slurm ACTION``: what each action is called, takes and does; heavy imports wait."""
+
+import argparse
+from pathlib import Path
+
+from qurl_megatron.slurm.jobs import KINDS
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    """Print the job script of a recipe or a command, and check nothing else."""
+    from qurl_megatron.slurm.submit import script_of
+
+    print(script_of(arguments.kind, arguments.words, arguments.cluster), end="")
+    return 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    """Check all that can be known before the queue, ask sbatch --test-only, and submit."""
+    from qurl_megatron.slurm.submit import submit
+
+    return submit(arguments.kind, arguments.words, arguments.cluster, dry_run=arguments.dry_run)
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    """Have the jobs of a run save and end."""
+    from qurl_megatron.slurm.submit import cancel
+
+    return cancel(arguments.run_dir)
+
+
+def _attempt(arguments: argparse.Namespace) -> int:
+    """Run inside a job: start the ranks, pass on signals, requeue (called by the job script)."""
+    from qurl_megatron.slurm.attempt import attempt
+
+    return attempt(arguments.run_dir)
+
+
+def _task(arguments: argparse.Namespace) -> int:
+    """Run as one training rank inside a job (called by attempt, through srun)."""
+    from qurl_megatron.slurm.task import task
+
+    return task(arguments.run_dir)
+
+
+def _offer(arguments: argparse.Namespace) -> int:
+    """Run the engines of one rollout node inside a job (called by attempt, through srun)."""
+    from qurl_megatron.slurm.offer import offer
+
+    return offer(arguments.run_dir, arguments.towards)
+
+
+def _cell(arguments: argparse.Namespace) -> int:
+    """Run one cell of a study inside a job array (called by the job script)."""
+    from qurl_megatron.slurm.submit import cell
+
+    return cell(arguments.study, arguments.out)
+
+
+ACTIONS = {
+    "render": _render,
+    "submit": _submit,
+    "cancel": _cancel,
+    "attempt": _attempt,
+    "task": _task,
+    "offer": _offer,
+    "cell": _cell,
+}
+
+
+def add_actions(command: argparse.ArgumentParser) -> None:
+    """Add the actions and their options to the command."""
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    added = {
+        name: actions.add_parser(name, help=run.__doc__, description=run.__doc__)
+        for name, run in ACTIONS.items()
+    }
+    for name in ("render", "submit"):
+        made = added[name]
+        made.add_argument(
+            "words",
+            nargs="+",
+            metavar="WORD",
+            help="a recipe and section.key=value; with --kind, a command, behind -- where it has "
+            "options: a tool of checkpoints_tools, a benchmark, a benchmark file, or a study file "
+            "and the folder of its runs",
+        )
+        made.add_argument(
+            "--cluster",
+            type=Path,
+            required=True,
+            metavar="FILE",
+            help="TOML file describing the cluster; some ship in slurm/clusters",
+        )
+        made.add_argument("--kind", choices=KINDS, default="train", help="default: a training run")
+    added["submit"].add_argument(
+        "--dry-run", action="store_true", help="stop before anything is written or submitted"
+    )
+    for name in ("cancel", "attempt", "task", "offer"):
+        added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
+    added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
+    added["cell"].add_argument("study", type=Path, help="TOML study file")
+    added["cell"].add_argument("out", type=Path, help="folder of its runs")

@@ -1,0 +1,172 @@
+"""What can be known before a job waits in a queue for hours to fail in its first minute.
+
+Each check is a function that returns, or raises one sentence with the mend. They need no GPU, no
+Slurm, and a few seconds.
+"""
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.sglang.launch import given_key
+from qurl_megatron.runtime.files import free, refusing
+from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.layout import lay_out
+from qurl_megatron.training.state import refuse_other_run
+from qurl_megatron.weights.arch import Arch, read_arch, read_config
+from qurl_megatron.weights.checkpoint import description_of
+
+GIB = 1 << 30
+
+
+def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """All checks of a training run, the cheap ones first.
+
+    Returns:
+        What was found, a line for each.
+
+    Raises:
+        ConfigError: the first thing that stands in the way.
+    """
+    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    check_container(cluster)
+    run_dir = Path(config.train.run_dir)
+    check_shared("train.run_dir", run_dir, cluster)
+    refuse_other_run(run_dir, config)
+    check_writable(run_dir)
+    check_engines(config)
+    arch = check_model(config)
+    check_data(config)
+    nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
+    if layout.rollout:
+        nodes += f", {layout.rollout.nodes} with {layout.engines} engines"
+    return [nodes, check_memory(config, cluster), check_disk(config, arch)]
+
+
+def check_container(cluster: ClusterConfig) -> None:
+    """The image is there, unless it is a name that a registry knows."""
+    container = cluster.container
+    if container.kind == "none":
+        return
+    is_file = container.image.startswith(("/", "./", "../")) or container.image.endswith(
+        (".sqsh", ".sif")
+    )
+    if is_file and not os.access(container.image, os.R_OK):
+        raise ConfigError(
+            f"container.image={container.image} does not exist or cannot be read; make it, or set "
+            "container.image in the cluster file to one that is there"
+        )
+
+
+def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
+    """What the recipe's ``key`` names lies where all nodes see it."""
+    folders = cluster.site.shared
+    if not folders:
+        raise ConfigError(
+            "site.shared is missing in the cluster file; set it to the folders that all nodes "
+            'share, e.g. ["/home"]'
+        )
+    real = path.resolve()
+    if not any(real.is_relative_to(Path(folder).resolve()) for folder in folders):
+        raise ConfigError(
+            f"{key}={path} is {real}, which lies in none of site.shared={list(folders)}: other "
+            f"nodes would not see it; submit from a shared folder, set {key}, or name the folder "
+            "in site.shared"
+        )
+
+
+def check_writable(run_dir: Path) -> None:
+    """Asked of the nearest folder that is there, so that a check leaves nothing behind."""
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    with refusing(run_dir, key="train.run_dir"):
+        tempfile.TemporaryFile(dir=there).close()
+
+
+def check_engines(config: RunConfig) -> None:
+    """Engines meet the trainer in a folder of the run's own, and no key has to travel in the job's
+    environment."""
+    run_dir, rendezvous = Path(config.train.run_dir), config.rollout.rendezvous
+    if rendezvous and run_dir.resolve() not in Path(rendezvous).resolve().parents:
+        raise ConfigError(
+            f"rollout.rendezvous={rendezvous} is not in train.run_dir={run_dir}: the job starts "
+            "engines of its own, and clears the folder where they meet the trainer; set "
+            f"rollout.rendezvous={run_dir / 'engines'}"
+        )
+    given_key(os.environ)
+    if config.rollout.urls and "QURL_API_KEY" in os.environ:
+        raise ConfigError(
+            "QURL_API_KEY is set for the engines in rollout.urls, and a job inherits nothing of "
+            "this shell; unset it here, and have site.prolog read it from a file that only you "
+            'can read: export QURL_API_KEY="$(cat FILE)"'
+        )
+
+
+def check_model(config: RunConfig) -> Arch:
+    """The model's folder is readable, of a known family, and divides over the ranks."""
+    path = Path(config.model.path)
+    if not path.exists():
+        mend = "set it to a checkpoint that is there"
+        if config.warmstart.steps:
+            mend = "`qurl train RECIPE train.steps=0`, called here once, makes it"
+        raise ConfigError(
+            f"model.path={path} does not exist, and the ranks of a job do not make it: {mend}"
+        )
+    description = description_of(path)
+    arch = read_arch(read_config(description))
+    if description == path and not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path={path} has no *.safetensors, only a description; copy them")
+    arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
+    return arch
+
+
+def check_data(config: RunConfig) -> None:
+    for key in ("path", "eval_path"):
+        path = getattr(config.data, key)
+        if path and not os.access(path, os.R_OK):
+            raise ConfigError(f"data.{key}={path} does not exist or cannot be read")
+
+
+def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
+    """By the sums of ``qurl show --dry-run``, for the cluster's GPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
+        from qurl_megatron.training.dry_run import dry_run
+
+        found = dry_run(config, gpu_gib=cluster.node.gpu_gib)
+    _, phase, needed = found.fullest
+    if needed > found.gpu:
+        raise ConfigError(f"node.gpu_gib: {found.notes[0]}")
+    return (
+        f"memory: {needed / GIB:.1f} of {cluster.node.gpu_gib:g} GiB on the fullest GPU, in {phase}"
+    )
+
+
+def check_disk(config: RunConfig, arch: Arch) -> str:
+    """Room for the checkpoints that are kept, and the one that is written before one is deleted."""
+    one = checkpoint_bytes(config, arch)
+    run_dir = Path(config.train.run_dir)
+    kept = len(list((run_dir / "checkpoints").glob("step_*")))
+    needed = max(1, config.checkpoint.keep + 1 - kept) * one
+    room = free(run_dir)
+    if needed > room:
+        raise ConfigError(
+            f"train.run_dir={run_dir}: {needed / GIB:.1f} GiB are needed for checkpoints of "
+            f"{one / GIB:.1f} (checkpoint.keep={config.checkpoint.keep} and one on its way), and "
+            f"{room / GIB:.1f} are free; free some, lower checkpoint.keep, or set train.run_dir to "
+            "a folder with more"
+        )
+    return (
+        f"disk: {one / GIB:.1f} GiB a checkpoint, {needed / GIB:.1f} to come, {room / GIB:.1f} free"
+    )
+
+
+def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
+    """Weights, their FP32 masters where they are not FP32 themselves, and Adam's two moments."""
+    from qurl_megatron.model import memory
+
+    each = 12 if config.model.dtype == "float32" else 14
+    models = 2 if config.algo.advantage == "gae" else 1  # about as much again for a critic
+    return models * each * memory.parameters(arch)

@@ -1,0 +1,209 @@
+"""A cluster as data: a frozen dataclass per section of ``slurm/clusters/*.toml``.
+
+Whatever differs from one site to the next stands here, and what differs from one run to the next in
+the recipe: the job script follows from the two.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from qurl_megatron.config.load import build, read_tables
+from qurl_megatron.config.sections import require
+from qurl_megatron.errors import ConfigError
+
+SIGNAL_LIMIT_S = 65_535
+"""The most seconds before the time limit that Slurm's --signal takes."""
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
+_WORD = re.compile(r"[^\s'\"\\]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What every job asks Slurm for, and how it goes on when its time is up."""
+
+    partition: str = ""
+    """Partition of the nodes; empty: the site's default."""
+
+    account: str = ""
+    """Account that is charged; empty: the user's default."""
+
+    qos: str = ""
+    """Quality of service; empty: the site's default."""
+
+    time_limit: str = "24:00:00"
+    """Wall time of one job, as [days-]hours:minutes:seconds; a run may take several jobs."""
+
+    layout: Literal["hetjob", "split"] = "hetjob"
+    """How training nodes and rollout nodes come together where a recipe has both. hetjob: one job
+    of two components; split: one component that is cut in two, for sites that forbid the other."""
+
+    again: Literal["requeue", "chain"] = "requeue"
+    """How a run goes on whose time is up. requeue: the same job goes back to the queue; chain: jobs
+    of one name are submitted at once and run one after the other, for sites that forbid it."""
+
+    chain: int = 4
+    """Jobs of a chain; those behind the end of the run are cancelled."""
+
+    signal_s: int = 900
+    """Seconds before the time limit in which the run finishes its step and saves. Slurm may be a
+    minute early."""
+
+    extra: tuple[str, ...] = ()
+    """Further options of sbatch for every component, e.g. ["--exclusive"]."""
+
+    def __post_init__(self) -> None:
+        for key in ("partition", "account", "qos"):
+            value = getattr(self, key)
+            require(
+                not value or _WORD.fullmatch(value) is not None,
+                f"job.{key} must be a name without white space or quotes, got {value!r}",
+            )
+        require(
+            _TIME.fullmatch(self.time_limit) is not None,
+            "job.time_limit must be like 24:00:00 or 2-00:00:00, [days-]hours:minutes:seconds, "
+            f"got {self.time_limit!r}",
+        )
+        require(
+            60 <= self.signal_s <= SIGNAL_LIMIT_S,
+            f"job.signal_s must lie between 60, by which Slurm may be early, and {SIGNAL_LIMIT_S}, "
+            f"got {self.signal_s}",
+        )
+        require(
+            self.signal_s < self.time_limit_s,
+            f"job.signal_s={self.signal_s} leaves nothing of job.time_limit={self.time_limit}; "
+            "raise the limit, or lower job.signal_s",
+        )
+        require(self.chain >= 1, f"job.chain must be 1 or more, got {self.chain}")
+        for option in self.extra:
+            require(
+                re.fullmatch(r"--?\w[^\n]*", option) is not None,
+                f'job.extra must be options of sbatch such as "--exclusive", got {option!r}',
+            )
+
+    @property
+    def time_limit_s(self) -> int:
+        days, hours, minutes, seconds = _TIME.fullmatch(self.time_limit).groups(default="0")
+        return ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """What one node has; nodes of a partition are alike."""
+
+    gpus: int = 8
+    """GPUs of a node."""
+
+    gpu: str = ""
+    """Kind of GPU as the site's gres names it (`sinfo -o %G`), e.g. h100; empty asks for any."""
+
+    gpu_gib: float = 80.0
+    """Memory of a GPU, in GiB."""
+
+    cpus: int = 64
+    """CPUs of a node, as Slurm counts them; a job gets them in proportion to its GPUs."""
+
+    memory_gib: int = 0
+    """Host memory of a node that jobs may take, in GiB, in proportion as well; 0 asks for all of
+    it, which only jobs with whole nodes should."""
+
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces over which NCCL's and gloo's ranks meet (`ip -brief address`); empty lets
+    them choose."""
+
+    def __post_init__(self) -> None:
+        require(self.gpus >= 1, f"node.gpus must be 1 or more, got {self.gpus}")
+        require(self.gpu_gib > 0, f"node.gpu_gib must be positive, got {self.gpu_gib}")
+        require(
+            self.cpus >= self.gpus,
+            f"node.cpus={self.cpus} gives some of node.gpus={self.gpus} no CPU; raise it",
+        )
+        require(self.memory_gib >= 0, f"node.memory_gib must be 0 or more, got {self.memory_gib}")
+        for name in (self.gpu, *self.interfaces):
+            require(
+                not name or re.fullmatch(r"[\w.-]+", name) is not None,
+                f"node.gpu and node.interfaces have letters, digits and _ . - alone, got {name!r}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig:
+    """In what the ranks run; the supervisor itself runs on the node, where Slurm's commands are."""
+
+    kind: Literal["none", "pyxis", "apptainer"] = "none"
+    """none: on the node, with what site.prolog activates; pyxis: srun --container-image; apptainer:
+    apptainer exec --nv."""
+
+    image: str = ""
+    """Image file, or with pyxis also registry#name:tag."""
+
+    mounts: tuple[str, ...] = ()
+    """Folders of the node to mount, as outside[:inside]; model, data and run folders among them."""
+
+    def __post_init__(self) -> None:
+        require(
+            (self.kind == "none") == (not self.image),
+            f"container.kind={self.kind} and container.image={self.image!r} contradict each other; "
+            "set both, or kind to none and no image",
+        )
+        for mount in self.mounts:
+            require(
+                re.fullmatch(r"[^\s,'\"]+", mount) is not None,
+                f"container.mounts must be like /data or /data:/inside, got {mount!r}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteConfig:
+    """Files and environment of the site."""
+
+    shared: tuple[str, ...] = ()
+    """Folders that all nodes share; runs must lie in one of them."""
+
+    prolog: tuple[str, ...] = ()
+    """Shell lines before the run, e.g. "module load cuda" and "source .venv/bin/activate"; the job
+    ends where one of them fails. `qurl` must be found after them."""
+
+    environment: dict = field(default_factory=dict)
+    """Variables of every rank and engine, above all NCCL's, e.g. {NCCL_IB_HCA = "mlx5"}."""
+
+    def __post_init__(self) -> None:
+        for folder in self.shared:
+            require(folder.startswith("/"), f"site.shared must be absolute folders, got {folder!r}")
+        for line in self.prolog:
+            require("\n" not in line, f"site.prolog: one line for each string, got {line!r}")
+        for name, value in self.environment.items():
+            require(
+                re.fullmatch(r"[A-Za-z_]\w*", name) is not None and isinstance(value, str),
+                f"site.environment must be strings by variable, got {name} = {value!r}",
+            )
+            require(
+                not re.search(r"KEY|TOKEN|SECRET|PASSWORD", name),
+                f"site.environment.{name}: job scripts are kept and shown by Slurm; leave secrets "
+                "to files that only you can read",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """A whole cluster file."""
+
+    job: JobConfig = field(default_factory=JobConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """
+    Raises:
+        ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
+            range; names the file.
+    """
+    tables = read_tables(path, "cluster file", "examples are in slurm/clusters")
+    try:
+        return build(ClusterConfig, tables, kind="section")
+    except ConfigError as error:
+        raise ConfigError(f"cluster file {path}: {error}") from None

@@ -1,0 +1,176 @@
+"""``RUN_DIR/slurm``: what ``submit`` leaves for the job, and the job for whoever looks at it.
+
+    recipe.toml      the recipe as it was given
+    request.json     its overrides, and the folder it was given in
+    cluster.toml     the cluster file, resolved
+    job.sbatch       the script
+    job.json         ids of the jobs and when they were submitted; the last to be written
+    job.log          what the supervisor says, of all attempts
+    attempts/1/      an attempt: train-RANK.log, attempt.json at its end
+    latest           link to the newest of them
+
+Whatever is read by another process is written aside and renamed.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qurl_megatron.config import RunConfig, load, to_toml
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.files import refusing
+from qurl_megatron.slurm.cluster import ClusterConfig, load_cluster
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """job.json."""
+
+    jobs: list[int]  # several of a chain, in their order
+    submitted_at: str  # UTC
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """attempt.json: one job, or one start of a job that was requeued."""
+
+    number: int
+    job: int
+    restarts: int  # of this job, by Slurm's count
+    step_before: int  # of the newest checkpoint when it began
+    step_after: int
+    signal: str  # that the supervisor got first; "" for none
+    code: int  # exit code of the training step
+    decision: str
+
+
+def write(
+    run_dir: Path, recipe: Path, overrides: list[str], cluster: ClusterConfig, script: str
+) -> None:
+    """Leave for the job what it will read.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = run_dir / "slurm"
+    request = {"overrides": overrides, "recipe": str(recipe)}
+    for name, text in {
+        "recipe.toml": recipe.read_text(encoding="utf-8"),
+        "request.json": json.dumps(request, indent=1) + "\n",
+        "cluster.toml": to_toml(cluster),
+        "job.sbatch": script,
+    }.items():
+        put(folder / name, text)
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file whole: aside, and renamed.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
+    with refusing(path, key="train.run_dir", half_written=aside):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        aside.rename(path)
+
+
+def overrides(run_dir: Path) -> list[str]:
+    """Those of the run's recipe, its folder included.
+
+    Raises:
+        ConfigError: nothing was submitted there, or the file is damaged.
+    """
+    given = _read(
+        run_dir / "slurm/request.json", lambda value: [str(one) for one in value["overrides"]]
+    )
+    return [*given, f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
+
+
+def recipe(run_dir: Path) -> RunConfig:
+    """The run's whole recipe."""
+    return load(run_dir / "slurm/recipe.toml", overrides(run_dir))
+
+
+def cluster(run_dir: Path) -> ClusterConfig:
+    return load_cluster(run_dir / "slurm/cluster.toml")
+
+
+def submitted(run_dir: Path) -> Submitted | None:
+    """What was submitted last for a run; None: nothing yet.
+
+    Raises:
+        ConfigError: job.json is damaged.
+    """
+    path = run_dir / "slurm/job.json"
+    return _read(path, lambda value: Submitted(**value)) if path.exists() else None
+
+
+def write_submitted(run_dir: Path, jobs: Submitted) -> None:
+    put(run_dir / "slurm/job.json", json.dumps(asdict(jobs), indent=1) + "\n")
+
+
+def open_attempt(run_dir: Path) -> int:
+    """Make the folder of the next attempt, and have ``latest`` lead there.
+
+    Returns:
+        Its number; the first is 1.
+    """
+    attempts = run_dir / "slurm/attempts"
+    with refusing(attempts, key="train.run_dir"):
+        attempts.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            with contextlib.suppress(FileExistsError):
+                (attempts / str(number)).mkdir()
+                break
+        link = run_dir / "slurm/latest"
+        aside = link.with_name(".latest")
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(f"attempts/{number}")
+        os.replace(aside, link)
+    return number
+
+
+def attempt_folder(run_dir: Path, number: int) -> Path:
+    return run_dir / "slurm/attempts" / str(number)
+
+
+def close_attempt(run_dir: Path, attempt: Attempt) -> None:
+    path = attempt_folder(run_dir, attempt.number) / "attempt.json"
+    put(path, json.dumps(asdict(attempt), indent=1) + "\n")
+
+
+def attempts(run_dir: Path) -> list[Attempt]:
+    """Those that have ended, oldest first.
+
+    Raises:
+        ConfigError: a record is damaged.
+    """
+    found = (run_dir / "slurm/attempts").glob("*/attempt.json")
+    names = {field.name for field in fields(Attempt)}
+
+    def parse(value: dict) -> Attempt:
+        return Attempt(**{name: value[name] for name in names})
+
+    return sorted((_read(path, parse) for path in found), key=lambda one: one.number)
+
+
+def _read(path: Path, parse: Callable[[Any], T]) -> T:
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist; `qurl slurm submit` makes it, and RUN_DIR is train.run_dir"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error!s:.200}); submit the run again with `qurl slurm submit`"
+        ) from None

@@ -1,0 +1,118 @@
+"""What each kind of job asks for and calls: a training run, a checkpoint tool, a benchmark, ...
+
+A training run has a supervisor, ``qurl slurm attempt``; the other kinds are one command on one
+node, which begins anew, or goes on by itself, where Slurm requeues it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.layout import Allocation, Component, lay_out
+from qurl_megatron.slurm.script import HERE, Script
+from qurl_megatron.slurm.steps import inside
+
+LOGS = "runs/slurm"
+"""Folder of the logs of jobs that have no run folder."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A kind of job that is one command on one node."""
+
+    prefix: tuple[str, ...]  # before the words the user gives; {} stands for the first of them
+    gpus: bool  # takes those of a node, else none
+    names: str  # what the first word is
+    folder: str = ""  # where the first word names a Python file; "" where it does not
+
+
+TOOLS = {
+    "convert": Tool(
+        ("python", "checkpoints_tools/{}.py"),
+        gpus=False,
+        names="a tool of checkpoints_tools",
+        folder="checkpoints_tools",
+    ),
+    "bench": Tool(
+        ("python", "-m", "qurl_megatron.bench.{}"),
+        gpus=True,
+        names="a benchmark of qurl_megatron.bench",
+        folder="qurl_megatron/bench",
+    ),
+    "eval": Tool(("qurl", "eval", "{}"), gpus=True, names="a benchmark file"),
+    "study": Tool(("qurl", "slurm", "cell", "{}"), gpus=True, names="a study file"),
+}
+KINDS = ("train", *TOOLS)
+
+
+def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
+    """The job of a run.
+
+    Raises:
+        ConfigError: the run does not divide over the cluster's nodes.
+    """
+    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    run_dir = Path(config.train.run_dir)
+    return Script(
+        name=_name(run_dir, cluster),
+        output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
+        components=components(layout, cluster),
+        command=("qurl", "slurm", "attempt", str(run_dir)),
+        saves=True,
+    )
+
+
+def components(layout: Allocation, cluster: ClusterConfig) -> tuple[Component, ...]:
+    """What the job asks for: one component, or two of a heterogeneous job."""
+    if layout.rollout and cluster.job.layout == "hetjob":
+        return layout.training, layout.rollout
+    return (layout.whole,)
+
+
+def _name(run_dir: Path, cluster: ClusterConfig) -> str:
+    """What ``squeue`` shows. Jobs of a chain wait for every job of their name: two runs whose
+    folders are called alike must not."""
+    if cluster.job.again != "chain":
+        return run_dir.name
+    return f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
+
+
+def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: int = 1) -> Script:
+    """The job of a command.
+
+    Args:
+        kind: of ``TOOLS``.
+        words: name of the tool, benchmark or study, and its own options.
+        tasks: of an array.
+
+    Raises:
+        ConfigError: no such tool or benchmark.
+    """
+    tool = TOOLS[kind]
+    if not words:
+        raise ConfigError(f"--kind {kind} needs {tool.names}, and behind it what it is to be given")
+    first, *rest = words
+    if tool.folder:
+        first = first.removesuffix(".py")
+        here = Path(__file__).parents[2] / tool.folder
+        known = sorted(p.stem for p in here.glob("[a-z]*.py"))
+        if first not in known:
+            raise ConfigError(
+                f"--kind {kind}: {first} is not {tool.names}; known: {', '.join(known)}"
+            )
+    gpus = cluster.node.gpus if tool.gpus else 0
+    component = Component(nodes=1, tasks=1, gpus=gpus)
+    command = (*(part.format(first) for part in tool.prefix), *rest)
+    step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]
+    step.append(f"--cpus-per-task={component.cpus_per_task(cluster.node)}")
+    return Script(
+        name=f"{kind}-{Path(first).stem}",
+        output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
+        components=(component,),
+        command=(*step, *inside(cluster.container, command, HERE)),
+        tasks=tasks,
+    )

@@ -1,0 +1,102 @@
+"""One Slurm for all tests here, and a small model that their runs begin with."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leftovers import MARK, Footprint
+from tests.slurm.cluster import CannotStart, Cluster, cluster
+
+ROOT = Path(__file__).parents[2]
+QURL = [sys.executable, "-m", "qurl_megatron.cli"]
+SMALL = (
+    *("warmstart.steps=20", "warmstart.hidden=64", "warmstart.layers=2"),
+    *("warmstart.intermediate=128", "rollout.engines=1", "rollout.engine_threads=1"),
+    *("data.prompts_per_step=8", "train.micro_batch=16", "train.eval_prompts=8"),
+    *("train.eval_samples=1", "train.eval_every=0"),
+)
+"""What makes the quickstart a matter of seconds."""
+
+
+class User:
+    """Somebody with a recipe, a cluster file, and a folder to submit from."""
+
+    def __init__(self, slurm: Cluster, folder: Path, model: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        self.footprint = Footprint()
+        self.overrides = [*SMALL, f"model.path={model}"]
+        self.cluster_file = folder / "cluster.toml"
+        self.describe()
+
+    def describe(self, **job: object) -> None:
+        """Write the cluster file, with other values in [job]."""
+        bin = self.folder / "bin"
+        bin.mkdir(exist_ok=True)
+        command = bin / "qurl"
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m qurl_megatron.cli "$@"\n')
+        command.chmod(0o755)
+        values = {"partition": "main", "time_limit": "00:20:00", "signal_s": 60, **job}
+        lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        mark = self.footprint.env[MARK]
+        self.cluster_file.write_text(
+            f"[job]\n{lines}\n"
+            '[node]\ngpu = "h100"\ncpus = 128\n'
+            f'[site]\nshared = ["{self.folder}"]\nprolog = ["export PATH={bin}:$PATH"]\n'
+            f'[site.environment]\nPYTHONPATH = "{ROOT}"\nOMP_NUM_THREADS = "1"\n'
+            f'{MARK} = "{mark}"\n'
+        )
+
+    def slurms(self, *words: object) -> subprocess.CompletedProcess:
+        """``qurl slurm ...``"""
+        return self.slurm.call(*QURL, "slurm", *words, cwd=self.folder)
+
+    def submit(self, name: str, *overrides: str) -> tuple[list[int], Path]:
+        """
+        Returns:
+            The jobs, and the run's folder.
+        """
+        recipe = ROOT / "launch/recipes/quickstart.toml"
+        run_dir = self.folder / name
+        done = self.slurms(
+            *("submit", recipe, *self.overrides, f"train.run_dir={run_dir}", *overrides),
+            *("--cluster", self.cluster_file),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((run_dir / "slurm/job.json").read_text())["jobs"], run_dir
+
+    def log(self, run_dir: Path) -> str:
+        """What an operator reads when something is wrong."""
+        files = [run_dir / "slurm/job.log", *sorted(run_dir.glob("slurm/attempts/*/*.log"))]
+        return "\n".join(f"== {p}\n{p.read_text()[-4000:]}" for p in files if p.exists())
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(cluster(tmp_path_factory.mktemp("slurm")))
+        except CannotStart as why:
+            pytest.skip(f"no Slurm: {why}")
+        yield made
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As an operator makes it: with no steps to train, on this machine."""
+    root = tmp_path_factory.mktemp("model")
+    path = root / "model"
+    recipe = ROOT / "launch/recipes/quickstart.toml"
+    words = (*SMALL, f"model.path={path}", f"train.run_dir={root}/run", "train.steps=0")
+    subprocess.run([*QURL, "train", str(recipe), *words], check=True, capture_output=True)
+    return path
+
+
+# Of the whole session, since a run takes half a minute: tests give theirs names of their own.
+@pytest.fixture
+def user(slurm: Cluster, model: Path, tmp_path: Path) -> User:
+    return User(slurm, tmp_path, model)

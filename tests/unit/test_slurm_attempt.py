@@ -1,0 +1,211 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config import to_toml
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.slurm import folder
+from qurl_megatron.slurm.attempt import NO_PROGRESS, Decision, Received, attempt, decide
+from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig
+from qurl_megatron.slurm.ready import ROOT
+from qurl_megatron.slurm.task import STOPPED
+
+QUICK = ROOT / "launch/recipes/quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("code", "received", "before", "after", "decision", "ends_with"),
+    [
+        (0, "", 0, 40, Decision.DONE, 0),
+        (0, "USR1", 20, 40, Decision.DONE, 0),
+        (0, "USR1", 0, 12, Decision.AGAIN, 0),
+        (137, "USR1", 8, 12, Decision.AGAIN, 0),
+        (0, "USR1", 12, 12, Decision.STOP, NO_PROGRESS),
+        (137, "USR1", 12, 12, Decision.STOP, NO_PROGRESS),
+        (2, "USR1", 0, 12, Decision.STOP, 2),
+        (3, "USR1", 0, 12, Decision.STOP, 3),
+        (0, "TERM", 0, 12, Decision.STOP, STOPPED),
+        (0, "", 0, 12, Decision.STOP, STOPPED),
+        (1, "", 0, 12, Decision.STOP, 1),
+        (2, "", 0, 0, Decision.STOP, 2),
+    ],
+    ids=[
+        "all steps",
+        "all steps in the last minute",
+        "time is up",
+        "time is up in the middle of the last save",
+        "time is up without a new step",
+        "time is up in the middle of the first save",
+        "a mistake in the last minute",
+        "the guard in the last minute",
+        "cancelled",
+        "a signal past the supervisor",
+        "it failed",
+        "a mistake",
+    ],
+)
+def test_what_follows_on_an_attempt(code, received, before, after, decision, ends_with):
+    outcome = decide(code, received, before, after, steps=40)
+    assert (outcome.decision, outcome.code) == (decision, ends_with)
+
+
+def test_the_supervisor_needs_neither_torch_nor_megatron():
+    looks = "import sys, qurl_megatron.cli, qurl_megatron.slurm.attempt, qurl_megatron.slurm.submit"
+    heavy = "sorted({'torch', 'megatron', 'numpy', 'psutil'} & set(sys.modules))"
+    command = [sys.executable, "-c", f"{looks}; print({heavy})"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_first_signal_counts():
+    with Received() as received:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert received.first == "USR1"
+
+
+def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set: `qurl slurm attempt` runs"):
+        attempt(tmp_path)
+
+
+def test_a_folder_for_which_nothing_was_submitted_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    with pytest.raises(ConfigError, match="request.json does not exist; `qurl slurm submit` makes"):
+        attempt(tmp_path)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A job of its own in which ``slurm(program, body)`` makes Slurm's programs."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+
+    def make(program: str, body: str) -> None:
+        path = programs / program
+        path.write_text(f'#!/bin/sh\necho {program} "$@" >> {tmp_path}/called\n{body}\n')
+        path.chmod(0o755)
+
+    make("squeue", "echo '{\"jobs\": []}'")
+    make("scontrol", "")
+    return make
+
+
+def submitted(run_dir: Path, **job) -> Path:
+    cluster = ClusterConfig(job=JobConfig(**job))
+    folder.write(run_dir, QUICK, ["train.steps=7"], cluster, "")
+    return run_dir
+
+
+def saves(run_dir: Path, step: int) -> str:
+    """Shell lines that leave a checkpoint."""
+    checkpoint = f"{run_dir}/checkpoints/step_{step:06d}"
+    return f"mkdir -p {checkpoint}; echo '{{\"step\": {step}}}' > {checkpoint}/state.json"
+
+
+def test_a_run_that_ends_well_is_recorded_and_its_chain_cancelled(slurm, tmp_path, capfd):
+    run_dir = submitted(tmp_path / "run", again="chain")
+    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
+    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
+    slurm("scancel", "")
+    slurm("srun", saves(run_dir, 7))
+    assert attempt(run_dir) == 0
+    (record,) = folder.attempts(run_dir)
+    assert (record.step_before, record.step_after, record.decision) == (0, 7, "done")
+    called = (tmp_path / "called").read_text()
+    assert "scancel 6" in called
+    assert f"qurl slurm task {run_dir}" in called
+    assert "all 7 steps are done" in capfd.readouterr().out
+    assert os.readlink(run_dir / "slurm/latest") == "attempts/1"
+
+
+def test_a_run_that_has_all_its_steps_starts_nothing(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    checkpoint = run_dir / "checkpoints/step_000007"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"step": 7}')
+    assert attempt(run_dir) == 0
+    assert folder.attempts(run_dir) == []
+    assert not (tmp_path / "called").exists()
+
+
+def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    told = f"told() {{ {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
+    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
+    assert attempt(run_dir) == 0
+    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    slurm("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
+    slurm("srun", f"kill -USR1 $PPID; sleep 0.2; {saves(run_dir, 4)}")
+    with pytest.raises(ConfigError, match='presently disabled; .*job.again = "chain"'):
+        attempt(run_dir)
+
+
+def test_a_failed_run_ends_with_its_own_code(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    slurm("srun", "exit 3")
+    assert attempt(run_dir) == 3
+    assert "scontrol" not in (tmp_path / "called").read_text()
+
+
+# ---- the run's folder
+
+
+@pytest.mark.parametrize("name", ['my "run"', "2026", "[x]"])
+def test_what_is_submitted_is_read_back(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = submitted(Path(name), again="chain")
+    assert folder.recipe(run_dir).train.run_dir == name
+    assert folder.recipe(run_dir).train.steps == 7
+    assert folder.cluster(run_dir).job.again == "chain"
+    assert to_toml(folder.cluster(run_dir)) == (run_dir / "slurm/cluster.toml").read_text()
+
+
+def test_attempts_are_numbered_on(tmp_path):
+    assert [folder.open_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
+    assert os.readlink(tmp_path / "slurm/latest") == "attempts/3"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": [1]}', "\0"])
+def test_a_damaged_record_is_named(text, tmp_path):
+    folder.put(tmp_path / "slurm/job.json", text)
+    with pytest.raises(ConfigError, match=r"slurm/job.json is damaged .*submit the run again"):
+        folder.submitted(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "slurm").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        folder.open_attempt(tmp_path)
+
+
+# ---- a rank
+
+
+RANK = """
+import signal, subprocess, sys, time
+from qurl_megatron.slurm.task import stop_on_usr1
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+stop_on_usr1()
+child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
+try:
+    print(child.pid, flush=True)
+    time.sleep(60)
+finally:
+    child.communicate(b"\\n")
+"""
+
+
+def test_usr1_stops_a_rank_and_leaves_alone_what_it_has_started():
+    rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
+    child = int(rank.stdout.readline())
+    for pid in (child, rank.pid):  # as clusters do that signal all descendants of a task
+        os.kill(pid, signal.SIGUSR1)
+    said, _ = rank.communicate(timeout=30)
+    assert (rank.returncode, said) == (5, "lives\n")

@@ -1,0 +1,107 @@
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config import load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.membership import read_members
+from qurl_megatron.rollout.process import EngineProcess, port_file
+from qurl_megatron.rollout.sglang.launch import Launch
+from qurl_megatron.slurm.offer import PAUSE_S, Offered, address_towards, prepare
+from qurl_megatron.slurm.ready import ROOT
+
+QUICK = ROOT / "launch/recipes/quickstart.toml"
+
+
+def test_where_trainer_and_engines_meet_only_the_user_can_read(tmp_path):
+    meeting = tmp_path / "run/engines"
+    prepare(meeting)
+    assert meeting.stat().st_mode & 0o777 == 0o700
+    assert (meeting / "key").stat().st_mode & 0o777 == 0o600
+    assert len((meeting / "key").read_text()) > 30
+
+
+def test_a_new_attempt_keeps_the_key_and_forgets_the_engines_of_the_last(tmp_path):
+    prepare(tmp_path)
+    key = (tmp_path / "key").read_text()
+    (tmp_path / "node-engine-0.json").write_text('{"url": "http://gone:1"}')
+    prepare(tmp_path)
+    assert (tmp_path / "key").read_text() == key
+    assert read_members(tmp_path) == {}
+
+
+def test_a_meeting_place_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "engines").write_text("")
+    with pytest.raises(ConfigError, match="engines cannot be written .*rollout.rendezvous"):
+        prepare(tmp_path / "engines")
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """A process that says it listens at port 4321, and what offers it."""
+    prepare(tmp_path)
+    port = port_file(tmp_path, "engine-0")
+    launch = Launch(("sh", "-c", f"echo 4321 > {port}; exec sleep 60"), {})
+    process = EngineProcess("engine-0", launch, tmp_path)
+    yield process, offered(process, tmp_path)
+    if process.popen is not None:
+        process.end()
+
+
+def offered(process: EngineProcess, folder: Path, *, restarts: int = 3, host="10.0.0.7") -> Offered:
+    config = load(QUICK)
+    config = replace(config, rollout=replace(config.rollout, max_restarts=restarts))
+    return Offered(process, folder / "node-engine-0.json", host, config)
+
+
+def look_until(one: Offered, condition) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        one.look(time.monotonic())
+        time.sleep(0.01)
+
+
+def test_an_engine_is_offered_with_its_key_once_it_listens(engine, tmp_path):
+    process, one = engine
+    look_until(one, lambda: read_members(tmp_path))
+    ((url, member),) = read_members(tmp_path).items()
+    assert url == "http://10.0.0.7:4321"
+    assert member.api_key() == (tmp_path / "key").read_text()
+
+
+def test_an_engine_that_ends_is_withdrawn_and_started_again_after_a_pause(engine, tmp_path):
+    process, one = engine
+    look_until(one, lambda: read_members(tmp_path))
+    process.kill()
+    look_until(one, lambda: process.popen is None)
+    assert read_members(tmp_path) == {}
+    one.look(time.monotonic())
+    assert process.popen is None
+    one.look(time.monotonic() + PAUSE_S)
+    look_until(one, lambda: read_members(tmp_path))
+
+
+def test_an_engine_that_ends_again_and_again_is_given_up(engine, tmp_path):
+    process, _ = engine
+    one = offered(process, tmp_path, restarts=0)
+    one.look(time.monotonic())
+    process.kill()
+    look_until(one, lambda: one.given_up)
+    assert process.popen is None
+
+
+def test_an_address_of_ipv6_stands_in_brackets(engine, tmp_path):
+    process, _ = engine
+    one = offered(process, tmp_path, host="fd00::7")
+    look_until(one, lambda: read_members(tmp_path))
+    entry = json.loads((tmp_path / "node-engine-0.json").read_text())
+    assert entry["url"] == "http://[fd00::7]:4321"
+
+
+def test_a_trainer_whose_name_does_not_resolve_is_named():
+    with pytest.raises(ConfigError, match="no-such-node.invalid, the trainer's first node, cannot"):
+        address_towards("no-such-node.invalid")

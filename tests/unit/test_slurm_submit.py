@@ -1,0 +1,222 @@
+"""From the command line to the queue; sbatch and its like are small scripts here."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.cli import main
+from qurl_megatron.config import load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.slurm import checks
+from qurl_megatron.slurm.cluster import (
+    ClusterConfig,
+    ContainerConfig,
+    NodeConfig,
+    SiteConfig,
+    load_cluster,
+)
+from qurl_megatron.slurm.ready import FOLDER, ROOT
+from qurl_megatron.testing.models import tiny_checkpoint
+
+QUICK = ROOT / "launch/recipes/quickstart.toml"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A shared folder with a cluster file, and a Slurm that takes everything."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}/usr/bin{os.pathsep}/bin")
+    (tmp_path / "bin").mkdir()
+    answers = {
+        "sbatch": f"cat > {tmp_path}/script; echo 41",
+        "squeue": "echo '{\"jobs\": []}'",
+        "scancel": "",
+    }
+    for name, answer in answers.items():
+        program(tmp_path, name, answer)
+    (tmp_path / "cluster.toml").write_text(f'[site]\nshared = ["{tmp_path}"]\n')
+    return tmp_path
+
+
+def program(here: Path, name: str, body: str) -> None:
+    path = here / "bin" / name
+    path.write_text(f'#!/bin/sh\necho {name} "$@" >> {here}/called\n{body}\n')
+    path.chmod(0o755)
+
+
+def submit(model: Path, *words: str) -> int:
+    overrides = [f"model.path={model}", "parallel.tensor=2", *words]
+    return main(["slurm", "submit", str(QUICK), *overrides, "--cluster", "cluster.toml"])
+
+
+def test_a_submitted_run_leaves_all_that_its_job_will_read(here, model, capsys):
+    assert submit(model, "train.run_dir=run") == 0
+    folder = here / "run/slurm"
+    assert (folder / "recipe.toml").read_bytes() == QUICK.read_bytes()
+    assert "train.run_dir=run" in json.loads((folder / "request.json").read_text())["overrides"]
+    assert (folder / "job.sbatch").read_text() == (here / "script").read_text()
+    assert json.loads((folder / "job.json").read_text())["jobs"] == [41]
+    assert [path.name for path in folder.glob(".*")] == []
+    said = capsys.readouterr().out
+    assert "job 41; run folder run" in said
+    assert "tail -F run/slurm/job.log run/slurm/latest/train-0.log" in said
+
+
+def test_a_chain_is_submitted_at_once(here, model, capsys):
+    text = (here / "cluster.toml").read_text()
+    (here / "cluster.toml").write_text('[job]\nagain = "chain"\nchain = 3\n' + text)
+    assert submit(model, "train.run_dir=run") == 0
+    assert (here / "called").read_text().count("sbatch --parsable") == 3
+
+
+def test_a_dry_run_writes_and_submits_nothing(here, model, capsys):
+    assert submit(model, "train.run_dir=run", "--dry-run") == 0
+    assert "nothing was submitted" in capsys.readouterr().out
+    assert (here / "called").read_text() == "sbatch --test-only\n"
+    assert not (here / "run").exists()
+
+
+def test_a_run_whose_job_is_in_the_queue_is_not_submitted_again(here, model, capsys):
+    assert submit(model, "train.run_dir=run") == 0
+    program(here, "squeue", 'echo \'{"jobs": [{"job_id": 41, "job_state": "PENDING"}]}\'')
+    assert submit(model, "train.run_dir=run") == 2
+    assert capsys.readouterr().err == (
+        "qurl: run has job 41 in the queue (PENDING); let it end, or `qurl slurm cancel run`\n"
+    )
+
+
+def test_a_job_that_slurm_refuses_leaves_no_trace(here, model, capsys):
+    program(here, "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    assert submit(model, "train.run_dir=run") == 2
+    assert "sbatch --test-only refused (1): invalid partition" in capsys.readouterr().err
+    assert not (here / "run").exists()
+
+
+def test_running_jobs_save_and_waiting_ones_leave(here, model, capsys):
+    assert submit(model, "train.run_dir=run") == 0
+    (here / "run/slurm/job.json").write_text('{"jobs": [41, 42], "submitted_at": ""}')
+    program(
+        here,
+        "squeue",
+        'echo \'{"jobs": [{"job_id": 41, "job_state": "RUNNING"}, '
+        '{"job_id": 42, "job_state": "PENDING"}]}\'',
+    )
+    assert main(["slurm", "cancel", "run"]) == 0
+    called = (here / "called").read_text().splitlines()
+    assert called[-2:] == ["scancel 42", "scancel --batch --signal=TERM 41"]
+
+
+def test_a_folder_for_which_nothing_was_submitted_is_named(here, capsys):
+    assert main(["slurm", "cancel", "other"]) == 2
+    assert "other: nothing was submitted for this folder" in capsys.readouterr().err
+
+
+def test_a_tool_is_submitted_with_a_log_of_its_own(here, capsys):
+    words = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
+    assert main(["slurm", "submit", *words]) == 0
+    assert "job 41; its log is runs/slurm/convert-quantize-41.log" in capsys.readouterr().out
+    assert (here / "runs/slurm").is_dir()
+
+
+def test_the_script_is_printed_without_any_check(here, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert main(["slurm", "render", str(QUICK), "--cluster", "cluster.toml"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+
+
+# ---- checks before the queue
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.path=nowhere"], "`qurl train RECIPE train.steps=0`, called here once, makes it"),
+        (["model.path=nowhere", "warmstart.steps=0"], "set it to a checkpoint that is there"),
+        (['data.task=""', "data.path=x.jsonl"], "data.path=x.jsonl does not exist or cannot be"),
+        (["train.run_dir=/elsewhere/run"], "which lies in none of site.shared="),
+        (["parallel.data=6", "train.micro_batch=8", "data.prompts_per_step=60"], "12 ranks"),
+        (["parallel.tensor=8"], "parallel.tensor=8"),
+    ],
+)
+def test_what_would_fail_in_the_first_minute_is_said_at_once(overrides, said, here, model, capsys):
+    assert submit(model, "train.run_dir=run", *overrides) == 2
+    assert said in capsys.readouterr().err
+    assert not (here / "called").exists()
+
+
+def test_a_model_without_weights_is_named(here, model, capsys):
+    shutil.copytree(model, here / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert submit(here / "empty", "train.run_dir=run") == 2
+    assert "has no *.safetensors" in capsys.readouterr().err
+
+
+def test_a_model_of_an_unknown_family_is_named(here, model, capsys):
+    (here / "strange").mkdir()
+    (here / "strange/config.json").write_text('{"model_type": "mamba"}')
+    assert submit(here / "strange", "train.run_dir=run") == 2
+    assert "mamba" in capsys.readouterr().err
+
+
+def test_a_recipe_that_fits_one_gpu_is_refused_on_a_smaller_one():
+    config = load(ROOT / "launch/recipes/grpo_qwen2.5_14b.toml")
+    big = load_cluster(FOLDER / "clusters/h100.toml")
+    assert " of 80 GiB on the fullest GPU" in checks.check_memory(config, big)
+    small = replace(big, node=replace(big.node, gpu_gib=40))
+    with pytest.raises(ConfigError, match="node.gpu_gib: .* GiB do not fit in 40 in phase"):
+        checks.check_memory(config, small)
+
+
+def test_room_for_the_checkpoints_to_come(tmp_path, monkeypatch, model):
+    config = load(QUICK, [f"model.path={model}", f"train.run_dir={tmp_path}"])
+    arch = checks.check_model(config)
+    one = checks.checkpoint_bytes(config, arch)
+    monkeypatch.setattr(checks, "free", lambda path: 3 * one)
+    assert "a checkpoint" in checks.check_disk(config, arch)
+    monkeypatch.setattr(checks, "free", lambda path: 3 * one - 1)
+    with pytest.raises(ConfigError, match="checkpoint.keep=2 and one on its way"):
+        checks.check_disk(config, arch)
+
+
+@pytest.mark.parametrize("image", ["/images/qurl.sqsh", "qurl.sif"])
+def test_a_container_that_is_not_there_is_named(image):
+    container = ContainerConfig(kind="apptainer", image=image)
+    with pytest.raises(ConfigError, match=f"container.image={image} does not exist"):
+        checks.check_container(ClusterConfig(container=container))
+
+
+def test_a_container_of_a_registry_is_taken_at_its_word():
+    container = ContainerConfig(kind="pyxis", image="nvcr.io#nvidia/pytorch:25.10-py3")
+    checks.check_container(ClusterConfig(container=container))
+
+
+def test_a_cluster_file_must_say_which_folders_are_shared(tmp_path):
+    with pytest.raises(ConfigError, match="site.shared is missing in the cluster file"):
+        checks.check_shared(
+            "train.run_dir", tmp_path, ClusterConfig(node=NodeConfig(), site=SiteConfig())
+        )
+
+
+def test_engines_of_others_are_not_cleared_away(model):
+    config = load(QUICK, [f"model.path={model}", "train.run_dir=run", "rollout.rendezvous=shared"])
+    with pytest.raises(ConfigError, match="is not in train.run_dir=run: .*=run/engines"):
+        checks.check_engines(config)
+    inside = replace(config, rollout=replace(config.rollout, rendezvous="run/engines"))
+    checks.check_engines(inside)
+
+
+def test_a_key_of_this_shell_does_not_reach_adopted_engines(monkeypatch, model):
+    monkeypatch.setenv("QURL_API_KEY", "secret")
+    config = load(QUICK, [f"model.path={model}", 'rollout.urls=["http://a:1"]'])
+    with pytest.raises(
+        ConfigError, match="unset it here, and have site.prolog read it from a file"
+    ):
+        checks.check_engines(config)
