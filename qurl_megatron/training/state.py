@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qurl_megatron.config import RunConfig, differences, load, to_toml
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.runtime.files import refusing
-from qurl_megatron.weights.sums import reading
 
 STATE = "state.json"
 RECIPE = "config.toml"

@@ -6,41 +6,22 @@ Disks, and copies from one to another, lose and change bytes without a word. XXH
 speed of memory; it does not find malice.
 """
 
-import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, reading
 
 RECORD = "files.json"
 FORMAT = "qurl-files-1"
 MEND = "copy the checkpoint again, or name an older one"
 """What a user can do about a damaged checkpoint that nothing is resumed from."""
 _CHUNK = 8 << 20
-
-
-class Unreadable(ConfigError):
-    """The system cannot read a file, which says nothing about what is in it."""
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        Unreadable: the system cannot read the file; one that is missing is left to the caller.
-    """
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise Unreadable(f"{path} cannot be read ({error.strerror})") from None
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.weights.arch import read_json
-from qurl_megatron.weights.sums import reading
 
 METADATA = ".metadata"
 _CONFIG = {
