@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def unanswered(seconds: float = 5.0) -> Iterator[None]:
-    """Until the end of the block, or for so long, that a test which waits for it comes to an end."""
+    """Until the end of the block; what waits for it nevertheless goes on after ``seconds``."""
     known, over = socket.getaddrinfo, threading.Event()
 
     def resolve(host, *arguments, **options):

@@ -139,6 +139,8 @@ class Supervisor:
                 info = client.info(limit_s)
                 if engine.state == "starting":
                     self._fleet.tenancy.claim(engine, client)
+                    if engine.process is not None and info.kind == "sglang":
+                        engine.process.look()
         except EngineError as failure:
             error = failure
             if error.refused and engine.process is None:
