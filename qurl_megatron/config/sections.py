@@ -425,9 +425,9 @@ class RolloutConfig:
     or 300 for SGLang, which answers none while it compiles a kernel."""
 
     max_restarts: int = 3
-    """How often an engine that died, hung or said what cannot be is started again; each time after
-    twice the wait. The count begins anew once it has served three versions in a row without a
-    fault, which in ``qurl eval``, where nothing is published, it never has."""
+    """How often an engine that died, hung or gave an impossible answer is started again; each time
+    after twice the wait. The count begins anew once it has served three versions in a row without
+    a fault, which in ``qurl eval``, where nothing is published, it never has."""
 
     def __post_init__(self) -> None:
         for key in (

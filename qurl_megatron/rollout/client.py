@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
+from qurl_megatron.rollout import loop
 from qurl_megatron.rollout.answer import (
     BadAnswer,
     Info,
@@ -322,7 +323,7 @@ class EngineClient:
             async with httpx.AsyncClient(**self._options) as http:
                 return await self._exchange(http, method, endpoint, content, timeout, limit)
 
-        return asyncio.run(ask()).whole()
+        return loop.run(ask()).whole()
 
     async def _exchange(
         self,
@@ -348,7 +349,8 @@ class EngineClient:
 
     def _silent(self, endpoint: str, error: Exception, timeout_s: float) -> EngineError:
         if isinstance(error, TimeoutError):
-            return EngineError(f"{self.url}{endpoint} did not answer within {timeout_s:.0f} s")
+            limit = f"{timeout_s:.0f}" if timeout_s >= 10 else f"{timeout_s:.2g}"
+            return EngineError(f"{self.url}{endpoint} did not answer within {limit} s")
         return EngineError(f"{self.url}{endpoint} did not answer: {shortened(_why(error))}")
 
 

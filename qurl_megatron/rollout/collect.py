@@ -26,6 +26,7 @@ import numpy as np
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.observe.text import how_many
+from qurl_megatron.rollout import loop
 from qurl_megatron.rollout.answer import (
     Asked,
     BadAnswer,
@@ -87,7 +88,7 @@ def collect(
         ]
         for prompt in prompts
     ]
-    return asyncio.run(_Collection(fleet, groups, stop, finished).run())
+    return loop.run(_Collection(fleet, groups, stop, finished).run())
 
 
 def greedy(
@@ -101,7 +102,7 @@ def greedy(
     """One greedily decoded sample per prompt, for evaluation."""
     params = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
     groups = [[_Item(prompt, params)] for prompt in prompts]
-    return asyncio.run(_Collection(fleet, groups, stop, finished).run())
+    return loop.run(_Collection(fleet, groups, stop, finished).run())
 
 
 def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:

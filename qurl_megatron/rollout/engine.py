@@ -9,7 +9,6 @@
 Only the fleet changes states, under its lock.
 """
 
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,7 +48,6 @@ class Engine:
 
     leased_s: float | None = None  # what another run's lease had left when it was last asked for
     ours: bool = False  # its lease is this run's
-    leasing: threading.Lock = field(default_factory=threading.Lock)  # held while it is asked for
 
     released: bool = False  # its device memory is the trainer's
 

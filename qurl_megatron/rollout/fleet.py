@@ -509,8 +509,6 @@ class Fleet:
                 "update; start it with python -m qurl_megatron.rollout.sglang.server",
             )
             return
-        if engine.process is not None and not embedded:
-            engine.process.look()
         with self._lock:
             engine.kind, engine.tp = info.kind, info.tp
             # Started without weights.

@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import API_KEY, Launch, engine_launch
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
-from qurl_megatron.runtime.undertaker import bury, drop, shared_by, spare
+from qurl_megatron.runtime.undertaker import bury, remove, shared_by, spare
 
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 PORT = re.compile(r"[1-9][0-9]{0,4}")
@@ -52,6 +53,7 @@ class EngineProcess:
         self._mode = "wb"
         self._heard = (0, 0.0)  # size of the log, and when it came to that
         self._shared: set[str] = set()  # files in memory
+        self._looking = threading.Lock()  # what is found is of a process that is not yet forgotten
         self.popen: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -102,19 +104,26 @@ class EngineProcess:
 
     def exited(self, wait_s: float = 0.0) -> str | None:
         """A line about its death, then the end of its log; None while it lives."""
-        if self.popen is None:
+        popen = self.popen  # ``stop`` may take it away meanwhile
+        if popen is None:
             return None
         try:
-            status = self.popen.wait(wait_s)
+            status = popen.wait(wait_s)
         except subprocess.TimeoutExpired:
             return None
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL:]
         return f"exited with status {status}; see {self.log}:\n" + "\n".join(lines)
 
     def look(self) -> None:
-        """Remember what its processes share in memory: once they are gone, nothing else tells."""
-        if self.popen is not None:
-            self._shared |= shared_by([self.popen.pid])
+        """Remember what its processes share in memory: once they are gone, nothing else tells.
+
+        Takes as long as the machine has processes; hold no lock that others wait for.
+        """
+        with self._looking:
+            if self.popen is not None:
+                for file in shared_by([self.popen.pid]) - self._shared:
+                    bury(Path(file))
+                    self._shared.add(file)
 
     def leave(self) -> None:
         """Ask it to end by itself."""
@@ -137,11 +146,12 @@ class EngineProcess:
         self._forget()
 
     def _forget(self) -> None:
-        if self.popen is not None:
-            spare(self.popen.pid)
-            drop(self._shared)
-            self._shared.clear()
-            self.popen = None
+        with self._looking:
+            if self.popen is not None:
+                spare(self.popen.pid)
+                while self._shared:
+                    remove(Path(self._shared.pop()))
+                self.popen = None
 
 
 def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:

@@ -126,7 +126,7 @@ class Supervisor:
                 seen = (engine, client, pulse.epoch, now, limit_s)
                 threading.Thread(target=self._check, args=seen, daemon=True).start()
             elif pulse.sent is not None and now > pulse.sent + limit_s + LOOK_S:
-                # Stuck where no deadline reaches, as in asking a name server.
+                # Stuck where no deadline reaches, as where it waits for a lease to be given back.
                 pulse.silent_since = pulse.silent_since or pulse.sent
                 pulse.error = EngineError(f"{engine.url}: its health check has not come back")
 
@@ -139,6 +139,8 @@ class Supervisor:
                 info = client.info(limit_s)
                 if engine.state == "starting":
                     self._fleet.tenancy.claim(engine, client)
+                    if engine.process is not None and info.kind == "sglang":
+                        engine.process.look()
         except EngineError as failure:
             error = failure
             if error.refused and engine.process is None:
@@ -250,7 +252,7 @@ def _late(engine: Engine, limit_s: float, end: float) -> bool:
 def _lateness(engine: Engine, limit_s: float) -> str:
     """What has been waited for, and how long."""
     if engine.process is None:
-        return f"{engine} did not answer within {limit_s:.0f} s: {engine.pulse.error}"
+        return f"{engine} did not answer within {limit_s:g} s: {engine.pulse.error}"
     now = time.monotonic()
     at = "its health check" if engine.client else "it to report its port"
     quiet = now - engine.process.heard()

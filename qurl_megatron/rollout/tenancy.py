@@ -1,8 +1,9 @@
 """The run's end of leases: which adopted engines are its own, for as long as it renews them.
 
 A thread renews them, because nobody else has the time: publications take minutes, and the
-supervisor waits for them. Of one engine there is one request at a time, so that what is given back
-is not granted again by a claim or a renewal that was under way.
+supervisor waits for them. Of one URL there is one request at a time, so that what is given back is
+not granted again by a claim or a renewal that was under way. An engine that leaves and returns is
+another one to the fleet, at the same URL: what the first still has to give back is the second's.
 """
 
 import threading
@@ -28,6 +29,7 @@ class Tenancy:
 
     def __init__(self, fleet: "Fleet", owner: Owner) -> None:
         self._fleet, self._owner = fleet, owner
+        self._locks: dict[str, threading.Lock] = {}  # of each URL, held while it is asked
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tenancy", daemon=True)
 
@@ -41,7 +43,7 @@ class Tenancy:
         if fleet.fixed or engine.process is not None or engine.ours:
             return
         take_over = fleet.config.take_over
-        with engine.leasing:
+        with self._asking(engine):
             if self._stopping.is_set() or engine.state == "gone":
                 raise EngineError(f"{engine.url} is not wanted any more")
             verdict = client.lease(self._owner, LEASE_S, take_over=take_over, timeout_s=ANSWER_S)
@@ -80,7 +82,7 @@ class Tenancy:
             self._each(self._renew, [engine for engine in self._fleet.engines() if engine.ours])
 
     def _renew(self, engine: Engine) -> None:
-        with engine.leasing, suppress(EngineError):  # silent, which its health checks tell
+        with self._asking(engine), suppress(EngineError):  # silent, which its health checks tell
             if not engine.ours:
                 return
             verdict = engine.client.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
@@ -90,10 +92,15 @@ class Tenancy:
                 self._fleet.leave(engine, "gave up", taken)
 
     def _give_back(self, engine: Engine) -> None:
-        with engine.leasing, suppress(EngineError):  # what is silent or gone has a lease that ends
-            if engine.ours:
-                engine.ours = False
+        with self._asking(engine), suppress(EngineError):  # silent, or gone: its lease will end
+            if not engine.ours:
+                return
+            engine.ours = False
+            if not any(one.ours and one.url == engine.url for one in self._fleet.adopted):
                 engine.client.lease(self._owner, 0, timeout_s=ANSWER_S)
+
+    def _asking(self, engine: Engine) -> threading.Lock:
+        return self._locks.setdefault(engine.url, threading.Lock())
 
     @staticmethod
     def _each(act: Callable[[Engine], None], engines: Iterable[Engine]) -> None:

@@ -37,15 +37,18 @@ PATIENCE_S = 1.0
 
 
 def bury(what: int | Path) -> None:
-    """Have something end with this process: a process group, by its number, or a folder.
+    """Have something end with this process: a process group, by its number, a folder, or a file.
 
-    A folder that somebody makes under the same name later is spared.
+    A folder that somebody makes under the same name later is spared. A file is one of ``SGLANGS``,
+    whose names are never used again.
 
     Raises:
-        OSError: there is no such folder.
+        OSError: there is no such folder, or it is another file.
     """
     if isinstance(what, int):
         return _hired().write(["bury", what])
+    if str(what).startswith(SGLANGS):
+        return _hired().write(["bury", str(what)])
     folder = os.open(what, os.O_PATH | os.O_DIRECTORY)
     try:
         _hired().write(["bury", str(what)], folder)
@@ -58,11 +61,14 @@ def spare(what: int | Path) -> None:
     _hired().write(["spare", what if isinstance(what, int) else str(what)])
 
 
-def remove(folder: Path) -> None:
-    """Remove what ``bury`` was told of; what others hold open is tried again at the end."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if not folder.exists():
-        spare(folder)
+def remove(what: Path) -> None:
+    """Remove what ``bury`` was told of; what cannot be removed yet is tried again at the end."""
+    if str(what).startswith(SGLANGS):
+        _unlink(str(what))
+    else:
+        shutil.rmtree(what, ignore_errors=True)
+    if not what.exists():
+        spare(what)
 
 
 def shared_by(groups: Iterable[int]) -> set[str]:
@@ -76,11 +82,9 @@ def shared_by(groups: Iterable[int]) -> set[str]:
     return found
 
 
-def drop(files: Iterable[str]) -> None:
-    """Remove what was shared by processes that are gone."""
-    for file in files:
-        with suppress(OSError):  # it went by itself
-            os.unlink(file)
+def _unlink(file: str) -> None:
+    with suppress(OSError):  # it went by itself
+        os.unlink(file)
 
 
 class _Undertaker:
@@ -133,9 +137,12 @@ def main(owner: int, lifelines: list[int]) -> None:
     if os.getppid() == owner:
         os.kill(owner, signal.SIGKILL)
     groups = [what for what in left if isinstance(what, int)]
-    shared = shared_by(groups)
+    # Groups that are gone tell nothing; of what is there, not all has been told.
+    files = {what for what in left if isinstance(what, str) and what.startswith(SGLANGS)}
+    files |= shared_by(groups)
     _end(groups)
-    drop(shared)
+    for file in files:
+        _unlink(file)
     for what, folder in left.items():
         with suppress(OSError):  # the name is gone, or the file system is
             if folder is not None and os.path.samestat(os.stat(what), os.fstat(folder)):

@@ -300,12 +300,15 @@ def main() -> None:
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
     parser.add_argument("--lives", type=Path, help="a line is added at each start")
+    parser.add_argument("--sglang", action="store_true", help="answer as SGLang does")
     options, _ = parser.parse_known_args()
     if options.lives is not None:
         with options.lives.open("a") as file:
             file.write(f"{os.getpid()}\n")
     engine = FakeEngine(
-        embedded=True, token_s=options.token_s, api_key=os.environ.get("QURL_API_KEY")
+        embedded=not options.sglang,
+        token_s=options.token_s,
+        api_key=os.environ.get("QURL_API_KEY"),
     )
     engine.faults = options.fault
     aside = options.port_file.with_suffix(".tmp")

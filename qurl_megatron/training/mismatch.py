@@ -57,7 +57,8 @@ class BeyondRounding:
             f"{their} engine reported, the largest ratio is {metrics['rollout/rho_max']:.3g}: "
             "quantization does not explain that, so an engine reports wrong log-probs or has other "
             "weights than this run publishes; train.save_rollouts=true shows which tokens, "
-            "guard.rho_above with guard.action=halt ends a run over it"
+            "guard.rho_above with guard.action=halt ends a run after guard.patience such steps in "
+            "a row"
         )
 
 

@@ -8,6 +8,7 @@ import pytest
 from qurl_megatron.rollout.answer import parsed
 from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
 from qurl_megatron.testing.engines import FakeEngine
+from tests.names import unanswered
 
 
 @pytest.fixture
@@ -66,6 +67,24 @@ def test_a_deadline_bounds_every_request_of_its_thread(engine):
     assert 0.3 <= time.monotonic() - start < 2
     engine.deaf.clear()
     client.resume()
+
+
+def test_a_limit_holds_for_looking_up_a_name_too(engine, monkeypatch):
+    client = EngineClient(engine.url.replace("127.0.0.1", "localhost"))
+    assert client.healthy()
+    start = time.monotonic()
+    with unanswered():
+        assert not client.healthy(0.3)
+        with pytest.raises(EngineError, match="/server_info did not answer within 0.3 s"):
+            client.server_info(0.3)
+        assert 0.6 <= time.monotonic() - start < 2
+
+    def unknown(*arguments, **options):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(EngineError, match="/flush_cache did not answer: .*not known"):
+        client.flush()
 
 
 def test_every_failure_names_url_endpoint_and_cause(engine):

@@ -432,7 +432,7 @@ def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
         (["--url", "127.0.0.1:9"], "must be like http://host:30000, got '127.0.0.1:9'"),
         (
             ["--url", "http://127.0.0.1:9", "--start-timeout", "0.5"],
-            "http://127.0.0.1:9.* did not answer within 0 s.*/server_info did not answer",
+            "http://127.0.0.1:9.* did not answer within 0.5 s.*/server_info did not answer",
         ),
         (["--backend", "sglang", "--scheme", "int4"], "int4 is simulated by embedded engines"),
         (["--backend", "sglang", "--scheme", "int8"], "scheme none, not int8; convert it with"),

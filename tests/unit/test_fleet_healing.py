@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,28 @@ def test_an_engine_may_take_its_time_to_start_while_its_log_grows(tmp_path):
     options = {"scheme": "none", "log_dir": tmp_path, "vocabulary": 96, "serve_command": command}
     with Fleet(config, "unused", **options) as fleet:
         assert len(fleet.serving()) == 1
+
+
+def test_nobody_waits_while_it_is_looked_at_what_an_engine_shares_in_memory(tmp_path, monkeypatch):
+    looking, looked = threading.Event(), threading.Event()
+
+    def slowly(groups) -> set[str]:
+        looking.set()
+        looked.wait(5)
+        return set()
+
+    monkeypatch.setattr(process, "shared_by", slowly)
+    fleet = local_fleet(tmp_path, "--sglang")
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(fleet.__enter__)
+        try:
+            assert looking.wait(10)
+            start = time.monotonic()
+            assert fleet.serving() == [] and time.monotonic() - start < 1
+        finally:
+            looked.set()
+            pending.result(10)
+            fleet.close()
 
 
 def test_limits_follow_the_kind_of_engine_unless_they_are_given():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_claim_that_is_under_way_when_the_run_ends_leaves_no_lease(late, monke
 
         setattr(engine, late, slowly)
         with (
-            pytest.raises(EngineError, match="did not answer within 0 s"),
+            pytest.raises(EngineError, match="did not answer within 0.3 s"),
             fleet_of(engine, owner=ONE, start_timeout_s=0.3),
         ):
             pass
@@ -140,6 +141,43 @@ def test_an_engine_that_leaves_the_fleet_is_free_at_once(monkeypatch, tmp_path):
             time.sleep(0.3)  # nor does this run renew what it has let go
             assert EngineClient(engine.url).lease(OTHER, 1, timeout_s=5).granted
             assert not EngineClient(other.url).lease(OTHER, 1, timeout_s=5).granted
+
+
+@pytest.mark.parametrize("late", ["in the engine", "on its way"])
+def test_an_engine_that_leaves_and_returns_is_not_given_back_late(late, monkeypatch, tmp_path):
+    monkeypatch.setattr(tenancy, "LEASE_S", 60.0)
+    monkeypatch.setattr(tenancy, "RENEW_S", 60.0)
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.02)
+    offered = tmp_path / "engines.jsonl"
+    with FakeEngine() as engine:
+        line = json.dumps({"url": engine.url}) + "\n"
+        offered.write_text(line)
+        given_back, post = threading.Event(), engine.post
+
+        def slowly(endpoint, body):
+            if body.get("seconds") == 0 and late == "in the engine":
+                time.sleep(0.5)
+            return post(endpoint, body)
+
+        def let_go(fleet, one):
+            time.sleep(0.5 if late == "on its way" else 0.0)
+            fleet.tenancy._give_back(one)
+            given_back.set()
+
+        engine.post = slowly
+        config = RolloutConfig(rendezvous=str(offered))
+        options = {"scheme": "none", "log_dir": "unused", "vocabulary": 96, "owner": ONE}
+        with Fleet(config, "unused", **options) as fleet:
+            fleet.tenancy.let_go = lambda one: threading.Thread(
+                target=let_go, args=(fleet, one), daemon=True
+            ).start()
+            offered.write_text("")
+            wait_until(lambda: not fleet.engines())
+            offered.write_text(line)
+            wait_until(lambda: [one.state for one in fleet.engines()] == ["serving"])
+            assert given_back.wait(5)
+            assert not EngineClient(engine.url).lease(OTHER, 1, timeout_s=5).granted
+        assert EngineClient(engine.url).lease(OTHER, 1, timeout_s=5).granted
 
 
 def test_an_engine_that_is_taken_over_is_lost_to_the_run_that_had_it_and_to_nothing_else():

@@ -15,6 +15,7 @@ from qurl_megatron.rollout.collect import Interrupted, collect, greedy, sample_s
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.testing.engines import FakeEngine, token_at
 from qurl_megatron.types import Prompt
+from tests.names import unanswered
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 
@@ -23,7 +24,7 @@ PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
     """A fleet that has adopted the engines, and published a version to them."""
     options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
-    config = RolloutConfig(urls=tuple(engine.url for engine in engines), **options)
+    config = RolloutConfig(**{"urls": tuple(engine.url for engine in engines), **options})
     with ExitStack() as stack:
         for engine in engines:
             stack.callback(engine.close)
@@ -162,6 +163,16 @@ def test_an_engine_that_goes_silent_loses_its_requests_to_another():
         assert 0.6 < time.monotonic() - start < 5
         assert "no health check was answered" in fleet.why_not()
         assert [e.url for e in fleet.serving()] == [good.url]
+
+
+def test_an_engine_whose_name_is_looked_up_without_end_holds_up_nobody():
+    lost, good = FakeEngine(), FakeEngine()
+    urls = (lost.url.replace("127.0.0.1", "localhost"), good.url)
+    with fleet_of(lost, good, urls=urls, timeout_s=0.4) as fleet, unanswered():
+        start = time.monotonic()
+        check_whole(gather(fleet))
+        assert 0.4 < time.monotonic() - start < 2
+        assert "did not answer within 0.4 s" in fleet.why_not()
 
 
 def test_with_no_engine_left_the_error_says_what_happened_to_each():

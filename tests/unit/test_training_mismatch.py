@@ -84,7 +84,8 @@ def test_ratios_that_rounding_does_not_explain_are_counted_and_told_of_less_and_
         "2 tokens have more than 10000 times the probability that their engine reported, the "
         "largest ratio is 2e+05: quantization does not explain that, so an engine reports wrong "
         "log-probs or has other weights than this run publishes; train.save_rollouts=true shows "
-        "which tokens, guard.rho_above with guard.action=halt ends a run over it"
+        "which tokens, guard.rho_above with guard.action=halt ends a run after "
+        "guard.patience such steps in a row"
     )
     [one] = [BeyondRounding().noticed(values(measure([[2e4]], [[0.5]])))]
     assert one.startswith("1 token has more than 10000 times the probability that its engine")

@@ -90,6 +90,30 @@ os.kill(os.getpid(), signal.SIGKILL)
             path.unlink(missing_ok=True)
 
 
+def test_a_file_of_sglangs_goes_by_its_name_where_who_had_it_is_gone_and_no_other_file_does(
+    tmp_path,
+):
+    mark = f"test-undertaker-{os.getpid()}"
+    told, spared = Path(f"/dev/shm/sgl_shm_a_{mark}"), Path(f"/dev/shm/sgl_shm_b_{mark}")
+    body = f"""
+told, spared = pathlib.Path("{told}"), pathlib.Path("{spared}")
+told.touch(), spared.touch(), (folder / "users").touch()
+bury(told), bury(spared), spare(spared)
+try:
+    bury(folder / "users")
+except NotADirectoryError:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    try:
+        code, footprint = run(tmp_path, body)
+        assert code == -9
+        assert footprint.left() == []
+        assert not told.exists() and spared.exists() and (tmp_path / "users").exists()
+    finally:
+        for path in (told, spared):
+            path.unlink(missing_ok=True)
+
+
 def test_without_its_undertaker_a_process_goes_on(tmp_path):
     body = """
 bury(sleeper().pid)

@@ -1,0 +1,45 @@
+"""``asyncio.run`` that never waits for a name server.
+
+Nothing can end a look-up that is under way. asyncio does it in the same threads as all other work
+that blocks, and waits for all of them when its loop ends, whatever limit the caller was given. So
+here each has a thread that neither the loop nor the interpreter waits for.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    """What ``main`` returns, on an event loop of its own; work ``to_thread`` is waited for."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(main)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    async def getaddrinfo(
+        self,
+        host: str | bytes | None,
+        port: str | int | None,
+        *,
+        family: int = 0,
+        type: int = 0,
+        proto: int = 0,
+        flags: int = 0,
+    ) -> list[tuple]:
+        found: Future[list[tuple]] = Future()
+        found.set_running_or_notify_cancel()  # who gives up waits no more, and cancels nothing
+
+        def look_up() -> None:
+            try:
+                found.set_result(socket.getaddrinfo(host, port, family, type, proto, flags))
+            except Exception as error:  # for whoever waits
+                found.set_exception(error)
+
+        threading.Thread(target=look_up, name="look-up", daemon=True).start()
+        return await asyncio.wrap_future(found, loop=self)

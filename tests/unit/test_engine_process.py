@@ -1,0 +1,116 @@
+"""What an engine's processes share in memory goes with them, however they end."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.rollout import process
+from qurl_megatron.rollout.process import EngineProcess
+from qurl_megatron.rollout.sglang.launch import Launch
+
+MAPS = """
+import mmap, os, sys, time
+path = f"{sys.argv[1]}{os.getpid()}"
+with open(path, "wb+") as file:
+    file.truncate(4096)
+    shared = mmap.mmap(file.fileno(), 4096)
+print(path, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.01)
+
+
+def mapped(engine: EngineProcess, starts: int = 1) -> Path:
+    """What the process of so many starts has mapped, as soon as it has."""
+    wait_until(lambda: engine.log.exists() and len(engine.log.read_text().split()) == starts)
+    path = Path(engine.log.read_text().split()[-1])
+    assert path.exists()
+    return path
+
+
+@pytest.fixture
+def engine(tmp_path):
+    shared = f"/dev/shm/sgl_shm_test_{os.getpid()}_"
+    made = EngineProcess("engine", Launch((sys.executable, "-c", MAPS, shared), {}), tmp_path)
+    yield made
+    process.stop([made], 0.0)
+    for path in Path("/dev/shm").glob(f"{Path(shared).name}*"):
+        path.unlink()
+
+
+def test_it_goes_when_the_engine_is_stopped(engine):
+    engine.start()
+    path = mapped(engine)
+    process.stop([engine], 5.0)
+    assert not path.exists()
+
+
+def test_it_goes_when_the_engine_is_killed_and_started_again(engine):
+    engine.start()
+    first = mapped(engine)
+    engine.kill()
+    engine.start()
+    assert mapped(engine, 2) != first
+    assert not first.exists()
+
+
+def test_it_goes_when_the_engine_had_died_before_where_it_was_seen(engine):
+    engine.start()
+    path = mapped(engine)
+    engine.look()
+    os.killpg(engine.popen.pid, signal.SIGKILL)
+    engine.popen.wait()
+    process.stop([engine], 0.0)
+    assert not path.exists()
+
+
+def test_it_goes_when_the_engine_is_stopped_while_it_is_looked_at(engine, monkeypatch):
+    engine.start()
+    path, looking, shared_by = mapped(engine), threading.Event(), process.shared_by
+
+    def slowly(groups) -> set[str]:
+        found = shared_by(groups)
+        if not looking.is_set():
+            looking.set()
+            time.sleep(0.3)
+            return found
+        return set()
+
+    monkeypatch.setattr(process, "shared_by", slowly)
+    look = threading.Thread(target=engine.look)
+    look.start()
+    assert looking.wait(5)
+    process.stop([engine], 5.0)
+    look.join()
+    assert not path.exists()
+
+
+def test_it_goes_when_the_trainer_is_killed_and_the_engine_went_first(engine):
+    """An engine ends with its trainer by itself, so that nobody can say what it had mapped."""
+
+    def trainer() -> None:
+        engine.start()
+        mapped(engine)
+        engine.look()
+        os.killpg(engine.popen.pid, signal.SIGKILL)
+        engine.popen.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = multiprocessing.get_context("fork").Process(target=trainer)
+    killed.start()
+    killed.join(20)
+    assert killed.exitcode == -signal.SIGKILL
+    path = Path(engine.log.read_text().strip())
+    wait_until(lambda: not path.exists())
