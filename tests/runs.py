@@ -106,14 +106,14 @@ class Run:
         for process in [self.engine(index) for index in engines]:
             os.killpg(process, signal.SIGKILL)
 
-    def engine(self, index: int) -> int:
-        """The process of one engine; the leader of its group."""
+    def engine(self, index: int) -> int | None:
+        """The process of one engine, the leader of its group; None where there is none."""
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = process.cmdline()
                 if str(port_file(self.dir / "logs", f"engine-{index}")) in command:
                     return process.pid
-        raise AssertionError(f"engine-{index} has no process")
+        return None
 
     def rank(self, index: int) -> int:
         """The process of one rank that a fork server started."""
