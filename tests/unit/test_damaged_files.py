@@ -5,6 +5,7 @@ Each reader is given valid files, damaged in some hundred ways.
 
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
@@ -383,12 +384,13 @@ def test_a_table_on_a_disk_that_fails_is_not_called_damaged(megatron, tmp_path):
 
 
 def test_too_little_memory_is_not_called_damage(tmp_path):
-    size = 64 << 20
+    size = 256 << 20
     chunk = Chunk("k", (size,), (0,), (size,), torch.uint8)
     rows = write_chunks(tmp_path / "__0_0.distcp", [(chunk, torch.zeros(size, dtype=torch.uint8))])
     write_table(tmp_path, {"__0_0.distcp": rows})
     reader = TorchDistReader(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_AS)
+    gc.collect()  # or what earlier tests left would make room
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + size // 4, before[1]))
     try:
