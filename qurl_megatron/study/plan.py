@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config import load, to_toml
-from qurl_megatron.config.load import build
+from qurl_megatron.config.load import build, read_tables
 from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
@@ -122,14 +122,7 @@ def read_study(file: Path | str) -> Study:
         ConfigError: no such file or recipe, unknown key, or a cell whose recipe is not valid.
     """
     file = Path(file)
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"study {file} does not exist; some ship in launch/studies") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"study {file} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"study {file} is not valid TOML: {error}") from None
+    values = read_tables(file, "study", "some ship in launch/studies")
     settings = build(Settings, values)
     methods = {
         name: _method(name, table, settings.schemes) for name, table in settings.methods.items()
