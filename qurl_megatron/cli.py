@@ -161,67 +161,70 @@ def slurm(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from qurl_megatron.evaluation.options import add_options
-    from qurl_megatron.planning.options import add_options as add_plan_options
-    from qurl_megatron.slurm.actions import add_actions
-
     parser = argparse.ArgumentParser(
         prog="qurl",
         description="Reinforcement learning of LLMs with quantized rollouts, on Megatron-Core.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (run, add_options) in COMMANDS.items():
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        command.set_defaults(run=run)
+        add_options(command)
+    return parser
 
-    def command(run, name: str | None = None) -> argparse.ArgumentParser:
-        name = name or run.__name__
-        added = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        added.set_defaults(run=run)
-        return added
 
-    def recipe(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-        command.add_argument(
-            "recipe", type=Path, nargs=nargs, help="TOML recipe; some ship in launch/recipes"
-        )
-        command.add_argument(
-            "overrides", nargs="*", metavar="section.key=value", help="e.g. quant.scheme=fp8"
-        )
+def _recipe_options(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    command.add_argument(
+        "recipe", type=Path, nargs=nargs, help="TOML recipe; some ship in launch/recipes"
+    )
+    command.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="e.g. quant.scheme=fp8"
+    )
 
-    recipe(command(train))
 
-    shown = command(show)
-    recipe(shown, nargs="?")
-    shown.add_argument("--env", action="store_true", help="what is installed, and what it changes")
-    shown.add_argument(
+def _show_options(command: argparse.ArgumentParser) -> None:
+    _recipe_options(command, nargs="?")
+    command.add_argument(
+        "--env", action="store_true", help="what is installed, and what it changes"
+    )
+    command.add_argument(
         "--dry-run",
         action="store_true",
         help="build the run without weights, on no GPU, and print the memory of each rank",
     )
-    shown.add_argument(
+    command.add_argument(
         "--config",
         type=Path,
         metavar="DIR",
         help="the model's config.json, or its folder, for --dry-run; default: where model.path is",
     )
-    shown.add_argument(
+    command.add_argument(
         "--gpu-gib", type=float, default=80, help="memory of a GPU, for --dry-run; default 80"
     )
 
-    command(report).add_argument("run_dir", type=Path, help="train.run_dir of the run")
 
-    planned = command(plan)
-    recipe(planned)
-    add_plan_options(planned)
+def _report_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dir", type=Path, help="train.run_dir of the run")
 
-    studied = command(study)
-    studied.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")
-    studied.add_argument(
+
+def _plan_options(command: argparse.ArgumentParser) -> None:
+    from qurl_megatron.planning.options import add_options
+
+    _recipe_options(command)
+    add_options(command)
+
+
+def _study_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")
+    command.add_argument(
         "--out", type=Path, required=True, help="folder of its runs, tables and pictures"
     )
-    studied.add_argument("--jobs", type=int, default=1, help="runs at once, sharing the cores")
-    studied.add_argument(
+    command.add_argument("--jobs", type=int, default=1, help="runs at once, sharing the cores")
+    command.add_argument(
         "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*,int8,*'"
     )
-    modes = studied.add_mutually_exclusive_group()
+    modes = command.add_mutually_exclusive_group()
     for name, help in (
         ("background", "run on after this terminal is closed; the log is study.log"),
         ("status", "only show how far each cell is"),
@@ -231,28 +234,35 @@ def _parser() -> argparse.ArgumentParser:
         value = name.replace("-", "_")
         modes.add_argument(f"--{name}", dest="mode", action="store_const", const=value, help=help)
 
-    add_options(command(evaluate, "eval"), SCHEMES)
 
-    served = command(serve)
-    served.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")
-    served.add_argument("--scheme", choices=SCHEMES, default="int8")
-    served.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    served.add_argument("--host", default="127.0.0.1")
-    served.add_argument("--port", type=int, help="default 30000, or a free one with --port-file")
-    served.add_argument(
+def _eval_options(command: argparse.ArgumentParser) -> None:
+    from qurl_megatron.evaluation.options import add_options
+
+    add_options(command, SCHEMES)
+
+
+def _serve_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")
+    command.add_argument("--scheme", choices=SCHEMES, default="int8")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    command.add_argument("--host", default="127.0.0.1")
+    command.add_argument("--port", type=int, help="default 30000, or a free one with --port-file")
+    command.add_argument(
         "--port-file", type=Path, help="the port is written here once the engine is ready"
     )
-    served.add_argument(
+    command.add_argument(
         "--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default"
     )
-    served.add_argument("--cache-gb", type=float, default=2.0, help="key/value cache, GiB")
-    served.add_argument(
+    command.add_argument("--cache-gb", type=float, default=2.0, help="key/value cache, GiB")
+    command.add_argument(
         "--exit-with-stdin",
         action="store_true",
         help="leave when standard input closes (set by qurl train)",
     )
 
-    looks = command(fleet).add_subparsers(dest="look", required=True, metavar="LOOK")
+
+def _fleet_options(command: argparse.ArgumentParser) -> None:
+    looks = command.add_subparsers(dest="look", required=True, metavar="LOOK")
     status = looks.add_parser(
         "status", help="a table of versions, queues and speeds of embedded and SGLang engines"
     )
@@ -262,8 +272,25 @@ def _parser() -> argparse.ArgumentParser:
         "--api-key-file", type=Path, help="file with the engines' key; else QURL_API_KEY is taken"
     )
 
-    add_actions(command(slurm))
-    return parser
+
+def _slurm_options(command: argparse.ArgumentParser) -> None:
+    from qurl_megatron.slurm.actions import add_actions
+
+    add_actions(command)
+
+
+COMMANDS = {
+    "train": (train, _recipe_options),
+    "show": (show, _show_options),
+    "report": (report, _report_options),
+    "plan": (plan, _plan_options),
+    "study": (study, _study_options),
+    "eval": (evaluate, _eval_options),
+    "serve": (serve, _serve_options),
+    "fleet": (fleet, _fleet_options),
+    "slurm": (slurm, _slurm_options),
+}
+"""Each command: what it runs, and what adds its options."""
 
 
 if __name__ == "__main__":
