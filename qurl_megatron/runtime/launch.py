@@ -32,6 +32,7 @@ TEXT = 15_000
 NO_CODE = 255
 """What multiprocessing takes for the exit code of a process whose fork server is gone."""
 
+FORK_SERVER = "qurl_megatron.runtime.fork_server"
 PRELOAD = ["qurl_megatron.training.loop"]
 """Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
 
@@ -59,7 +60,7 @@ def launch(
     method = "spawn" if glob.glob("/dev/nvidia[0-9]*") else "forkserver"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([FORK_SERVER, *PRELOAD])
     # Every rank would take all cores for itself.
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))

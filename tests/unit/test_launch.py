@@ -206,6 +206,25 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, light, tmp_path, mo
             assert found["OMP_NUM_THREADS"] == "5"
 
 
+NO_TORCH = """
+import sys
+from qurl_megatron.rollout import status
+from qurl_megatron.runtime import launch
+from qurl_megatron.training import start
+if __name__ == "__main__":
+    launch.PRELOAD = []
+    launch.glob.glob = lambda _: []
+    assert launch.launch(int, (), 1) == 0
+    assert "torch" not in sys.modules
+"""
+
+
+def test_what_only_starts_ranks_or_looks_at_engines_needs_no_torch(tmp_path):
+    (tmp_path / "launcher.py").write_text(NO_TORCH)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(tmp_path / "launcher.py")], env=env, check=True)
+
+
 def die_in_a_collective(number: int) -> int:
     dist.init_process_group("gloo")
     if os.environ["RANK"] == "1":
