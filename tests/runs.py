@@ -34,7 +34,7 @@ batch = 64
 [data]
 task = "chain_sum"
 task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
-task_size = 20000
+task_size = 4000
 prompts_per_step = 8
 [rollout]
 engines = 2
