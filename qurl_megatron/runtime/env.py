@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import sys
+import types
 from dataclasses import dataclass
 
 from qurl_megatron.config import ParallelConfig
@@ -14,6 +15,8 @@ from qurl_megatron.errors import ConfigError
 
 FUSED = ("transformer_engine", "apex", "amp_C")
 """What Megatron takes instead of torch's own kernels where it finds it; none runs on a CPU."""
+DECORATOR = "megatron.core.jit"
+"""Where Megatron has ``torch.compile`` from, under a name of its own."""
 
 # What a compiled package may raise that was built for another torch, CUDA or driver.
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, NameError, TypeError)
@@ -100,12 +103,9 @@ def keep_out_without_gpu() -> None:
         return
     for name in FUSED:
         sys.modules.setdefault(name, None)
-    if importlib.util.find_spec("megatron"):
-        compiler, torch.compile = torch.compile, lambda function: function
-        try:
-            importlib.import_module("megatron.core.jit")  # keeps for good what it finds now
-        finally:
-            torch.compile = compiler
+    as_it_is = types.ModuleType(DECORATOR)
+    as_it_is.jit_fuser = lambda function: function
+    sys.modules.setdefault(DECORATOR, as_it_is)
 
 
 def use_transformer_engine() -> bool:
