@@ -34,7 +34,7 @@ batch = 64
 [data]
 task = "chain_sum"
 task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
-task_size = 20000
+task_size = 4000
 prompts_per_step = 8
 [rollout]
 engines = 2
@@ -116,9 +116,10 @@ class Run:
         return None
 
     def rank(self, index: int) -> int:
-        """The process of one rank that a fork server started."""
+        """The process of one rank that a fork server started; ranks lead groups of their own."""
         servers = [p for p in self.processes() if "multiprocessing.forkserver" in str(p.cmdline())]
-        return sorted(p.pid for p in servers if p.ppid() in {s.pid for s in servers})[index]
+        forked = [p.pid for p in servers if p.ppid() in {s.pid for s in servers}]
+        return sorted(pid for pid in forked if os.getpgid(pid) == pid)[index]
 
     def stdout(self) -> str:
         return self._out.read_text()

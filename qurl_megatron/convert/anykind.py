@@ -10,11 +10,12 @@ from torch import Tensor
 from qurl_megatron.quant import QuantizedWeight
 from qurl_megatron.quant.export import loaded, read_quantization, scale_name
 from qurl_megatron.weights.arch import read_arch, read_config
-from qurl_megatron.weights.checkpoint import Checkpoint, find_torch_dist, open_checkpoint
+from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
 from qurl_megatron.weights.families import is_quantized
 from qurl_megatron.weights.hf_reader import HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import HfTensor, Op
+from qurl_megatron.weights.places import find_torch_dist
 
 Kind = Literal["huggingface", "megatron", "quantized"]
 

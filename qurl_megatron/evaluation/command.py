@@ -37,7 +37,7 @@ from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.types import Prompt
 from qurl_megatron.weights.arch import read_config
-from qurl_megatron.weights.checkpoint import description_of, find_torch_dist
+from qurl_megatron.weights.places import description_of, find_torch_dist
 from qurl_megatron.weights.sums import refuse_damaged
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one

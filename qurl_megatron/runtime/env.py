@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import sys
+import types
 from dataclasses import dataclass
 
 from qurl_megatron.config import ParallelConfig
@@ -14,6 +15,8 @@ from qurl_megatron.errors import ConfigError
 
 FUSED = ("transformer_engine", "apex", "amp_C")
 """What Megatron takes instead of torch's own kernels where it finds it; none runs on a CPU."""
+DECORATOR = "megatron.core.jit"
+"""Where Megatron has ``torch.compile`` from, under a name of its own."""
 
 # What a compiled package may raise that was built for another torch, CUDA or driver.
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, NameError, TypeError)
@@ -87,16 +90,22 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
 
 
 def keep_out_without_gpu() -> None:
-    """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed.
+    """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed, and
+    have Megatron compile nothing.
 
     Megatron takes what it can import for what it can use: a fused optimizer would allocate on
-    "cuda" all the same. Call before Megatron is imported; ``qurl_megatron.model`` does.
+    "cuda" all the same. Its fused kernels, which nothing runs on a CPU, would bring in torch's
+    compiler: 1.5 s and 70 MB. Call before Megatron is imported; ``qurl_megatron.model`` does.
     """
     import torch
 
-    if not torch.cuda.is_available():
-        for name in FUSED:
-            sys.modules.setdefault(name, None)
+    if torch.cuda.is_available():
+        return
+    for name in FUSED:
+        sys.modules.setdefault(name, None)
+    as_it_is = types.ModuleType(DECORATOR)
+    as_it_is.jit_fuser = lambda function: function
+    sys.modules.setdefault(DECORATOR, as_it_is)
 
 
 def use_transformer_engine() -> bool:

@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 
 from qurl_megatron.runtime.undertaker import bury
 
@@ -31,6 +32,7 @@ TEXT = 15_000
 NO_CODE = 255
 """What multiprocessing takes for the exit code of a process whose fork server is gone."""
 
+FORK_SERVER = "qurl_megatron.runtime.fork_server"
 PRELOAD = ["qurl_megatron.training.loop"]
 """Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
 
@@ -58,19 +60,28 @@ def launch(
     method = "spawn" if glob.glob("/dev/nvidia[0-9]*") else "forkserver"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([FORK_SERVER, *PRELOAD])
     # Every rank would take all cores for itself.
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-    from torch.distributed import TCPStore
+    with _store(context) as port:
+        return _ranks(context, target, args, world_size, port, lost)
 
-    # The ranks meet at a store of this process, which listens before its port is told to anybody.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def _ranks(
+    context: BaseContext,
+    target: Callable[..., int],
+    args: tuple,
+    world_size: int,
+    port: int,
+    lost: Callable[[str], str],
+) -> int:
+    """Start them, and see them to their end; their exit code."""
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         context.Process(
             target=_run,
-            args=(target, args, rank, world_size, store.port, told),
+            args=(target, args, rank, world_size, port, told),
             name=f"rank {rank}",
         )
         for rank, (_, told) in enumerate(pipes)
@@ -80,6 +91,34 @@ def launch(
         told.close()  # the rank's own is the only one
     with _forwarded(ranks) as forwarded:
         return _join(ranks, [reader for reader, _ in pipes], forwarded, lost)
+
+
+@contextlib.contextmanager
+def _store(context: BaseContext) -> Iterator[int]:
+    """Inside, a store of torch's listens on this port, where the ranks meet.
+
+    A process of its own keeps it, which has torch from where the ranks have it: the launcher need
+    not import any, and the store outlives each rank.
+    """
+    ours, theirs = context.Pipe()
+    keeper = context.Process(target=_keep_store, args=(theirs,), name="store")
+    keeper.start()
+    theirs.close()
+    with ours:
+        yield ours.recv()
+    keeper.join()
+
+
+def _keep_store(launcher: Connection) -> None:
+    """Keep it until the launcher hangs up, however it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # batch systems send them to all
+        signal.signal(number, signal.SIG_IGN)
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher.send(store.port)  # it listens by now
+    with contextlib.suppress(EOFError):
+        launcher.recv()
 
 
 def _run(

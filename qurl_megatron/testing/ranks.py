@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from qurl_megatron.runtime.launch import FORK_SERVER
+
 BACKENDS = ["gloo"] + (["nccl"] if torch.cuda.device_count() else [])
 
 # Imported once by the server that forks the ranks; importing Megatron anew takes 6 s a rank. Ours
@@ -121,7 +123,7 @@ def _fork_server(backend: str, preload: tuple[str, ...]) -> forkserver.ForkServe
     made = forkserver.ForkServer()
     # Names are looked up without importing: the parent may have no use for them.
     found = [name for name in preload if importlib.util.find_spec(name.partition(".")[0])]
-    made.set_forkserver_preload(found)
+    made.set_forkserver_preload([FORK_SERVER, *found])
     return made
 
 

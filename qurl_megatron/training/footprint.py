@@ -20,7 +20,7 @@ from qurl_megatron.model.memory import GIB, Held, Pass
 from qurl_megatron.rollout.transport.memory import SLOTS
 from qurl_megatron.weights import Arch, read_arch, read_config
 from qurl_megatron.weights.arch import read_json
-from qurl_megatron.weights.checkpoint import description_of
+from qurl_megatron.weights.places import description_of
 
 SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"
 """config.json of the models that recipes name, for machines without their weights."""

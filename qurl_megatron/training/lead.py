@@ -40,7 +40,7 @@ from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.arch import read_arch, read_config
-from qurl_megatron.weights.checkpoint import description_of
+from qurl_megatron.weights.places import description_of
 
 FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic

@@ -14,7 +14,7 @@ from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
-from qurl_megatron.weights.checkpoint import description_of
+from qurl_megatron.weights.places import description_of
 
 
 def start(config: RunConfig) -> int:

@@ -13,7 +13,7 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.files import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, share
-from qurl_megatron.weights.checkpoint import find_torch_dist
+from qurl_megatron.weights.places import find_torch_dist
 from qurl_megatron.weights.sums import MEND, FileSum, damaged, read_record, wrong_size
 
 

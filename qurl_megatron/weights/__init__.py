@@ -1,26 +1,22 @@
-"""Weights between Hugging Face and Megatron: a table of invertible ops, and the UAQ fold."""
+"""Weights between Hugging Face and Megatron: a table of invertible ops, and the UAQ fold.
 
-from qurl_megatron.weights.arch import Arch, read_arch, read_config, read_eos
-from qurl_megatron.weights.checkpoint import Checkpoint, Reader, load_parameter, open_checkpoint
-from qurl_megatron.weights.families import is_quantized, is_vocabulary, stage_ops
-from qurl_megatron.weights.hf_reader import HfReader
-from qurl_megatron.weights.uaq import fold_uaq, folded_scale, refuse_second_fold, unfold_uaq
+A name is imported when it is first asked for: what config.json says is read without torch.
+"""
 
-__all__ = [
-    "Arch",
-    "Checkpoint",
-    "HfReader",
-    "Reader",
-    "fold_uaq",
-    "folded_scale",
-    "is_quantized",
-    "is_vocabulary",
-    "load_parameter",
-    "open_checkpoint",
-    "read_arch",
-    "read_config",
-    "read_eos",
-    "refuse_second_fold",
-    "stage_ops",
-    "unfold_uaq",
-]
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "arch": ("Arch", "read_arch", "read_config", "read_eos"),
+    "checkpoint": ("Checkpoint", "Reader", "load_parameter", "open_checkpoint"),
+    "families": ("is_quantized", "is_vocabulary", "stage_ops"),
+    "hf_reader": ("HfReader",),
+    "uaq": ("fold_uaq", "folded_scale", "refuse_second_fold", "unfold_uaq"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,12 +21,9 @@ from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS, HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.places import description_of, find_torch_dist
 from qurl_megatron.weights.sums import MEND, RECORD, read_record, wrong_size
-from qurl_megatron.weights.torch_dist import is_torch_dist
 from qurl_megatron.weights.uaq import folded, folded_scale
-
-DESCRIPTION = "hf"
-"""The folder inside a Megatron checkpoint that holds config.json and the tokenizer."""
 
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
@@ -152,50 +149,6 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
     config = read_config(described)
     arch = read_arch(config)
     return Checkpoint(megatron, described, config, arch, MegatronReader(megatron, arch))
-
-
-def description_of(folder: str | Path) -> Path:
-    """The folder with config.json and tokenizer: a Hugging Face folder itself, else inside.
-
-    Raises:
-        ConfigError: a Megatron checkpoint carries none.
-    """
-    megatron = find_torch_dist(Path(folder))
-    if megatron is None:
-        return Path(folder)
-    described = megatron / DESCRIPTION
-    if not (described / "config.json").is_file():
-        raise ConfigError(
-            f"{megatron} does not say what model it is ({DESCRIPTION}/config.json is missing); "
-            "name the Hugging Face folder it was made from (--hf), or copy that folder's "
-            f"config.json and tokenizer files to {described}"
-        )
-    return described
-
-
-def find_torch_dist(folder: Path) -> Path | None:
-    """The ``torch_dist`` folder that ``folder`` is, or that it names as its newest; else None.
-
-    Understood are Megatron-LM's ``latest_checkpointed_iteration.txt`` and this package's run
-    directories.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; name a checkpoint")
-    if is_torch_dist(folder):
-        return folder
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    if tracker.is_file():
-        newest = tracker.read_text(encoding="utf-8").strip()
-        inner = folder / (newest if newest == "release" else f"iter_{newest:0>7}")
-        if not is_torch_dist(inner):
-            raise ConfigError(f"{tracker} names {inner}, which is not a torch_dist checkpoint")
-        return inner
-    steps = {
-        int(number): path
-        for path in (folder / "checkpoints").glob("step_*")
-        if (number := path.name.removeprefix("step_")).isdecimal() and is_torch_dist(path)
-    }
-    return steps[max(steps)] if steps else None
 
 
 def load_parameter(

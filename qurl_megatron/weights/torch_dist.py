@@ -32,8 +32,8 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.weights.arch import read_json
+from qurl_megatron.weights.places import METADATA
 
-METADATA = ".metadata"
 _CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -72,11 +72,6 @@ class Chunk:
 
 
 # -- reading -------------------------------------------------------------------------------------
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """True where a folder holds a checkpoint of this format."""
-    return (folder / METADATA).is_file() and (folder / "metadata.json").is_file()
 
 
 @dataclass(frozen=True)

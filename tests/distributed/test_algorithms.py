@@ -51,7 +51,7 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
     from qurl_megatron.observe.metrics import Timer, merge, values
     from qurl_megatron.training.step import improve
 
-    samples = random_samples(16)
+    samples = random_samples(8)
     samples[3] = dataclasses.replace(samples[3], finish_reason="length")
     responses = Responses.of(samples)
     done = {}

@@ -551,7 +551,11 @@ def save_by_megatron_alone_and_load(device, config, folder):
             assert torch.equal(found, value)
 
 
-@pytest.mark.parametrize("layout", [dict(data=2), dict(tensor=2, data=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(dict(data=2), marks=pytest.mark.thorough), dict(tensor=2, data=2)],
+    ids=str,
+)
 def test_checkpoints_of_megatrons_own_form_load(layout, tmp_path):
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), layout, dtype="bfloat16")
     world, folder = config.parallel.world_size, tmp_path / "checkpoint"

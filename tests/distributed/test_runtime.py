@@ -1,6 +1,8 @@
 """Who speaks what: tensors of GPUs over NCCL, all else over gloo; and which device a rank has."""
 
 import datetime
+import gc
+import sys
 import time
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import files, launch, megatron
+from qurl_megatron.runtime import cpu, files, launch, megatron
 from qurl_megatron.runtime.megatron import RankLost, megatron_runtime, share
 from qurl_megatron.testing.ranks import run_on_ranks
 
@@ -41,6 +43,32 @@ def meet_as_on_gpus(parallel: ParallelConfig) -> int:
 def test_objects_and_barriers_go_over_gloo_in_every_group():
     parallel = ParallelConfig(tensor=2, data=2)
     assert launch.launch(meet_as_on_gpus, (parallel,), parallel.world_size) == 0
+
+
+# -- starting --------------------------------------------------------------------------------------
+
+
+def look_for_what_costs_a_start(device) -> None:
+    cpu.install()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    for expected in (0.9, 0.8):  # Adam's step is the learning rate while the gradient stays
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        torch.testing.assert_close(weight.data, torch.full((2,), expected))
+        assert weight.is_leaf and weight.requires_grad
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+    from megatron.core.jit import jit_fuser
+
+    assert jit_fuser(look_for_what_costs_a_start) is look_for_what_costs_a_start
+    assert "torch._dynamo" not in sys.modules
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000
+
+
+def test_a_rank_on_a_cpu_trains_without_the_compiler_and_collects_only_its_own(tmp_path):
+    run_on_ranks(look_for_what_costs_a_start, 1, "gloo", tmp_path)
 
 
 # -- waiting ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from qurl_megatron.testing.models import tiny_checkpoint
 from tests.runs import QURL, Run, living, make_recipe
 
-PROBLEMS, K, NEW = 24, 64, 48  # four problems make one batch of the embedded engine
+PROBLEMS, K, NEW = 16, 64, 32  # four problems make one batch of the embedded engine
 VOCAB = 128
 
 
@@ -81,7 +81,7 @@ def interrupted(arguments: list[str], out: Path, number: int, *, after: int) -> 
     end = time.monotonic() + 240
     while len(responses(out)) < after:
         assert process.poll() is None and time.monotonic() < end, (out.parent / "log").read_text()
-        time.sleep(0.01)
+        time.sleep(0.05)
     engines = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     code = process.wait(60)

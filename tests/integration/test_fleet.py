@@ -36,11 +36,16 @@ def test_a_run_goes_on_while_any_engine_can_come_back_and_then_saves_itself(tiny
         run.wait(lambda: run.happened("engine-0 joined") == 2)
         since = run.step()
         run.wait(lambda: run.step() >= since + 4)  # it has its restart back
-        killed = [run.engine(0), run.engine(1)]
+        killed = {index: run.engine(index) for index in (0, 1)}
         run.kill(0, 1)
-        for index, before in enumerate(killed):
-            run.wait(lambda i=index, b=before: run.engine(i) not in (None, b))
-            run.kill(index)  # before it serves anything
+
+        def killed_again() -> bool:
+            for index in [i for i in killed if run.engine(i) not in (None, killed[i])]:
+                run.kill(index)  # before it serves anything, whichever comes first
+                del killed[index]
+            return not killed
+
+        run.wait(killed_again)
         assert run.ended() == 1
         assert not run.left()
     assert re.search(

@@ -141,7 +141,9 @@ def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
     assert AutoTokenizer.from_pretrained(exported).encode("1 + 2")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)]
+)
 def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, uninterrupted, number):
     run_dir = recipe.parent / f"stopped-{number.name}"
     command = [*QURL, "train", str(recipe), "parallel.tensor=2", f"train.run_dir={run_dir}"]
@@ -295,7 +297,8 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
 )
 def test_variants_run(recipe, uninterrupted, overrides):
     run_dir = recipe.parent / "_".join(overrides)
-    done = qurl("train", recipe, *overrides, "train.steps=2", f"train.run_dir={run_dir}")
+    options = (*overrides, "train.steps=2", "rollout.engines=1", f"train.run_dir={run_dir}")
+    done = qurl("train", recipe, *options)
     assert done.returncode == 0, done.stderr
     assert list(metrics(run_dir)) == [0, 1, 2]
 

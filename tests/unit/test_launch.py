@@ -176,15 +176,21 @@ def test_a_taken_meeting_point_is_one_sentence(environment, monkeypatch):
 def write_environment(folder) -> int:
     dist.init_process_group("gloo")  # as the environment says
     assert dist.get_world_size() == 2
+    dist.barrier()  # who leaves sooner hangs up on one that has not met all of them yet
     dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
     return 0
 
 
+@pytest.fixture
+def light(monkeypatch):
+    """The fork server of this process, which the first test to need it starts, has torch alone."""
+    monkeypatch.setattr(launch, "PRELOAD", ["torch.distributed"])
+
+
 @pytest.mark.parametrize("gpus", [["/dev/nvidia0"], []], ids=["spawned", "forked"])
-def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, tmp_path, monkeypatch):
+def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, light, tmp_path, monkeypatch):
     monkeypatch.setattr(launch.glob, "glob", lambda _: gpus)
-    monkeypatch.setattr(launch, "PRELOAD", [])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(10))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a launcher further out")
@@ -198,6 +204,25 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, tmp_path, monkeypat
         assert (found["LOCAL_RANK"], found["GLOO_SOCKET_IFNAME"]) == (str(rank), "lo")
         if gpus:  # a fork server's children have the environment that it began with
             assert found["OMP_NUM_THREADS"] == "5"
+
+
+NO_TORCH = """
+import sys
+from qurl_megatron.rollout import status
+from qurl_megatron.runtime import launch
+from qurl_megatron.training import start
+if __name__ == "__main__":
+    launch.PRELOAD = []
+    launch.glob.glob = lambda _: []
+    assert launch.launch(int, (), 1) == 0
+    assert "torch" not in sys.modules
+"""
+
+
+def test_what_only_starts_ranks_or_looks_at_engines_needs_no_torch(tmp_path):
+    (tmp_path / "launcher.py").write_text(NO_TORCH)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(tmp_path / "launcher.py")], env=env, check=True)
 
 
 def die_in_a_collective(number: int) -> int:
@@ -222,11 +247,6 @@ def fail_alike(rank: str) -> int:
     except RuntimeError as error:
         launch.tell(str(error))
     return 1
-
-
-@pytest.fixture
-def light(monkeypatch):
-    monkeypatch.setattr(launch, "PRELOAD", ["torch.distributed"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -308,7 +328,7 @@ from qurl_megatron.runtime.undertaker import bury
 from tests.leftovers import Footprint
 from tests.unit.test_launch import settle_in
 if __name__ == "__main__":
-    launch.PRELOAD = []
+    launch.PRELOAD = ["tests.unit.test_launch"]
     launch.glob.glob = lambda _: sys.argv[1].split()
     sys.exit(launch.launch(settle_in, (Path(sys.argv[2]), Path(sys.argv[3])), 2))
 """

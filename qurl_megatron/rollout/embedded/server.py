@@ -31,7 +31,7 @@ from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
 from qurl_megatron.rollout.lease import ENDPOINT, Lease
 from qurl_megatron.weights.arch import read_arch, read_config, read_eos
-from qurl_megatron.weights.checkpoint import description_of
+from qurl_megatron.weights.places import description_of
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 

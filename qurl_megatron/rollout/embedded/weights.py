@@ -20,8 +20,9 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded.model import FLOATS, Decoder
 from qurl_megatron.rollout.version import MANIFEST, Manifest, read_version
-from qurl_megatron.weights.checkpoint import find_torch_dist, open_checkpoint
+from qurl_megatron.weights.checkpoint import open_checkpoint
 from qurl_megatron.weights.families import is_quantized
+from qurl_megatron.weights.places import find_torch_dist
 
 
 def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int | None]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant.export import quantization_config
 
 API_KEY = "QURL_API_KEY"
 """Environment variable that carries the key: command lines are there for everybody to read."""
@@ -97,6 +96,9 @@ def engine_launch(
     if empty:
         command += ["--load-format", "dummy"]
         if scheme != "none":
+            # It brings torch, for which those who only look a key up should not wait.
+            from qurl_megatron.quant.export import quantization_config
+
             changes = {"quantization_config": quantization_config(scheme, "sglang", UNQUANTIZED)}
             command += ["--json-model-override-args", json.dumps(changes)]
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
