@@ -47,6 +47,7 @@ class Began:
 
     began_at: float  # Unix seconds
     gpus: int
+    step_before: int  # of the newest checkpoint
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def kept() -> Iterator[None]:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Those of an attempt, the earliest first; one that is damaged is left out: a log tells more."""
+    """Those of an attempt, the earliest first; a damaged one is left out, for logs tell too."""
     found = []
     for path in folder.glob("failure-*.json"):
         with contextlib.suppress(ValueError, TypeError):

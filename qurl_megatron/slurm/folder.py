@@ -111,13 +111,14 @@ def write_submitted(run_dir: Path, jobs: Submitted) -> None:
     put(run_dir / "slurm/job.json", _text(jobs))
 
 
-def open_attempt(run_dir: Path, *, gpus: int = 0) -> int:
+def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
     """Make the folder of the next attempt, and have ``latest`` lead there.
 
     The steps of the attempt before are kept with it: its metrics are about to be written anew.
 
     Args:
         gpus: that the job holds, of all nodes.
+        step: of the newest checkpoint.
 
     Returns:
         Its number; the first is 1.
@@ -133,7 +134,7 @@ def open_attempt(run_dir: Path, *, gpus: int = 0) -> int:
         if (before / BEGAN).exists():
             rows = [[one.step, one.ended_at, one.seconds] for one in steps_since(run_dir, before)]
             put(before / STEPS, json.dumps(rows) + "\n")
-        put(attempts / str(number) / BEGAN, _text(Began(now(), gpus)))
+        put(attempts / str(number) / BEGAN, _text(Began(now(), gpus, step)))
         link = run_dir / "slurm/latest"
         aside = link.with_name(".latest")
         aside.unlink(missing_ok=True)

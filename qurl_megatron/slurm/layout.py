@@ -38,12 +38,6 @@ class Allocation:
     engines: int = 0  # per node of the rollout component
 
     @property
-    def gpus(self) -> int:
-        """That the job holds, of all nodes."""
-        held = (self.training, self.rollout) if self.rollout else (self.training,)
-        return sum(component.nodes * component.gpus for component in held)
-
-    @property
     def whole(self) -> Component:
         """One component with room for both, where it is to be cut in two."""
         if self.rollout is None:
