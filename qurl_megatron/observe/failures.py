@@ -77,9 +77,12 @@ def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
     path = Path(env[FOLDER]) / f"failure-{rank}.json"
     aside = path.with_name(f".{path.name}.new")
     # On a disk that is full, the error itself must still be told, and the log has it.
-    with contextlib.suppress(OSError):
+    try:
         aside.write_text(json.dumps(asdict(failure), indent=1) + "\n", encoding="utf-8")
         aside.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ length. What counts first is therefore not the time but whether a failure can be
     3  the traceback, or the death, of an engine: engines may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone
+    6  a rank that ended without a word
 
 and within each the earliest. Times are those of the nodes' own clocks, or of the file server where
 a log tells none: two failures that are closer than the clocks agree may change places.
@@ -22,7 +23,7 @@ from pathlib import Path
 from qurl_megatron.observe.failures import Failure
 from qurl_megatron.slurm.tracebacks import tracebacks
 
-REASON, KILLED, ENGINE, NO_ENGINE, NO_PEER = range(1, 6)
+REASON, KILLED, ENGINE, NO_ENGINE, NO_PEER, SILENT = range(1, 7)
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,11 @@ KINDS = (
         "end of its log",
     ),
     Kind(
-        "a fault of the program", "", "the traceback says where; report it together with this page"
+        "a fault of the program", "", "the traceback, or the end of its log, says where; report it"
     ),
 )
 """The first whose pattern is found counts."""
+FULL = next(kind for kind in KINDS if kind.name == "the disk is full")
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ def first_cause(evidence: Evidence) -> Cause | None:
         if log.who not in told:
             events += _of_log(log, codes)
     events += _of_srun(evidence.srun)
+    if not events:
+        events += _silent(codes)
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
     events = sorted(_apart(events), key=lambda one: (one.weight, one.time or 0.0))
     return Cause(events[0], events[1:]) if events else None
@@ -236,6 +240,9 @@ def _of_log(log: Log, codes: Mapping[str, int]) -> Iterator[Event]:
 def _of_srun(lines: Sequence[str]) -> Iterator[Event]:
     """Up to where srun itself begins to end tasks."""
     for line in lines:
+        if line.startswith("qurl: ") and kind_of(line) is FULL:  # then ranks can keep nothing
+            yield Event(FULL, REASON, "the supervisor", line.removeprefix("qurl: "))
+    for line in lines:
         if "Terminating StepId" in line:
             return
         node, tasks, how = _ended(line)
@@ -247,6 +254,13 @@ def _of_srun(lines: Sequence[str]) -> Iterator[Event]:
         elif re.search(r"Node failure|oom.kill|Out Of Memory|DUE TO|not responding", line):
             who = f"rank {tasks}" if tasks else "srun"
             yield Event(kind_of(line), KILLED, who, line.partition("error: ")[2] or line, node=node)
+
+
+def _silent(codes: Mapping[str, int]) -> Iterator[Event]:
+    for task, code in codes.items():
+        if code:
+            said = f"ended with exit code {code} and left no word"
+            yield Event(kind_of(said), SILENT, f"rank {task}", said, code=code)
 
 
 def _ended(line: str) -> tuple[str, str, str]:

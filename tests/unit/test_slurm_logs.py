@@ -149,6 +149,19 @@ def test_a_step_that_slurm_cancels_because_a_rank_failed_is_no_cause():
     assert first_cause(Evidence(logs=[log])) is None
 
 
+def test_a_disk_so_full_that_ranks_could_keep_nothing_is_told_by_the_supervisor():
+    line = "qurl: attempt.json cannot be written (No space left on device): 0.0 MB are free"
+    ended = "srun: error: roll1: task 1: Exited with exit code 120"
+    cause = first_cause(Evidence(srun=[ended, line]))
+    assert (cause.first.who, cause.first.kind.name) == ("the supervisor", "the disk is full")
+
+
+def test_a_rank_that_ended_without_a_word_is_named_with_its_exit_code():
+    cause = first_cause(Evidence(srun=["srun: error: t1: task 2: Exited with exit code 7"]))
+    assert (cause.first.who, cause.first.code) == ("rank 2", 7)
+    assert cause.first.said == "ended with exit code 7 and left no word"
+
+
 @pytest.mark.parametrize(
     ("said", "kind"),
     [
