@@ -28,6 +28,13 @@ def _cancel(arguments: argparse.Namespace) -> int:
     return cancel(arguments.run_dir)
 
 
+def _status(arguments: argparse.Namespace) -> int:
+    """Say how a run is: queue, steps, time left, newest checkpoint, and what to do next."""
+    from qurl_megatron.slurm.status import status
+
+    return status(arguments.run_dir, as_json=arguments.json)
+
+
 def _logs(arguments: argparse.Namespace) -> int:
     """Say what ended a run's newest attempt: the first cause, and what followed from it."""
     from qurl_megatron.slurm.logs import logs
@@ -74,6 +81,7 @@ ACTIONS = {
     "render": _render,
     "submit": _submit,
     "cancel": _cancel,
+    "status": _status,
     "logs": _logs,
     "hours": _hours,
     "attempt": _attempt,
@@ -111,9 +119,10 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     added["submit"].add_argument(
         "--dry-run", action="store_true", help="stop before anything is written or submitted"
     )
-    for name in ("cancel", "logs", "hours", "attempt", "task", "offer"):
+    for name in ("cancel", "status", "logs", "hours", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
-    added["hours"].add_argument("--json", action="store_true", help="for a program to read")
+    for name in ("status", "hours"):
+        added[name].add_argument("--json", action="store_true", help="for a program to read")
     added["logs"].add_argument(
         "--attempt", type=int, metavar="N", help="default: the newest; the first is 1"
     )

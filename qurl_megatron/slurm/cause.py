@@ -182,7 +182,7 @@ def first_cause(evidence: Evidence) -> Cause | None:
             events += _of_log(log, codes)
     events += _of_srun(evidence.srun)
     if not events:
-        events += _silent(codes)
+        events += _silent(evidence.srun)
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
     events = sorted(_apart(events), key=lambda one: (one.weight, one.time or 0.0))
     return Cause(events[0], events[1:]) if events else None
@@ -256,11 +256,13 @@ def _of_srun(lines: Sequence[str]) -> Iterator[Event]:
             yield Event(kind_of(line), KILLED, who, line.partition("error: ")[2] or line, node=node)
 
 
-def _silent(codes: Mapping[str, int]) -> Iterator[Event]:
-    for task, code in codes.items():
-        if code:
-            said = f"ended with exit code {code} and left no word"
-            yield Event(kind_of(said), SILENT, f"rank {task}", said, code=code)
+def _silent(lines: Sequence[str]) -> Iterator[Event]:
+    for node, tasks, how in map(_ended, lines):
+        if how.startswith("Exited with exit code "):
+            said = f"e{how[1:]} and left no word"
+            code = int(how.rpartition(" ")[2])
+            for task in _numbers(tasks):
+                yield Event(kind_of(said), SILENT, f"rank {task}", said, node=node, code=code)
 
 
 def _ended(line: str) -> tuple[str, str, str]:

@@ -159,7 +159,7 @@ def test_a_disk_so_full_that_ranks_could_keep_nothing_is_told_by_the_supervisor(
 def test_a_rank_that_ended_without_a_word_is_named_with_its_exit_code():
     cause = first_cause(Evidence(srun=["srun: error: t1: task 2: Exited with exit code 7"]))
     assert (cause.first.who, cause.first.code) == ("rank 2", 7)
-    assert cause.first.said == "ended with exit code 7 and left no word"
+    assert cause.first.said == "exited with exit code 7 and left no word"
 
 
 @pytest.mark.parametrize(
