@@ -25,7 +25,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     """Have the jobs of a run save and end."""
     from qurl_megatron.slurm.submit import cancel
 
-    return cancel(arguments.run_dir)
+    return cancel(arguments.run_dir, dry_run=arguments.dry_run)
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -121,6 +121,9 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     )
     for name in ("cancel", "status", "logs", "hours", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
+    added["cancel"].add_argument(
+        "--dry-run", action="store_true", help="only say what Slurm would be told"
+    )
     for name in ("status", "hours"):
         added[name].add_argument("--json", action="store_true", help="for a program to read")
     added["logs"].add_argument(

@@ -93,13 +93,21 @@ def _seconds(value: object) -> float:
 
 def signal_supervisor(job: int, name: str) -> None:
     """Send a signal to the process that the job's script has become, and to nothing else."""
-    _run(["scancel", "--batch", f"--signal={name}", str(job)])
+    _run(signalling(job, name))
+
+
+def signalling(job: int, name: str) -> list[str]:
+    return ["scancel", "--batch", f"--signal={name}", str(job)]
 
 
 def cancel(jobs: list[int]) -> None:
     """Take jobs out of the queue, or end them at once where they run."""
     if jobs:
-        _run(["scancel", *map(str, jobs)])
+        _run(cancelling(jobs))
+
+
+def cancelling(jobs: list[int]) -> list[str]:
+    return ["scancel", *map(str, jobs)]
 
 
 def requeue(job: int) -> None:

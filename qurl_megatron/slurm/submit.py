@@ -57,8 +57,11 @@ def submit(kind: str, words: Sequence[str], cluster_file: Path, *, dry_run: bool
     return 0
 
 
-def cancel(run_dir: Path) -> int:
+def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
     """Have the jobs of a run save and end; those that wait leave the queue.
+
+    Args:
+        dry_run: only say what Slurm would be told.
 
     Raises:
         ConfigError: nothing was submitted for the run.
@@ -70,8 +73,15 @@ def cancel(run_dir: Path) -> int:
         )
     queued = commands.queued(found.jobs)
     running = [job for job, one in queued.items() if one.state == "RUNNING"]
+    waiting = [job for job in queued if job not in running]
+    if dry_run:
+        told = [commands.cancelling(waiting)] if waiting else []
+        for words in [*told, *(commands.signalling(job, "TERM") for job in running)]:
+            print(" ".join(words))
+        print("--dry-run: Slurm was told nothing")
+        return 0
     # The waiting first: the end of a running one lets the next of its chain begin.
-    commands.cancel(waiting := [job for job in queued if job not in running])
+    commands.cancel(waiting)
     for job in waiting:
         print(f"job {job} has left the queue")
     for job in running:

@@ -115,6 +115,23 @@ def test_running_jobs_save_and_waiting_ones_leave(here, model, capsys):
     assert called[-2:] == ["scancel 42", "scancel --batch --signal=TERM 41"]
 
 
+def test_a_dry_cancel_says_what_slurm_would_be_told_and_tells_it_nothing(here, model, capsys):
+    assert submit(model, "train.run_dir=run") == 0
+    (here / "run/slurm/job.json").write_text('{"jobs": [41, 42, 43], "submitted_at": ""}')
+    states = {41: "RUNNING", 42: "PENDING", 43: "PENDING"}
+    jobs = [{"job_id": job, "job_state": state} for job, state in states.items()]
+    (here / "queue").write_text(json.dumps({"jobs": jobs}))
+    program(here, "squeue", f"cat {here}/queue")
+    before = (here / "called").read_text()
+    capsys.readouterr()
+    assert main(["slurm", "cancel", "run", "--dry-run"]) == 0
+    *told, last = capsys.readouterr().out.splitlines()
+    assert last == "--dry-run: Slurm was told nothing"
+    assert (here / "called").read_text() == before + "squeue --me --json\n"
+    assert main(["slurm", "cancel", "run"]) == 0
+    assert (here / "called").read_text().splitlines()[-len(told) :] == told
+
+
 def test_a_folder_for_which_nothing_was_submitted_is_named(here, capsys):
     assert main(["slurm", "cancel", "other"]) == 2
     assert "other: nothing was submitted for this folder" in capsys.readouterr().err
