@@ -292,13 +292,14 @@ def _fit(
 
 
 def _phases(records: Sequence[Record]) -> dict[str, float]:
-    """The median seconds of each phase, the longest first."""
+    """The median seconds of each phase that matters, the longest first."""
     timed = [one.metrics for one in records if "time/step" in one.metrics][-RECENT:]
     names = {name for one in timed for name in one if name.startswith("time/")} - {"time/step"}
     found = {
         name.removeprefix("time/"): median(one.get(name, 0.0) for one in timed) for name in names
     }
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+    longest = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    return {name: seconds for name, seconds in longest if seconds > 0.01 * longest[0][1]}
 
 
 def _last(records: Sequence[Record], name: str) -> float | None:

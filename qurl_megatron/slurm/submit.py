@@ -42,10 +42,11 @@ def submit(kind: str, words: Sequence[str], cluster_file: Path, *, dry_run: bool
     cluster = load_cluster(cluster_file)
     if kind == "train":
         return _submit_training(Path(words[0]), list(words[1:]), cluster, dry_run=dry_run)
-    from qurl_megatron.slurm.checks import check_container
+    from qurl_megatron.slurm.checks import check_container, check_script
 
     job = _job(kind, words, cluster)
     check_container(cluster)
+    check_script(job.command)
     script = render(job, cluster)
     print(f"Slurm: {commands.test_only(script)}")
     if dry_run:

@@ -138,10 +138,21 @@ def test_a_folder_for_which_nothing_was_submitted_is_named(here, capsys):
 
 
 def test_a_tool_is_submitted_with_a_log_of_its_own(here, capsys):
+    (here / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
     words = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
     assert main(["slurm", "submit", *words]) == 0
     assert "job 41; its log is runs/slurm/convert-quantize-41.log" in capsys.readouterr().out
     assert (here / "runs/slurm").is_dir()
+
+
+def test_a_converter_that_is_not_in_this_folder_is_not_submitted(here, capsys):
+    words = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
+    assert main(["slurm", "submit", *words]) == 2
+    assert capsys.readouterr().err == (
+        "qurl: checkpoints_tools/quantize.py does not exist here, where the job would run; submit "
+        "from the folder of the repository\n"
+    )
+    assert not (here / "called").exists()
 
 
 def test_the_script_is_printed_without_any_check(here, capsys, monkeypatch):
