@@ -66,13 +66,16 @@ def section(text: str, number: int) -> list[str]:
 
 def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -> str:
     """What an operator reads."""
-    lines = [_headline(run_dir, one)]
+    outcome = f"qurl: attempt {one.number}: "
+    told = [line.removeprefix(outcome) for line in evidence.srun if line.startswith(outcome)]
+    lines = [_headline(run_dir, one), *(f"The supervisor says: {line}" for line in told)]
     if cause is None or (one.ended and one.ended.decision == "done"):
-        said = [line for line in evidence.srun if line.startswith("qurl: ")][-1:]
-        lines += ["no rank and no engine has failed", *said]
+        lines.append("no rank and no engine has failed")
     else:
         lines += list(_cause(cause))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
+    where = folder.attempt_folder(run_dir, one.number)
+    lines += [f"  {path}  what a rank was doing" for path in sorted(where.glob("stack-*"))]
     lines.append(f"  {run_dir}/slurm/job.log  supervisor and srun, of all attempts")
     return "\n".join(lines)
 

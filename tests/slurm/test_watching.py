@@ -108,7 +108,7 @@ def _rank(user: User, rank: int) -> psutil.Process:
     """The process that srun has started for a rank."""
     for process in user.footprint.look():
         with contextlib.suppress(psutil.NoSuchProcess):
-            task = ["slurm", "task"] == process.cmdline()[-3:-1]
+            task = process.cmdline()[-3:-1] == ["slurm", "task"]
             if task and process.environ()["SLURM_PROCID"] == str(rank):
                 return process
     raise AssertionError(f"no rank {rank}")

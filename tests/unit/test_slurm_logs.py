@@ -248,19 +248,23 @@ def attempted(run_dir: Path, srun: tuple[str, ...] = KILLED, **ended) -> Path:
 
 
 def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, capsys):
-    where = attempted(tmp_path, code=137, decision="stop")
+    outcome = "qurl: attempt 1: the training step ended with 137"
+    where = attempted(tmp_path, (*KILLED, outcome), code=137, decision="stop")
+    (where / "stack-1.txt").write_text("")
     (where / "failure-0.json").write_text(json.dumps(asdict(failed(0, "RuntimeError", GLOO))))
     assert main(["slurm", "logs", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("attempt 1, job 2: ended with 137 (stop); steps 0 to 4 are saved")
-    assert said[2] == (
+    assert said[1] == "The supervisor says: the training step ended with 137"
+    assert said[3] == (
         "First cause: it was killed: rank 1 on roll1, while rank 0 was in train of step 7, "
         "exit code 137"
     )
-    assert said[3] == "  killed by SIGKILL"
-    assert said[4].startswith("What to do: somebody, or Linux where memory ran out")
+    assert said[4] == "  killed by SIGKILL"
+    assert said[5].startswith("What to do: somebody, or Linux where memory ran out")
     assert "1 followed from it, or came later" in said
     assert any(line.endswith("train-0.log  rank 0") for line in said)
+    assert any(line.endswith("stack-1.txt  what a rank was doing") for line in said)
 
 
 def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, capsys):
