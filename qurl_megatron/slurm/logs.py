@@ -72,7 +72,7 @@ def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -
     if cause is None or (one.ended and one.ended.decision == "done"):
         lines.append("no rank and no engine has failed")
     else:
-        lines += list(_cause(cause))
+        lines += list(_cause(cause, "First cause" if one.ended else "Failed so far"))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
     where = folder.attempt_folder(run_dir, one.number)
     lines += [f"  {path}  what a rank was doing" for path in sorted(where.glob("stack-*"))]
@@ -90,10 +90,10 @@ def _headline(run_dir: Path, one: Tried) -> str:
     )
 
 
-def _cause(cause: Cause) -> Iterator[str]:
+def _cause(cause: Cause, title: str) -> Iterator[str]:
     first = cause.first
     yield ""
-    yield f"First cause: {first.kind.name}: {_where(first, cause.followed)}"
+    yield f"{title}: {first.kind.name}: {_where(first, cause.followed)}"
     yield f"  {first.said}"
     yield f"What to do: {first.kind.advice}"
     if first.traceback.strip():
