@@ -178,6 +178,7 @@ def first_cause(evidence: Evidence) -> Cause | None:
     told = {f"rank {one.rank}" for one in evidence.failures}
     events = [_of_failure(one, codes) for one in evidence.failures]
     for log in evidence.logs:
+        events += _of_slurm(log)
         if log.who not in told:
             events += _of_log(log, codes)
     events += _of_srun(evidence.srun)
@@ -230,11 +231,16 @@ def _of_log(log: Log, codes: Mapping[str, int]) -> Iterator[Event]:
         time = one.time or log.time
         yield Event(kind, weight, log.who, one.said, time, traceback=one.text, code=code)
     for line in log.text.splitlines():
-        if re.search(r"slurmstepd.*(oom.kill|OOM Killed)", line):
-            yield Event(kind_of("oom_kill"), KILLED, log.who, line.strip(), log.time)
-        elif died := re.match(r"qurl: (engine-\d+) exited with status -(\d+)", line):
+        if died := re.match(r"qurl: (engine-\d+) exited with status -(\d+)", line):
             said = f"killed by {_name(int(died[2]))}"
             yield Event(kind_of(said), ENGINE, f"{died[1]} of {log.who}", said, log.time)
+
+
+def _of_slurm(log: Log) -> Iterator[Event]:
+    """What Slurm's daemon writes into the logs of a step, of whichever task."""
+    for line in log.text.splitlines():
+        if found := re.match(r"slurmstepd(?:-(\S+))?: error: Detected \d+ oom.kill", line):
+            yield Event(kind_of(line), KILLED, "a task", line.strip(), node=found[1] or "")
 
 
 def _of_srun(lines: Sequence[str]) -> Iterator[Event]:

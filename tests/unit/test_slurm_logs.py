@@ -74,6 +74,15 @@ def test_a_rank_that_was_killed_comes_before_those_that_lost_it():
     assert [(one.who, one.code) for one in cause.followed] == [("rank 0", 1)]
 
 
+def test_memory_that_ran_out_is_the_cause_of_a_kill_whoever_had_the_line_in_its_log():
+    line = "slurmstepd-roll1: error: Detected 1 oom_kill event in StepId=2.0. Some of the step"
+    log = Log("rank 0", f"step 1/7\n{line}\n", 101.0, Path())
+    cause = first_cause(Evidence([failed(0, "RuntimeError", GLOO)], [log], KILLED))
+    assert cause.first.kind.name == "memory of the node is used up"
+    assert (cause.first.who, cause.first.node) == ("a task", "roll1")
+    assert [one.who for one in cause.followed] == ["rank 1", "rank 0"]
+
+
 def test_ranks_that_srun_itself_has_killed_are_no_cause():
     lines = ("srun: launch/slurm: _step_signal: Terminating StepId=2.0", KILLED[1])
     assert first_cause(Evidence(srun=lines)) is None
