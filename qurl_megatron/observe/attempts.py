@@ -81,7 +81,7 @@ def tried(run_dir: Path) -> list[Tried]:
     return [
         Tried(
             number,
-            read_record(path / BEGAN, lambda value: Began(**value)),
+            read_began(path),
             read_attempt(path / ENDED) if (path / ENDED).exists() else None,
             _kept_steps(path) if number < newest else steps_since(run_dir, path),
             max(file.stat().st_mtime for file in path.iterdir()),
@@ -92,7 +92,7 @@ def tried(run_dir: Path) -> list[Tried]:
 
 def steps_since(run_dir: Path, attempt: Path) -> list[Step]:
     """The steps in metrics.jsonl that the newest attempt has done."""
-    began = read_record(attempt / BEGAN, lambda value: Began(**value)).began_at
+    began = read_began(attempt).began_at
     return [step for step in steps_of(run_metrics(run_dir)) if step.ended_at > began]
 
 
@@ -115,6 +115,10 @@ def run_metrics(run_dir: Path) -> list[Record]:
     # A file that has only been begun holds no line, which is no mistake here.
     begun = path.is_file() and b"\n" in path.read_bytes()
     return read_metrics(path) if begun else []
+
+
+def read_began(attempt: Path) -> Began:
+    return read_record(attempt / BEGAN, lambda value: Began(**value))
 
 
 def read_attempt(path: Path) -> Attempt:
@@ -143,8 +147,9 @@ def read_record(path: Path, parse: Callable[[Any], T]) -> T:
 
 def _kept_steps(attempt: Path) -> list[Step]:
     path = attempt / STEPS
-    parse = lambda value: [Step(*row) for row in value]  # noqa: E731
-    return read_record(path, parse) if path.exists() else []
+    if not path.exists():
+        return []
+    return read_record(path, lambda value: [Step(*row) for row in value])
 
 
 def _attempts(run_dir: Path) -> Path:

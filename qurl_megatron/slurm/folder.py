@@ -28,6 +28,7 @@ from qurl_megatron.observe.attempts import (
     Attempt,
     Began,
     read_attempt,
+    read_began,
     read_record,
     steps_since,
 )
@@ -150,8 +151,8 @@ def attempt_folder(run_dir: Path, number: int) -> Path:
 def close_attempt(run_dir: Path, attempt: Attempt) -> None:
     """Record its end, and beside it when and on what it began."""
     path = attempt_folder(run_dir, attempt.number)
-    began = read_record(path / BEGAN, lambda value: Began(**value))
-    put(path / ENDED, _text(replace(attempt, ended_at=now(), **asdict(began))))
+    began = asdict(read_began(path))
+    put(path / ENDED, _text(replace(attempt, ended_at=now(), **began)))
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
