@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 import psutil
@@ -66,6 +67,9 @@ def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User
 def test_converters_evaluations_and_studies_run_as_jobs_of_their_own(user: User):
     model = user.overrides[-1].partition("=")[2]
     (user.folder / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
+    python = user.folder / "bin/python"  # as `source .venv/bin/activate` in site.prolog finds it
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     problems = [{"prompt": f"{n} + 2 =", "answer": str(n + 2)} for n in range(4)]
     (user.folder / "sums.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
     converted, results, study = (user.folder / name for name in ("converted", "results", "study"))
