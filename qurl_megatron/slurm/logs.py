@@ -4,7 +4,7 @@ Reads the folder alone: it works while the run goes on, and where there is no Sl
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
@@ -48,9 +48,19 @@ def gather(run_dir: Path, one: Tried) -> Evidence:
         for path in sorted((run_dir / "logs").rglob("engine-*.log"))
         if _written_by(one, path)
     ]
-    said = run_dir / "slurm/job.log"
-    text = said.read_text(encoding="utf-8", errors="replace") if said.is_file() else ""
-    return Evidence(read_failures(where), ranks + engines, section(text, one.number))
+    return Evidence(read_failures(where), ranks + engines, section(job_log(run_dir), one.number))
+
+
+def job_log(run_dir: Path) -> str:
+    """What the supervisor and srun said, of all attempts."""
+    path = run_dir / "slurm/job.log"
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def word(lines: Sequence[str], number: int) -> str:
+    """How the supervisor says that an attempt ended; "" where it has not said so."""
+    said = f"qurl: attempt {number}: "
+    return next((line.removeprefix(said) for line in reversed(lines) if line.startswith(said)), "")
 
 
 def section(text: str, number: int) -> list[str]:
@@ -66,9 +76,9 @@ def section(text: str, number: int) -> list[str]:
 
 def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -> str:
     """What an operator reads."""
-    outcome = f"qurl: attempt {one.number}: "
-    told = [line.removeprefix(outcome) for line in evidence.srun if line.startswith(outcome)]
-    lines = [_headline(run_dir, one), *(f"The supervisor says: {line}" for line in told)]
+    lines = [_headline(run_dir, one)]
+    if said := word(evidence.srun, one.number):
+        lines.append(f"The supervisor says: {said}")
     if cause is None or (one.ended and one.ended.decision == "done"):
         lines.append("no rank and no engine has failed")
     else:

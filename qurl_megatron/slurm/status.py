@@ -18,20 +18,22 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.sinks import Record
 from qurl_megatron.observe.text import duration, how_many, percent
 from qurl_megatron.slurm import commands, folder
+from qurl_megatron.slurm.attempt import NO_PROGRESS, WALL_TIME
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.commands import Queued
+from qurl_megatron.slurm.logs import job_log, section, word
+from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.training.state import latest
 
 RECENT = 20
 """Steps that medians are of."""
 
 ENDED = {
-    0: "stopped",
     1: "a fault: no engine was left, a rank was lost, or the program failed",
     2: "a mistake in the input, or a full disk",
     3: "the guard, or numbers that are not finite, halted it",
-    4: "no progress: another attempt would end likewise",
-    143: "it was cancelled, and has saved",
+    NO_PROGRESS: "no progress: another attempt would end likewise",
+    STOPPED: "it was cancelled, and has saved",
 }
 """What exit codes mean, in short; others are those of a rank that was killed."""
 
@@ -47,6 +49,7 @@ class Facts:
     queue: dict[int, Queued] | None  # None: it cannot be asked
     unasked: str = ""  # why not
     attempts: Sequence[Tried] = ()
+    word: str = ""  # the supervisor's, on how the newest attempt ended
     records: Sequence[Record] = ()
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
 
@@ -109,7 +112,8 @@ def gather(run_dir: Path) -> Facts:
         queue = commands.queued(submitted.jobs)
     except ConfigError as error:  # the folder tells what is known without it
         unasked = str(error)
-    newest = latest(run_dir)
+    newest, attempts = latest(run_dir), tried(run_dir)
+    number = attempts[-1].number if attempts else 0
     return Facts(
         run_dir,
         folder.recipe(run_dir),
@@ -117,7 +121,8 @@ def gather(run_dir: Path) -> Facts:
         submitted.jobs,
         queue,
         unasked,
-        tried(run_dir),
+        attempts,
+        word(section(job_log(run_dir), number), number),
         run_metrics(run_dir),
         (int(newest.name.removeprefix("step_")), newest.stat().st_mtime) if newest else None,
     )
@@ -238,7 +243,10 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
         word = "running" if job.state == "RUNNING" else job.state.lower()
         return "running", f"{word}, job {job.job} on {job.nodes}{tries}"
     if newest and newest.ended and (facts.queue is not None or newest.ended.decision != "again"):
-        return "ended", f"ended, job {newest.ended.job}{tries}: {_ending(newest.ended)}"
+        return (
+            "ended",
+            f"ended, job {newest.ended.job}{tries}: {facts.word or _ending(newest.ended)}",
+        )
     if facts.queue is None:
         seen = f"{tries} of this folder has not ended" if newest else ", no attempt has begun"
         return "unknown", f"the queue cannot be asked ({facts.unasked}){seen}"
@@ -254,7 +262,7 @@ def _ending(ended: Attempt) -> str:
     if ended.decision == "again":
         return f"step {ended.step_after} is saved, and no job is left that goes on"
     killed = f"a rank was killed, exit code {ended.code}"
-    code = 143 if ended.signal and not ended.code else ended.code
+    code = ended.code or (NO_PROGRESS if ended.signal == WALL_TIME else STOPPED)
     return f"{ENDED.get(code, killed)}; step {ended.step_after} is saved"
 
 
@@ -270,6 +278,8 @@ def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) ->
         return f"{run_dir}/slurm/job.log says why, else `scontrol show job {facts.jobs[0]}`"
     if newest.ended and newest.ended.decision == "done":
         return f"{run_dir}/report.html; `qurl slurm hours {run_dir}`"
+    if newest.ended and newest.ended.decision == "stop" and newest.ended.signal == WALL_TIME:
+        return "raise job.time_limit or job.signal_s in the cluster file, then `qurl slurm submit`"
     if newest.ended and (newest.ended.decision == "again" or newest.ended.signal):
         return "`qurl slurm submit`, as before, goes on"
     return f"`qurl slurm logs {run_dir}` says why; `qurl slurm submit`, as before, goes on"

@@ -114,6 +114,7 @@ def test_of_a_chain_the_job_that_runs_is_shown(facts):
         ({"code": 3, "decision": "stop"}, "the guard, or numbers that are not finite", "logs"),
         ({"code": 137, "decision": "stop"}, "a rank was killed, exit code 137", "logs"),
         ({"code": 0, "decision": "stop", "signal": "TERM"}, "it was cancelled", "goes on"),
+        ({"code": 0, "decision": "stop", "signal": "USR1"}, "no progress", "job.signal_s"),
         ({"code": 0, "decision": "again"}, "no job is left that goes on", "goes on"),
     ],
 )
@@ -122,6 +123,12 @@ def test_an_ended_run_says_how_and_what_to_do(ended, what, next, facts):
     found = describe(replace(facts, queue={}, attempts=[tried(record)]), NOW)
     assert found.state == "ended"
     assert what in found.what and next in found.next
+
+
+def test_the_supervisors_own_words_say_best_how_a_run_ended(facts):
+    record = replace(ENDED, code=1, decision="stop")
+    ended = replace(facts, queue={}, attempts=[tried(record)], word="no step for 300 s")
+    assert describe(ended, NOW).what == "ended, job 7, attempt 1: no step for 300 s"
 
 
 def test_a_job_that_left_the_queue_without_a_word_is_not_said_to_run(facts):
@@ -167,6 +174,17 @@ def test_a_run_that_has_not_begun_has_a_status(submitted, capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"{submitted}: waiting, job 7 (Resources)\n")
     assert "step 0 of 7" in said
+
+
+def test_the_supervisors_words_are_those_of_the_newest_attempt(submitted, capsys):
+    (submitted.parent / "queue.json").write_text('{"jobs": []}')
+    for number in (1, 2):
+        folder.open_attempt(submitted, gpus=1)
+        folder.close_attempt(submitted, replace(ENDED, number=number, code=1, decision="stop"))
+        with (submitted / "slurm/job.log").open("a") as out:
+            out.write(f"qurl: attempt {number}, job 7, x\nqurl: attempt {number}: why {number}\n")
+    assert main(["slurm", "status", str(submitted)]) == 0
+    assert "ended, job 7, attempt 2: why 2\n" in capsys.readouterr().out
 
 
 def test_a_program_can_read_the_status(submitted, capsys):
