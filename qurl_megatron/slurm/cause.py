@@ -243,6 +243,13 @@ def _of_slurm(log: Log) -> Iterator[Event]:
             yield Event(kind_of(line), KILLED, "a task", line.strip(), node=found[1] or "")
 
 
+SLURMS = (
+    r"[Nn]ode [Ff]ailure|NODE FAILURE|oom.kill|Out Of Memory|not responding|"
+    r"DUE TO (TIME LIMIT|PREEMPTION)"
+)
+"""Lines of job.log that tell of a failure without a task's exit code."""
+
+
 def _of_srun(lines: Sequence[str]) -> Iterator[Event]:
     """Up to where srun itself begins to end tasks."""
     for line in lines:
@@ -257,7 +264,7 @@ def _of_srun(lines: Sequence[str]) -> Iterator[Event]:
                 said = f"killed by {_name(number)}"
                 code = 128 + number
                 yield Event(kind_of(said), KILLED, f"rank {task}", said, node=node, code=code)
-        elif re.search(r"Node failure|oom.kill|Out Of Memory|DUE TO|not responding", line):
+        elif re.search(SLURMS, line):
             who = f"rank {tasks}" if tasks else "srun"
             yield Event(kind_of(line), KILLED, who, line.partition("error: ")[2] or line, node=node)
 

@@ -148,6 +148,11 @@ def test_what_only_srun_says_is_understood(line, who, kind):
     assert (cause.first.who, cause.first.kind.name) == (who, kind)
 
 
+def test_a_job_that_goes_back_to_the_queue_has_not_failed():
+    line = "slurmstepd-roll1: error: *** JOB 4 ON roll1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***"
+    assert first_cause(Evidence(srun=[line])) is None
+
+
 def test_a_step_that_slurm_cancels_because_a_rank_failed_is_no_cause():
     log = Log(
         "rank 0",
