@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.text import duration, percent, scientific
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Progress:
     def phase(self, name: str) -> None:
         """Show what the run is busy with from now on."""
         self._phase, self._phase_started = name, self._clock()
+        HERE.enter(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step; step 0 is the evaluation before training."""

@@ -3,7 +3,7 @@
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jinja2
@@ -11,6 +11,7 @@ import numpy as np
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import lanes, plots
+from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.plots import History, Picture
 from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.sinks import Record, read_metrics
@@ -106,6 +107,7 @@ def write_report(run_dir: Path | str) -> Path:
         banners=list(_banners(spans, history.last_step)),
         non_finite=history.non_finite,
         compared=compared(run_dir, history),
+        hours=_hours(hours_of(run_dir)),
         groups=_groups(history),
         last_step=history.last_step,
         recipe=recipe,
@@ -240,6 +242,24 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
         wide_svg = plots.picture_svg(picture, history, wide=True) if wide else ""
         drawings.append(Drawing(picture, plots.picture_svg(picture, history), wide_svg, legend))
     return drawings
+
+
+def _hours(found: Hours) -> dict | None:
+    """The table of GPU-hours; None for a run that was not submitted by ``qurl slurm``."""
+    if not found.rows:
+        return None
+    spent = [(f"attempt {row.number}", row.gpus, row.hours) for row in found.rows]
+    if len(spent) > 1:
+        spent.append(("all", "", found.total))
+    rows = [
+        (name, gpus, [number(value) for value in (*asdict(one).values(), one.total)])
+        for name, gpus, one in spent
+    ]
+    note = ""
+    if found.per_sample is not None:
+        each = number(found.per_sample)
+        note = f"{found.samples:,.0f} samples were trained on: {each} GPU-hours each."
+    return {"heads": [kind.replace("_", " ") for kind in KINDS], "rows": rows, "note": note}
 
 
 def _groups(history: History) -> dict[str, list[Row]]:

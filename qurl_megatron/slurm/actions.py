@@ -25,7 +25,28 @@ def _cancel(arguments: argparse.Namespace) -> int:
     """Have the jobs of a run save and end."""
     from qurl_megatron.slurm.submit import cancel
 
-    return cancel(arguments.run_dir)
+    return cancel(arguments.run_dir, dry_run=arguments.dry_run)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    """Say how a run is: queue, steps, time left, newest checkpoint, and what to do next."""
+    from qurl_megatron.slurm.status import status
+
+    return status(arguments.run_dir, as_json=arguments.json)
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    """Say what ended a run's newest attempt: the first cause, and what followed from it."""
+    from qurl_megatron.slurm.logs import logs
+
+    return logs(arguments.run_dir, arguments.attempt)
+
+
+def _hours(arguments: argparse.Namespace) -> int:
+    """Say where a run's GPU-hours went: trained, set up, saved, stalled, lost."""
+    from qurl_megatron.slurm.hours import hours
+
+    return hours(arguments.run_dir, as_json=arguments.json)
 
 
 def _attempt(arguments: argparse.Namespace) -> int:
@@ -60,6 +81,9 @@ ACTIONS = {
     "render": _render,
     "submit": _submit,
     "cancel": _cancel,
+    "status": _status,
+    "logs": _logs,
+    "hours": _hours,
     "attempt": _attempt,
     "task": _task,
     "offer": _offer,
@@ -95,8 +119,16 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     added["submit"].add_argument(
         "--dry-run", action="store_true", help="stop before anything is written or submitted"
     )
-    for name in ("cancel", "attempt", "task", "offer"):
+    for name in ("cancel", "status", "logs", "hours", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
+    added["cancel"].add_argument(
+        "--dry-run", action="store_true", help="only say what Slurm would be told"
+    )
+    for name in ("status", "hours"):
+        added[name].add_argument("--json", action="store_true", help="for a program to read")
+    added["logs"].add_argument(
+        "--attempt", type=int, metavar="N", help="default: the newest; the first is 1"
+    )
     added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
     added["cell"].add_argument("study", type=Path, help="TOML study file")
     added["cell"].add_argument("out", type=Path, help="folder of its runs")

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe import failures
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.jobs import components
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.offer import prepare
 from qurl_megatron.slurm.steps import rollout_step, training_step
@@ -99,8 +101,11 @@ def attempt(run_dir: Path) -> int:
         _say(f"{run_dir} has all its {before} steps")
         _cancel_chain(run_dir, job)
         return 0
-    number = folder.open_attempt(run_dir)
+    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    held = sum(one.nodes * one.gpus for one in components(layout, cluster))
+    number = folder.open_attempt(run_dir, gpus=held, step=before)
     logs = folder.attempt_folder(run_dir, number)
+    os.environ[failures.FOLDER] = str(logs.absolute())  # srun passes it on to the ranks
     _say(f"attempt {number}, job {job}, from step {before}; the ranks write {logs}/train-RANK.log")
     with Received() as received:
         code = _run(run_dir, logs, config, cluster, received)

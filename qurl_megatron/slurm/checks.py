@@ -7,6 +7,7 @@ Slurm, and a few seconds.
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
@@ -59,6 +60,16 @@ def check_container(cluster: ClusterConfig) -> None:
             f"container.image={container.image} does not exist or cannot be read; make it, or set "
             "container.image in the cluster file to one that is there"
         )
+
+
+def check_script(command: Sequence[str]) -> None:
+    """A job runs where it is submitted, and finds the converters there."""
+    for word in command:
+        if word.startswith("checkpoints_tools/") and not Path(word).is_file():
+            raise ConfigError(
+                f"{word} does not exist here, where the job would run; submit from the folder of "
+                "the repository"
+            )
 
 
 def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:

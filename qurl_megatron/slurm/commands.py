@@ -23,6 +23,8 @@ class Queued:
     state: str  # such as PENDING, RUNNING, COMPLETING
     reason: str
     nodes: str
+    starts: float = 0.0  # or is expected to, Unix seconds; 0: not known
+    ends: float = 0.0  # at the latest
 
 
 def test_only(script: str) -> str:
@@ -77,18 +79,35 @@ def _queued(entry: dict) -> Queued:
         str(words[0]),
         str(entry.get("state_reason") or ""),
         str(entry.get("nodes") or ""),
+        _seconds(entry.get("start_time")),
+        _seconds(entry.get("end_time")),
     )
+
+
+def _seconds(value: object) -> float:
+    """A time of squeue's: a number up to Slurm 23.02, a number in an object since."""
+    if isinstance(value, dict):
+        value = value.get("number") if value.get("set") and not value.get("infinite") else 0
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def signal_supervisor(job: int, name: str) -> None:
     """Send a signal to the process that the job's script has become, and to nothing else."""
-    _run(["scancel", "--batch", f"--signal={name}", str(job)])
+    _run(signalling(job, name))
+
+
+def signalling(job: int, name: str) -> list[str]:
+    return ["scancel", "--batch", f"--signal={name}", str(job)]
 
 
 def cancel(jobs: list[int]) -> None:
     """Take jobs out of the queue, or end them at once where they run."""
     if jobs:
-        _run(["scancel", *map(str, jobs)])
+        _run(cancelling(jobs))
+
+
+def cancelling(jobs: list[int]) -> list[str]:
+    return ["scancel", *map(str, jobs)]
 
 
 def requeue(job: int) -> None:

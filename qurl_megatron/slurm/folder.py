@@ -6,7 +6,8 @@
     job.sbatch       the script
     job.json         ids of the jobs and when they were submitted; the last to be written
     job.log          what the supervisor says, of all attempts
-    attempts/1/      an attempt: train-RANK.log, attempt.json at its end
+    attempts/1/      an attempt: train-RANK.log, failure-RANK.json of a rank that failed, and the
+                     records of observe.attempts
     latest           link to the newest of them
 
 Whatever is read by another process is written aside and renamed.
@@ -15,18 +16,25 @@ Whatever is read by another process is written aside and renamed.
 import contextlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
 
 from qurl_megatron.config import RunConfig, load, to_toml
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.attempts import (
+    BEGAN,
+    ENDED,
+    STEPS,
+    Attempt,
+    Began,
+    read_attempt,
+    read_began,
+    read_record,
+    steps_since,
+)
+from qurl_megatron.observe.clock import now
 from qurl_megatron.runtime.files import refusing
 from qurl_megatron.slurm.cluster import ClusterConfig, load_cluster
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,20 +43,6 @@ class Submitted:
 
     jobs: list[int]  # several of a chain, in their order
     submitted_at: str  # UTC
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """attempt.json: one job, or one start of a job that was requeued."""
-
-    number: int
-    job: int
-    restarts: int  # of this job, by Slurm's count
-    step_before: int  # of the newest checkpoint when it began
-    step_after: int
-    signal: str  # that the supervisor got first; "" for none
-    code: int  # exit code of the training step
-    decision: str
 
 
 def write(
@@ -89,7 +83,7 @@ def overrides(run_dir: Path) -> list[str]:
     Raises:
         ConfigError: nothing was submitted there, or the file is damaged.
     """
-    given = _read(
+    given = read_record(
         run_dir / "slurm/request.json", lambda value: [str(one) for one in value["overrides"]]
     )
     return [*given, f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
@@ -111,15 +105,21 @@ def submitted(run_dir: Path) -> Submitted | None:
         ConfigError: job.json is damaged.
     """
     path = run_dir / "slurm/job.json"
-    return _read(path, lambda value: Submitted(**value)) if path.exists() else None
+    return read_record(path, lambda value: Submitted(**value)) if path.exists() else None
 
 
 def write_submitted(run_dir: Path, jobs: Submitted) -> None:
-    put(run_dir / "slurm/job.json", json.dumps(asdict(jobs), indent=1) + "\n")
+    put(run_dir / "slurm/job.json", _text(jobs))
 
 
-def open_attempt(run_dir: Path) -> int:
+def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
     """Make the folder of the next attempt, and have ``latest`` lead there.
+
+    The steps of the attempt before are kept with it: its metrics are about to be written anew.
+
+    Args:
+        gpus: that the job holds, of all nodes.
+        step: of the newest checkpoint.
 
     Returns:
         Its number; the first is 1.
@@ -131,6 +131,11 @@ def open_attempt(run_dir: Path) -> int:
             with contextlib.suppress(FileExistsError):
                 (attempts / str(number)).mkdir()
                 break
+        before = attempts / str(number - 1)
+        if (before / BEGAN).exists():
+            rows = [[one.step, one.ended_at, one.seconds] for one in steps_since(run_dir, before)]
+            put(before / STEPS, json.dumps(rows) + "\n")
+        put(attempts / str(number) / BEGAN, _text(Began(now(), gpus, step)))
         link = run_dir / "slurm/latest"
         aside = link.with_name(".latest")
         aside.unlink(missing_ok=True)
@@ -144,8 +149,10 @@ def attempt_folder(run_dir: Path, number: int) -> Path:
 
 
 def close_attempt(run_dir: Path, attempt: Attempt) -> None:
-    path = attempt_folder(run_dir, attempt.number) / "attempt.json"
-    put(path, json.dumps(asdict(attempt), indent=1) + "\n")
+    """Record its end, and beside it when and on what it began."""
+    path = attempt_folder(run_dir, attempt.number)
+    began = asdict(read_began(path))
+    put(path / ENDED, _text(replace(attempt, ended_at=now(), **began)))
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
@@ -154,23 +161,9 @@ def attempts(run_dir: Path) -> list[Attempt]:
     Raises:
         ConfigError: a record is damaged.
     """
-    found = (run_dir / "slurm/attempts").glob("*/attempt.json")
-    names = {field.name for field in fields(Attempt)}
-
-    def parse(value: dict) -> Attempt:
-        return Attempt(**{name: value[name] for name in names})
-
-    return sorted((_read(path, parse) for path in found), key=lambda one: one.number)
+    found = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
+    return sorted(map(read_attempt, found), key=lambda one: one.number)
 
 
-def _read(path: Path, parse: Callable[[Any], T]) -> T:
-    try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist; `qurl slurm submit` makes it, and RUN_DIR is train.run_dir"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({error!s:.200}); submit the run again with `qurl slurm submit`"
-        ) from None
+def _text(record: Submitted | Attempt | Began) -> str:
+    return json.dumps(asdict(record), indent=1) + "\n"

@@ -5,7 +5,7 @@ node, which begins anew, or goes on by itself, where Slurm requeues it.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Tool:
     """A kind of job that is one command on one node."""
 
     prefix: tuple[str, ...]  # before the words the user gives; {} stands for the first of them
-    gpus: bool  # takes those of a node, else none
+    gpus: Callable[[Sequence[str]], bool]  # the user's words: does it take those of a node?
     names: str  # what the first word is
     folder: str = ""  # where the first word names a Python file; "" where it does not
 
@@ -33,18 +33,20 @@ class Tool:
 TOOLS = {
     "convert": Tool(
         ("python", "checkpoints_tools/{}.py"),
-        gpus=False,
+        gpus=lambda words: "te" in words,  # quantize --backend te
         names="a tool of checkpoints_tools",
         folder="checkpoints_tools",
     ),
     "bench": Tool(
         ("python", "-m", "qurl_megatron.bench.{}"),
-        gpus=True,
+        gpus=lambda words: words[0].removesuffix(".py") in ("loss", "publish"),
         names="a benchmark of qurl_megatron.bench",
         folder="qurl_megatron/bench",
     ),
-    "eval": Tool(("qurl", "eval", "{}"), gpus=True, names="a benchmark file"),
-    "study": Tool(("qurl", "slurm", "cell", "{}"), gpus=True, names="a study file"),
+    "eval": Tool(
+        ("qurl", "eval", "{}"), gpus=lambda words: "--url" not in words, names="a benchmark file"
+    ),
+    "study": Tool(("qurl", "slurm", "cell", "{}"), gpus=lambda _: True, names="a study file"),
 }
 KINDS = ("train", *TOOLS)
 
@@ -104,7 +106,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
             raise ConfigError(
                 f"--kind {kind}: {first} is not {tool.names}; known: {', '.join(known)}"
             )
-    gpus = cluster.node.gpus if tool.gpus else 0
+    gpus = cluster.node.gpus if tool.gpus(words) else 0
     component = Component(nodes=1, tasks=1, gpus=gpus)
     command = (*(part.format(first) for part in tool.prefix), *rest)
     step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]

@@ -42,10 +42,11 @@ def submit(kind: str, words: Sequence[str], cluster_file: Path, *, dry_run: bool
     cluster = load_cluster(cluster_file)
     if kind == "train":
         return _submit_training(Path(words[0]), list(words[1:]), cluster, dry_run=dry_run)
-    from qurl_megatron.slurm.checks import check_container
+    from qurl_megatron.slurm.checks import check_container, check_script
 
     job = _job(kind, words, cluster)
     check_container(cluster)
+    check_script(job.command)
     script = render(job, cluster)
     print(f"Slurm: {commands.test_only(script)}")
     if dry_run:
@@ -57,8 +58,11 @@ def submit(kind: str, words: Sequence[str], cluster_file: Path, *, dry_run: bool
     return 0
 
 
-def cancel(run_dir: Path) -> int:
+def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
     """Have the jobs of a run save and end; those that wait leave the queue.
+
+    Args:
+        dry_run: only say what Slurm would be told.
 
     Raises:
         ConfigError: nothing was submitted for the run.
@@ -70,8 +74,15 @@ def cancel(run_dir: Path) -> int:
         )
     queued = commands.queued(found.jobs)
     running = [job for job, one in queued.items() if one.state == "RUNNING"]
+    waiting = [job for job in queued if job not in running]
+    if dry_run:
+        told = [commands.cancelling(waiting)] if waiting else []
+        for words in [*told, *(commands.signalling(job, "TERM") for job in running)]:
+            print(" ".join(words))
+        print("--dry-run: Slurm was told nothing")
+        return 0
     # The waiting first: the end of a running one lets the next of its chain begin.
-    commands.cancel(waiting := [job for job in queued if job not in running])
+    commands.cancel(waiting)
     for job in waiting:
         print(f"job {job} has left the queue")
     for job in running:

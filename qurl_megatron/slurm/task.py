@@ -13,6 +13,7 @@ import signal
 import threading
 from pathlib import Path
 
+from qurl_megatron.observe.failures import kept
 from qurl_megatron.slurm import folder
 
 STOPPED = 128 + signal.SIGTERM
@@ -29,10 +30,11 @@ def task(run_dir: Path) -> int:
         ConfigError: nothing was submitted there, or what ``qurl train`` raises.
     """
     stop_on_usr1()
-    config = folder.recipe(run_dir)
-    from qurl_megatron.training.start import start
+    with kept():
+        config = folder.recipe(run_dir)
+        from qurl_megatron.training.start import start
 
-    code = start(config)
+        code = start(config)
     return 0 if code == STOPPED else code
 
 

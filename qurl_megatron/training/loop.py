@@ -26,6 +26,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.reference import Reference
+from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
@@ -146,7 +147,8 @@ class _Parts:
 
     def save(self, state: TrainState) -> None:
         run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep
-        checkpoint.save(run_dir, self.policy, state, keep=keep, critic=self.critic)
+        with HERE.doing("saving"):
+            checkpoint.save(run_dir, self.policy, state, keep=keep, critic=self.critic)
 
 
 def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:
@@ -183,7 +185,8 @@ def _step(
     """
     config, lead, publisher = parts.config, parts.lead, parts.publisher
     step = state.step + 1
-    timer = lead.timer(step) if lead else Timer()
+    HERE.step, HERE.version, HERE.phase = step, state.step, "rollout"
+    timer = lead.timer(step) if lead else Timer(HERE.enter)
 
     rollout, failure = _samples(config, lead, publisher, step, timer)
     if rollout is None:
@@ -201,6 +204,8 @@ def _step(
     if failure is None:
         with timer.phase("publish"):
             published, failure = _publish(lead, publisher, step)
+        if failure is None:
+            HERE.version = step
         if lead and failure is None:
             lead.published(step)
 
@@ -388,6 +393,7 @@ def _evaluated(
     lead: Lead | None, publisher: Publisher, state: TrainState
 ) -> tuple[TrainState, Exception | None]:
     """The state with its held-out accuracy, on the leading rank; what went wrong, on all."""
+    HERE.enter("evaluate")
     for _ in range(HEALS):
         failure = None
         if lead:

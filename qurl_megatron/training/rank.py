@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe import failures
 from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.runtime.launch import tell
 
@@ -56,9 +57,11 @@ def run_rank(config: RunConfig) -> int:
 
         finished = train(config, stop)
     except tuple(codes) as error:
+        failures.keep(error)
         tell(f"qurl: {error}")
         _leave(codes[type(error)])
-    except BaseException:
+    except BaseException as error:
+        failures.keep(error)
         tell(traceback.format_exc())
         _leave(1)
     return 0 if finished else 128 + (stop.signal or signal.SIGTERM)

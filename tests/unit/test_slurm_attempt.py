@@ -86,6 +86,7 @@ def slurm(tmp_path, monkeypatch):
     programs.mkdir()
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("QURL_ATTEMPT", "")  # an attempt sets it for its ranks
 
     def make(program: str, body: str) -> None:
         path = programs / program

@@ -79,6 +79,23 @@ def test_the_queue_of_old_and_new_slurms(state, program, tmp_path):
     assert found == {5: commands.Queued(5, "RUNNING", "None", "n[1-2]")}
 
 
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [
+        (90, 90.0),
+        ({"set": True, "number": 90}, 90.0),
+        ({"set": False, "number": 0}, 0.0),
+        (None, 0),
+    ],
+)
+def test_times_of_the_queue_of_old_and_new_slurms(told, seconds, program, tmp_path):
+    job = {"job_id": 5, "job_state": "RUNNING", "start_time": told, "end_time": told}
+    (tmp_path / "queue.json").write_text(json.dumps({"jobs": [job]}))
+    program("squeue", f"cat {tmp_path}/queue.json")
+    found = commands.queued([5])[5]
+    assert (found.starts, found.ends) == (seconds, seconds)
+
+
 @pytest.mark.parametrize("said", ["", "[]", '{"jobs": [{}]}', "squeue: unrecognized option"])
 def test_a_queue_that_cannot_be_read_is_one_sentence(said, program):
     program("squeue", f"echo '{said}'")

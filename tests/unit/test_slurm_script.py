@@ -125,6 +125,22 @@ def test_a_tool_is_one_command_on_one_node_without_gpus():
     assert text.endswith(" python checkpoints_tools/hf_to_megatron.py --hf a --out b\n")
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "takes"),
+    [
+        ("convert", ["quantize", "--backend", "te"], True),
+        ("convert", ["quantize", "--backend", "native"], False),
+        ("bench", ["loss", "--device", "cuda"], True),
+        ("bench", ["scale.py", "--factor", "1"], False),
+        ("eval", ["aime.jsonl", "--model", "m"], True),
+        ("eval", ["aime.jsonl", "--model", "m", "--url", "http://a:1"], False),
+    ],
+)
+def test_a_tool_takes_gpus_only_where_it_uses_them(kind, words, takes):
+    text = render(tool_job(kind, words, ClusterConfig()), ClusterConfig())
+    assert ("--gpus-per-node=8" in text) == takes
+
+
 def test_a_study_is_an_array():
     text = render(tool_job("study", ["s.toml", "out"], ClusterConfig(), tasks=9), ClusterConfig())
     assert "#SBATCH --array=0-8\n" in text

@@ -115,16 +115,44 @@ def test_running_jobs_save_and_waiting_ones_leave(here, model, capsys):
     assert called[-2:] == ["scancel 42", "scancel --batch --signal=TERM 41"]
 
 
+def test_a_dry_cancel_says_what_slurm_would_be_told_and_tells_it_nothing(here, model, capsys):
+    assert submit(model, "train.run_dir=run") == 0
+    (here / "run/slurm/job.json").write_text('{"jobs": [41, 42, 43], "submitted_at": ""}')
+    states = {41: "RUNNING", 42: "PENDING", 43: "PENDING"}
+    jobs = [{"job_id": job, "job_state": state} for job, state in states.items()]
+    (here / "queue").write_text(json.dumps({"jobs": jobs}))
+    program(here, "squeue", f"cat {here}/queue")
+    before = (here / "called").read_text()
+    capsys.readouterr()
+    assert main(["slurm", "cancel", "run", "--dry-run"]) == 0
+    *told, last = capsys.readouterr().out.splitlines()
+    assert last == "--dry-run: Slurm was told nothing"
+    assert (here / "called").read_text() == before + "squeue --me --json\n"
+    assert main(["slurm", "cancel", "run"]) == 0
+    assert (here / "called").read_text().splitlines()[-len(told) :] == told
+
+
 def test_a_folder_for_which_nothing_was_submitted_is_named(here, capsys):
     assert main(["slurm", "cancel", "other"]) == 2
     assert "other: nothing was submitted for this folder" in capsys.readouterr().err
 
 
 def test_a_tool_is_submitted_with_a_log_of_its_own(here, capsys):
+    (here / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
     words = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
     assert main(["slurm", "submit", *words]) == 0
     assert "job 41; its log is runs/slurm/convert-quantize-41.log" in capsys.readouterr().out
     assert (here / "runs/slurm").is_dir()
+
+
+def test_a_converter_that_is_not_in_this_folder_is_not_submitted(here, capsys):
+    words = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
+    assert main(["slurm", "submit", *words]) == 2
+    assert capsys.readouterr().err == (
+        "qurl: checkpoints_tools/quantize.py does not exist here, where the job would run; submit "
+        "from the folder of the repository\n"
+    )
+    assert not (here / "called").exists()
 
 
 def test_the_script_is_printed_without_any_check(here, capsys, monkeypatch):

@@ -1,0 +1,104 @@
+"""Why a rank failed, kept where an operator's tools find it: ``failure-RANK.json``.
+
+A log has the words of the rank that was first to speak, if any: the others only saw that a peer was
+gone, and are silent. Each rank of a job therefore leaves what it met in the folder of its attempt,
+with where in the run it was, so that the cause can be told from what followed.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qurl_megatron.observe.clock import now
+
+FOLDER = "QURL_ATTEMPT"
+"""Environment variable that names the attempt's folder; without it nothing is kept."""
+
+
+@dataclass
+class Whereabouts:
+    """Where in a run this process is."""
+
+    phase: str = "setting up"
+    step: int | None = None  # that is being done
+    version: int | None = None  # of the weights that engines hold
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+
+    @contextlib.contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Inside, this is the phase; an exception leaves it so, for whoever reports it."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+
+HERE = Whereabouts()
+"""Of this process, which is one rank of one run."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """failure-RANK.json."""
+
+    time: float  # Unix seconds, by the node's clock
+    rank: int
+    node: str
+    phase: str
+    step: int | None
+    version: int | None
+    kind: str  # name of the exception's type
+    text: str
+    traceback: str
+
+
+def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
+    """Leave ``failure-RANK.json`` in the attempt's folder; outside of an attempt nothing."""
+    if not env.get(FOLDER):
+        return
+    rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
+    failure = Failure(
+        time=now(),
+        rank=rank,
+        node=env.get("SLURMD_NODENAME") or socket.gethostname(),
+        phase=HERE.phase,
+        step=HERE.step,
+        version=HERE.version,
+        kind=type(error).__name__,
+        text=str(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+    path = Path(env[FOLDER]) / f"failure-{rank}.json"
+    aside = path.with_name(f".{path.name}.new")
+    # On a disk that is full, the error itself must still be told, and the log has it.
+    try:
+        aside.write_text(json.dumps(asdict(failure), indent=1) + "\n", encoding="utf-8")
+        aside.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """An exception that leaves the block is kept."""
+    try:
+        yield
+    except Exception as error:
+        keep(error)
+        raise
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """Those of an attempt, the earliest first; a damaged one is left out, for logs tell too."""
+    found = []
+    for path in folder.glob("failure-*.json"):
+        with contextlib.suppress(ValueError, TypeError):
+            found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
+    return sorted(found, key=lambda one: one.time)

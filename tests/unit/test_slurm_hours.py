@@ -1,0 +1,191 @@
+"""Where the GPU-hours of a run went."""
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.cli import main
+from qurl_megatron.observe import attempts as records
+from qurl_megatron.observe.attempts import Began, Step, tried
+from qurl_megatron.observe.hours import accepted, hours_of, split
+from qurl_megatron.observe.report import write_report
+from qurl_megatron.observe.sinks import Record
+from qurl_megatron.slurm import folder
+
+INFINITE = float("inf")
+
+
+def taken(*seconds: float, start: float = 100.0, gap: float = 0.0, first: int = 1) -> list[Step]:
+    """Steps one after another, from ``start`` on."""
+    steps = []
+    for number, took in enumerate(seconds, first):
+        start += took
+        steps.append(Step(number, start, took))
+        start += gap
+    return steps
+
+
+def test_a_run_that_ends_by_itself_has_set_up_trained_and_saved():
+    spent = split(0.0, 150.0, taken(10, 10, 10, gap=2.0), 3, failed=False, runs=False)
+    assert asdict(spent) == {"set_up": 100, "trained": 30, "saved": 20, "stalled": 0, "lost": 0}
+
+
+def test_what_is_behind_the_checkpoint_of_a_failed_attempt_is_lost():
+    spent = split(0.0, 145.0, taken(10, 10, 10, 10), 2, failed=True, runs=False)
+    assert asdict(spent) == {"set_up": 100, "trained": 20, "saved": 0, "stalled": 0, "lost": 25}
+
+
+def test_a_step_that_takes_far_longer_than_the_median_has_stalled():
+    spent = split(0.0, 430.0, taken(10, 10, 300, 10), 4, failed=False, runs=False)
+    assert (spent.trained, spent.stalled) == (60, 270)
+
+
+def test_an_attempt_that_did_no_step_only_set_up():
+    spent = split(5.0, 65.0, [], 0, failed=True, runs=False)
+    assert (spent.set_up, spent.total) == (60, 60)
+
+
+def test_a_run_that_hangs_in_its_step_is_stalled_and_loses_nothing_yet():
+    spent = split(0.0, 220.0, taken(10, 10), INFINITE, failed=False, runs=True)
+    assert (spent.trained, spent.stalled, spent.lost) == (50, 70, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_parts_add_up_to_the_whole_whatever_the_clocks_say(seed):
+    rng = random.Random(seed)
+    began = rng.uniform(0, 1e9)
+    ended = began + rng.uniform(0, 1e5)
+    steps = [
+        Step(number, rng.uniform(began - 100, ended + 100), rng.expovariate(1 / 50))
+        for number in range(rng.randrange(20))
+    ]
+    if rng.random() < 0.8:
+        steps.sort(key=lambda one: one.ended_at)
+    saved = rng.choice([0, 5, INFINITE])
+    flags = {"failed": rng.random() < 0.5, "runs": rng.random() < 0.5}
+    spent = split(began, ended, steps, saved, **flags)
+    assert spent.total == pytest.approx(ended - began, rel=1e-9, abs=1e-6)
+    assert min(asdict(spent).values()) >= 0
+
+
+# ---- the run's folder
+
+
+def measure(run_dir: Path, steps: list[Step]) -> None:
+    run_dir.mkdir(exist_ok=True)
+    with (run_dir / "metrics.jsonl").open("w") as out:
+        for one in steps:
+            metrics = {"time/step": one.seconds, "reward/mean": 0.5}
+            line = {"step": one.step, "time": one.ended_at, "metrics": metrics}
+            out.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """``clock(t)`` sets the supervisor's time."""
+
+    def at(seconds: float) -> None:
+        monkeypatch.setattr(folder, "now", lambda: seconds)
+
+    return at
+
+
+def close(run_dir: Path, number: int, *, after: int, code: int, decision: str = "stop") -> None:
+    record = {"job": 5, "restarts": 0, "step_before": 0, "signal": "", "decision": decision}
+    ended = folder.Attempt(number=number, step_after=after, code=code, **record)
+    folder.close_attempt(run_dir, ended)
+
+
+@pytest.fixture
+def twice(tmp_path, clock) -> Path:
+    """Four steps of which two are saved, a failure, and the other two again."""
+    clock(1000.0)
+    folder.open_attempt(tmp_path, gpus=36, step=0)
+    measure(tmp_path, taken(10, 10, 10, 10, start=1100.0))
+    clock(1150.0)
+    close(tmp_path, 1, after=2, code=137)
+    clock(2000.0)
+    folder.open_attempt(tmp_path, gpus=36, step=2)
+    first = taken(10, 10, start=1100.0)
+    measure(tmp_path, first + taken(10, 10, start=2050.0, first=3))
+    clock(2080.0)
+    close(tmp_path, 2, after=4, code=0, decision="done")
+    (tmp_path / "config.toml").write_text(
+        "[data]\nprompts_per_step = 4\n[rollout]\nsamples_per_prompt = 8\n"
+    )
+    return tmp_path
+
+
+def test_steps_that_were_done_again_are_counted_as_lost_although_metrics_forget_them(twice):
+    one, two = hours_of(twice).rows
+    seconds = {k: round(v * 100, 6) for k, v in asdict(one.hours).items()}  # 36 GPUs: 0.01 h a s
+    assert seconds == {"set_up": 100, "trained": 20, "saved": 0, "stalled": 0, "lost": 30}
+    seconds = {k: round(v * 100, 6) for k, v in asdict(two.hours).items()}
+    assert seconds == {"set_up": 50, "trained": 20, "saved": 10, "stalled": 0, "lost": 0}
+
+
+def test_the_attempts_add_up_to_the_run_and_the_queue_between_them_is_no_gpus(twice):
+    found = hours_of(twice)
+    assert found.total.total == pytest.approx((150 + 80) * 36 / 3600)
+    assert found.samples == 4 * 32
+    assert found.per_sample == pytest.approx(2.3 / 128)
+
+
+def test_a_supervisor_that_was_killed_leaves_an_attempt_that_ended_with_its_last_sign(
+    tmp_path, clock
+):
+    clock(1000.0)
+    folder.open_attempt(tmp_path, gpus=1, step=0)
+    measure(tmp_path, taken(10, 10, start=1100.0))
+    clock(5000.0)
+    folder.open_attempt(tmp_path, gpus=1, step=1)
+    first, second = tried(tmp_path)
+    assert (first.ended, [one.step for one in first.steps], list(second.steps)) == (
+        None,
+        [1, 2],
+        [],
+    )
+    assert second.began == Began(5000.0, 1, 1)
+
+
+def test_rejected_samples_and_those_that_fill_up_are_not_accepted():
+    recipe = {"data": {"prompts_per_step": 4}, "rollout": {"samples_per_prompt": 8}}
+    metrics = {"time/step": 1.0, "correction/rejected_responses": 0.25, "sampling/unfilled": 1.0}
+    lines = [Record(1, 0.0, metrics), Record(1, 0.0, {"eval/accuracy": 1.0})]
+    assert accepted(lines, recipe) == 32 * 0.75 - 8
+
+
+def test_the_table_and_its_json_say_the_same(twice, capsys):
+    assert main(["slurm", "hours", str(twice)]) == 0
+    table = capsys.readouterr().out
+    assert main(["slurm", "hours", str(twice), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["all"]["all"] == 2.3
+    assert data["all"]["lost"] == pytest.approx(0.3)
+    assert [one["attempt"] for one in data["attempts"]] == [1, 2]
+    assert "all " in table and "2.3000" in table
+    assert "128 samples were trained on: 0.018 GPU-hours each" in table
+
+
+def test_a_run_that_has_not_begun_has_no_hours(tmp_path, capsys):
+    assert main(["slurm", "hours", str(tmp_path)]) == 2
+    assert "has no attempt yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [records.BEGAN, records.STEPS])
+def test_a_damaged_record_is_named(name, twice, capsys):
+    (twice / "slurm/attempts/1" / name).write_text("[1")
+    assert main(["slurm", "hours", str(twice)]) == 2
+    assert f"{name} is damaged" in capsys.readouterr().err
+
+
+def test_the_report_of_a_run_under_slurm_has_its_gpu_hours_and_another_has_none(twice, tmp_path):
+    page = write_report(twice).read_text()
+    assert "<summary>GPU-hours</summary>" in page
+    assert '<th scope="row">attempt 2</th><td>36</td>' in page
+    alone = tmp_path / "alone"
+    measure(alone, taken(1.0))
+    assert "GPU-hours" not in write_report(alone).read_text()
