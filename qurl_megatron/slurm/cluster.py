@@ -49,7 +49,20 @@ class JobConfig:
 
     signal_s: int = 900
     """Seconds before the time limit in which the run finishes its step and saves. Slurm may be a
-    minute early."""
+    minute early. Once steps and checkpoints of the run are measured, what they take counts in place
+    of it, whether that is more or less."""
+
+    retries: int = 3
+    """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
+    follows by itself. An attempt whose time was up, and a new submission, begin the count anew. Two
+    attempts in a row without a new checkpoint end the run whatever is left of it."""
+
+    hung_s: int = 1800
+    """Seconds without a new step after which a run counts as hung: its ranks write their stacks and
+    are ended. The longest set-up, evaluation and restart of engines must fit in."""
+
+    hung_steps: float = 10.0
+    """The same in median steps of the run; the longer of the two counts."""
 
     extra: tuple[str, ...] = ()
     """Further options of sbatch for every component, e.g. ["--exclusive"]."""
@@ -77,6 +90,9 @@ class JobConfig:
             "raise the limit, or lower job.signal_s",
         )
         require(self.chain >= 1, f"job.chain must be 1 or more, got {self.chain}")
+        require(self.retries >= 0, f"job.retries must be 0 or more, got {self.retries}")
+        require(self.hung_s >= 1, f"job.hung_s must be 1 or more, got {self.hung_s}")
+        require(self.hung_steps >= 1, f"job.hung_steps must be 1 or more, got {self.hung_steps}")
         for option in self.extra:
             require(
                 re.fullmatch(r"--?\w[^\n]*", option) is not None,

@@ -6,7 +6,7 @@
     job.sbatch       the script
     job.json         ids of the jobs and when they were submitted; the last to be written
     job.log          what the supervisor says, of all attempts
-    attempts/1/      an attempt: train-RANK.log, attempt.json at its end
+    attempts/1/      an attempt: train-RANK.log, attempt.json at its end; stack-RANK.txt if it hung
     latest           link to the newest of them
 
 Whatever is read by another process is written aside and renamed.
@@ -46,7 +46,7 @@ class Attempt:
     restarts: int  # of this job, by Slurm's count
     step_before: int  # of the newest checkpoint when it began
     step_after: int
-    signal: str  # that the supervisor got first; "" for none
+    signal: str  # why its ranks were told to end, such as USR1 or preempted; "": they were not
     code: int  # exit code of the training step
     decision: str
 
@@ -141,6 +141,11 @@ def open_attempt(run_dir: Path) -> int:
 
 def attempt_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "slurm/attempts" / str(number)
+
+
+def stack_file(attempt: Path, rank: int) -> Path:
+    """Where a rank that is asked to writes what its threads are doing; empty until then."""
+    return attempt / f"stack-{rank}.txt"
 
 
 def close_attempt(run_dir: Path, attempt: Attempt) -> None:

@@ -146,7 +146,10 @@ class _Parts:
 
     def save(self, state: TrainState) -> None:
         run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep
-        checkpoint.save(run_dir, self.policy, state, keep=keep, critic=self.critic)
+        # How long it takes tells a job when it has to begin.
+        timeline = self.lead.timeline if self.lead else None
+        with timeline.span("trainer", "save", state.step) if timeline else nullcontext():
+            checkpoint.save(run_dir, self.policy, state, keep=keep, critic=self.critic)
 
 
 def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:

@@ -45,6 +45,8 @@ GresTypes=gpu
 ReturnToService=2
 KillWait=5
 SchedulerParameters=bf_interval=2,sched_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MailProg=/bin/true
 JobCompType=jobcomp/none
 NodeName=DEFAULT CPUs=128 RealMemory=2000000 Gres=gpu:h100:{gpus}
@@ -52,6 +54,8 @@ NodeName=DEFAULT CPUs=128 RealMemory=2000000 Gres=gpu:h100:{gpus}
 PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP
 PartitionName=main Default=YES
 PartitionName=h100
+PartitionName=low PriorityTier=1 GraceTime=60
+PartitionName=high PriorityTier=10 PreemptMode=OFF
 """
 
 
