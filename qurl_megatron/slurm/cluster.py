@@ -20,6 +20,18 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 _WORD = re.compile(r"[^\s'\"\\]+")
 
 
+def seconds(time: str) -> int:
+    """Of a time as Slurm writes it, [days-]hours:minutes:seconds.
+
+    Raises:
+        ValueError: it is something else, such as UNLIMITED.
+    """
+    if (found := _TIME.fullmatch(time)) is None:
+        raise ValueError(time)
+    days, hours, minutes, rest = map(int, found.groups(default="0"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
     """What every job asks Slurm for, and how it goes on when its time is up."""
@@ -101,8 +113,7 @@ class JobConfig:
 
     @property
     def time_limit_s(self) -> int:
-        days, hours, minutes, seconds = _TIME.fullmatch(self.time_limit).groups(default="0")
-        return ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)
+        return seconds(self.time_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
