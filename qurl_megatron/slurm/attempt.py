@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
@@ -23,6 +24,24 @@ from qurl_megatron.slurm.task import ATTEMPT
 from qurl_megatron.slurm.verdict import WALL_TIME, Decision, Outcome, before, decide
 from qurl_megatron.training.state import TrainState, latest
 
+LOST = 1
+"""Exit code in the record of an attempt whose own nobody knows."""
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The job that this process supervises."""
+
+    number: int
+    restarts: int  # how often Slurm has started it anew
+    run_dir: Path
+    config: RunConfig
+    cluster: ClusterConfig
+
+    @property
+    def layout(self) -> Allocation:
+        return lay_out(self.config.parallel, self.config.rollout, self.cluster.node)
+
 
 def attempt(run_dir: Path) -> int:
     """Run the training step of this job, again after a failure, and see to what follows.
@@ -35,132 +54,146 @@ def attempt(run_dir: Path) -> int:
     Raises:
         ConfigError: this is no job, or not one that ``qurl slurm submit`` has submitted.
     """
-    job = _own_job(os.environ)
-    config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
-    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    number, restarts = _own_job(os.environ)
+    job = BatchJob(number, restarts, run_dir, folder.recipe(run_dir), folder.cluster(run_dir))
+    lost = _lost(job)
+    if lost and lost.decision is Decision.STOP:
+        _cancel_chain(job)
+        return lost.code
     with Received() as received:
         while True:
-            if (saved := _saved(run_dir)) >= config.train.steps > 0:
+            if (saved := _saved(run_dir)) >= job.config.train.steps > 0:
                 say(f"{run_dir} has all its {saved} steps")
-                _cancel_chain(run_dir, job)
+                _cancel_chain(job)
                 return 0
-            outcome = _once(run_dir, job, saved, config, cluster, received)
+            outcome = _once(job, saved, received)
             here = outcome.decision is Decision.RETRY and not received.first
-            if not (here and _whole(job, layout, cluster)):
+            if not (here and _whole(job)):
                 break
-        _follow(outcome, run_dir, job, cluster, received.first)
+        _follow(outcome, job, received.first)
     return outcome.code
 
 
-def _once(
-    run_dir: Path,
-    job: int,
-    saved: int,
-    config: RunConfig,
-    cluster: ClusterConfig,
-    received: Received,
-) -> Outcome:
-    """One attempt, from its folder to its record."""
-    earlier = before(folder.attempts(run_dir))
-    number = folder.open_attempt(run_dir)
-    logs = folder.attempt_folder(run_dir, number).absolute()
+def _once(job: BatchJob, saved: int, received: Received) -> Outcome:
+    """One attempt, from its folder to its record.
+
+    Args:
+        saved: step of the checkpoint that it goes on from.
+    """
+    number = folder.open_attempt(job.run_dir)
+    logs = folder.attempt_folder(job.run_dir, number).absolute()
     os.environ[ATTEMPT] = str(logs)  # srun passes it on
-    say(f"attempt {number}, job {job}, from step {saved}; the ranks write {logs}/train-RANK.log")
-    ranks = config.parallel.world_size
-    supervisor = Supervisor(run_dir, logs, job, ranks, cluster.job, received)
-    ended = _run(run_dir, logs, config, cluster, supervisor)
-    after = _saved(run_dir)
+    from_step = f"attempt {number}, job {job.number}, from step {saved}"
+    say(f"{from_step}; the ranks write {logs}/train-RANK.log")
+    ranks = job.config.parallel.world_size
+    supervisor = Supervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
+    return _settle(job, number, saved, _run(job, logs, supervisor))
+
+
+def _run(job: BatchJob, logs: Path, supervisor: Supervisor) -> Ending:
+    """The training step, and the engines' beside it where they have nodes of their own."""
+    layout, cluster = job.layout, job.cluster
+    where = {"folder": str(logs), "workdir": os.getcwd()}
+    rank = ["qurl", "slurm", "task", str(job.run_dir)]
+    with contextlib.ExitStack() as stack:
+        if layout.rollout:
+            prepare(Path(job.config.rollout.rendezvous))
+            here = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+            node = ["qurl", "slurm", "offer", str(job.run_dir), "--towards", here]
+            stack.enter_context(beside(rollout_step(layout, cluster, node, **where)))
+        return supervisor.watch(training_step(layout, cluster, rank, **where))
+
+
+def _lost(job: BatchJob) -> Outcome | None:
+    """What follows on an attempt of this job whose supervisor could not say, because its node was
+    lost, or Slurm took the nodes sooner than it could end; None where there is none."""
+    number, ended = folder.newest_attempt(job.run_dir), folder.attempts(job.run_dir)
+    if not job.restarts:  # a person has ended the job of that one, and submitted this
+        return None
+    if number <= (ended[-1].number if ended else 0):
+        return None
+    how = Ending(LOST, failed="its first node was lost, or taken before it had ended")
+    return _settle(job, number, ended[-1].step_after if ended else 0, how)
+
+
+def _settle(job: BatchJob, number: int, saved: int, ended: Ending) -> Outcome:
+    """Decide what follows on an attempt, and leave its record."""
+    after = _saved(job.run_dir)
     outcome = decide(
         ended.code,
         ended.told,
         saved,
         after,
-        earlier,
-        steps=config.train.steps,
-        retries=cluster.job.retries,
+        before(folder.attempts(job.run_dir)),
+        steps=job.config.train.steps,
+        retries=job.cluster.job.retries,
         failed=ended.failed,
     )
     record = folder.Attempt(
         number=number,
-        job=job,
-        restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        job=job.number,
+        restarts=job.restarts,
         step_before=saved,
         step_after=after,
         signal=ended.told,
         code=ended.code,
         decision=outcome.decision.value,
     )
-    folder.close_attempt(run_dir, record)
+    folder.close_attempt(job.run_dir, record)
     say(f"attempt {number}: {outcome.why}")
     return outcome
 
 
-def _run(
-    run_dir: Path, logs: Path, config: RunConfig, cluster: ClusterConfig, supervisor: Supervisor
-) -> Ending:
-    """The training step, and the engines' beside it where they have nodes of their own."""
-    layout = lay_out(config.parallel, config.rollout, cluster.node)
-    where = {"folder": str(logs), "workdir": os.getcwd()}
-    rank = ["qurl", "slurm", "task", str(run_dir)]
-    with contextlib.ExitStack() as stack:
-        if layout.rollout:
-            prepare(Path(config.rollout.rendezvous))
-            here = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-            node = ["qurl", "slurm", "offer", str(run_dir), "--towards", here]
-            stack.enter_context(beside(rollout_step(layout, cluster, node, **where)))
-        return supervisor.watch(training_step(layout, cluster, rank, **where))
-
-
-def _whole(job: int, layout: Allocation, cluster: ClusterConfig) -> bool:
+def _whole(job: BatchJob) -> bool:
     """The job has all its nodes: with --no-kill, Slurm takes away those that fail. Of a
     heterogeneous job none can: Slurm ends it."""
-    parts = layout.training if cluster.job.layout == "hetjob" else layout.whole
-    nodes = facts_of(job).get("NumNodes", str(parts.nodes))  # no answer: as submitted
-    if nodes.partition("-")[0] == str(parts.nodes):
+    hetjob = job.cluster.job.layout == "hetjob"
+    nodes = str((job.layout.training if hetjob else job.layout.whole).nodes)
+    left = facts_of(job.number).get("NumNodes", nodes)  # no answer: as submitted
+    if left.partition("-")[0] == nodes:
         return True
-    say(f"job {job} has {nodes} of its {parts.nodes} nodes left")
+    say(f"job {job.number} has {left} of its {nodes} nodes left")
     return False
 
 
-def _follow(
-    outcome: Outcome, run_dir: Path, job: int, cluster: ClusterConfig, received: str
-) -> None:
-    wanted = outcome.decision is Decision.AGAIN or (
+def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
+    again = outcome.decision is Decision.AGAIN or (
         outcome.decision is Decision.RETRY and received in ("", WALL_TIME)
     )
-    if not wanted:
-        _cancel_chain(run_dir, job)
-    elif cluster.job.again == "requeue":
-        say(f"job {job} goes back to the queue")
+    if not again:
+        _cancel_chain(job)
+    elif job.cluster.job.again == "requeue":
+        say(f"job {job.number} goes back to the queue")
         try:
-            commands.requeue(job)  # Slurm may end this process before it returns
+            commands.requeue(job.number)  # Slurm may end this process before it returns
         except ConfigError as error:
             raise ConfigError(
                 f'{error}; `qurl slurm submit`, as before, goes on; job.again = "chain" in the '
                 "cluster file is for sites that forbid requeueing"
             ) from None
-    elif not _others(run_dir, job):
+    elif not _others(job):
         say("the chain ends here; `qurl slurm submit`, as before, goes on")
 
 
-def _cancel_chain(run_dir: Path, job: int) -> None:
+def _cancel_chain(job: BatchJob) -> None:
     """The jobs of a chain that nothing is left for."""
-    commands.cancel(_others(run_dir, job))
+    commands.cancel(_others(job))
 
 
-def _others(run_dir: Path, job: int) -> list[int]:
+def _others(job: BatchJob) -> list[int]:
     """The run's jobs that are in the queue beside this one."""
-    found = folder.submitted(run_dir)
-    return [one for one in commands.queued(found.jobs if found else []) if one != job]
+    found = folder.submitted(job.run_dir)
+    return [one for one in commands.queued(found.jobs if found else []) if one != job.number]
 
 
-def _own_job(env: Mapping[str, str]) -> int:
+def _own_job(env: Mapping[str, str]) -> tuple[int, int]:
+    """Its id, and how often Slurm has started it anew."""
     if "SLURM_JOB_ID" not in env:
         raise ConfigError(
             "SLURM_JOB_ID is not set: `qurl slurm attempt` runs inside a job that "
             "`qurl slurm submit` submits"
         )
-    return int(env["SLURM_JOB_ID"])
+    return int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _saved(run_dir: Path) -> int:

@@ -139,6 +139,12 @@ def open_attempt(run_dir: Path) -> int:
     return number
 
 
+def newest_attempt(run_dir: Path) -> int:
+    """Number of the newest attempt, ended or not; 0 where there is none."""
+    found = (run_dir / "slurm/attempts").glob("*")
+    return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
+
+
 def attempt_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "slurm/attempts" / str(number)
 

@@ -162,6 +162,38 @@ def test_a_preempted_run_goes_on_in_another_job_though_only_its_ranks_were_told(
     assert "scontrol requeue 5" in (tmp_path / "called").read_text()
 
 
+def test_an_attempt_that_was_lost_with_its_node_counts_once_the_job_is_back(
+    slurm, tmp_path, monkeypatch
+):
+    run_dir = submitted(tmp_path / "run")
+    assert folder.open_attempt(run_dir) == 1
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    slurm("srun", "exit 1")
+    assert attempt(run_dir) == NO_PROGRESS
+    records = folder.attempts(run_dir)
+    assert [(one.number, one.decision) for one in records] == [(1, "retry"), (2, "stop")]
+
+
+def test_a_node_that_takes_a_run_along_twice_ends_it_though_nobody_could_record_it(
+    slurm, tmp_path, monkeypatch
+):
+    run_dir = submitted(tmp_path / "run")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lost = folder.Attempt(folder.open_attempt(run_dir), 5, 0, 0, 0, "", 1, "retry")
+    folder.close_attempt(run_dir, lost)
+    folder.open_attempt(run_dir)
+    assert attempt(run_dir) == NO_PROGRESS
+    assert folder.newest_attempt(run_dir) == 2
+
+
+def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    folder.open_attempt(run_dir)
+    slurm("srun", saves(run_dir, 7))
+    assert attempt(run_dir) == 0
+    assert [one.number for one in folder.attempts(run_dir)] == [2]
+
+
 def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("qurl_megatron.slurm.supervise.WATCH_S", 0.1)
     monkeypatch.setattr("qurl_megatron.slurm.supervise.POLL_S", 0.05)
