@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_is_followed_by_an_attempt_in_the_same_job(
 def test_a_rank_that_is_stopped_is_found_its_stacks_kept_and_the_run_goes_on(
     user: User, undisturbed: dict
 ):
-    user.describe(hung_s=20)
+    user.describe(hung_s=45)  # as long as a set-up takes on a busy machine
     (job,), run_dir = user.submit("stopped", *OPTIONS)
     user.slurm.wait(lambda: steps_done(run_dir) >= 7, 120)
     rank(user, 1).suspend()
@@ -79,7 +79,7 @@ def test_a_rank_that_is_stopped_is_found_its_stacks_kept_and_the_run_goes_on(
     stacks = [folder.stack_file(run_dir / "slurm/attempts/1", n).read_text() for n in (0, 1)]
     assert "in train" in stacks[0] and stacks[1] == ""
     assert "rank 1 did not answer: it is stopped, or stuck in the kernel" in said(run_dir)
-    assert re.search(r"attempt 1: hung: no new step for 2\d s; step 5 is saved", said(run_dir))
+    assert re.search(r"attempt 1: hung: no new step for \d+ s; step 5 is saved", said(run_dir))
     assert measured(run_dir) == undisturbed
     assert user.footprint.left(run_dir) == []
 
