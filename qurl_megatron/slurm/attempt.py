@@ -60,25 +60,28 @@ def attempt(run_dir: Path) -> int:
     if lost and lost.decision is Decision.STOP:
         _cancel_chain(job)
         return lost.code
+    late = False
     with Received() as received:
         while True:
             if (saved := _saved(run_dir)) >= job.config.train.steps > 0:
                 say(f"{run_dir} has all its {saved} steps")
                 _cancel_chain(job)
                 return 0
-            outcome = _once(job, saved, received)
-            here = outcome.decision is Decision.RETRY and not received.first
+            outcome = _once(job, saved, received, late=late)
+            late = True
+            here = outcome.decision is Decision.RETRY and not received.newest
             if not (here and _whole(job)):
                 break
-        _follow(outcome, job, received.first)
+        _follow(outcome, job, received.newest)
     return outcome.code
 
 
-def _once(job: BatchJob, saved: int, received: Received) -> Outcome:
+def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outcome:
     """One attempt, from its folder to its record.
 
     Args:
         saved: step of the checkpoint that it goes on from.
+        late: it does not have the job's whole time.
     """
     number = folder.open_attempt(job.run_dir)
     logs = folder.attempt_folder(job.run_dir, number).absolute()
@@ -87,7 +90,7 @@ def _once(job: BatchJob, saved: int, received: Received) -> Outcome:
     say(f"{from_step}; the ranks write {logs}/train-RANK.log")
     ranks = job.config.parallel.world_size
     supervisor = Supervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
-    return _settle(job, number, saved, _run(job, logs, supervisor))
+    return _settle(job, number, saved, _run(job, logs, supervisor), late=late)
 
 
 def _run(job: BatchJob, logs: Path, supervisor: Supervisor) -> Ending:
@@ -116,7 +119,9 @@ def _lost(job: BatchJob) -> Outcome | None:
     return _settle(job, number, ended[-1].step_after if ended else 0, how)
 
 
-def _settle(job: BatchJob, number: int, saved: int, ended: Ending) -> Outcome:
+def _settle(
+    job: BatchJob, number: int, saved: int, ended: Ending, *, late: bool = False
+) -> Outcome:
     """Decide what follows on an attempt, and leave its record."""
     after = _saved(job.run_dir)
     outcome = decide(
@@ -128,6 +133,7 @@ def _settle(job: BatchJob, number: int, saved: int, ended: Ending) -> Outcome:
         steps=job.config.train.steps,
         retries=job.cluster.job.retries,
         failed=ended.failed,
+        late=late,
     )
     record = folder.Attempt(
         number=number,

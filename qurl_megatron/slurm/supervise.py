@@ -52,7 +52,7 @@ class Received:
     """Inside, notes the signals that Slurm sends in place of ending this process."""
 
     def __init__(self) -> None:
-        self.first = ""
+        self.newest = ""
 
     def __enter__(self) -> "Received":
         numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -64,7 +64,7 @@ class Received:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame) -> None:
-        self.first = self.first or signal.Signals(number).name.removeprefix("SIG")
+        self.newest = signal.Signals(number).name.removeprefix("SIG")
 
 
 class Step:
@@ -76,7 +76,7 @@ class Step:
         try:
             # A session of its own: what is sent to the supervisor's group must not reach srun.
             self._process = subprocess.Popen(
-                argv, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True
+                argv, env=env, start_new_session=True, stderr=subprocess.PIPE, errors="replace"
             )
         except OSError as error:
             raise ConfigError(f"{argv[0]} cannot be run: {error}") from None
@@ -189,7 +189,7 @@ class Supervisor:
 
     def _untold(self, code: int) -> str:
         """Why the ranks have ended that were not told to here."""
-        heard = self.received.first
+        heard = self.received.newest
         if preempted(facts_of(self.job)):  # Slurm tells the ranks alone
             return PREEMPTED
         # Slurm's signal that was put off is no reason for a failure.
@@ -198,7 +198,7 @@ class Supervisor:
     def _due(self) -> str:
         """Why the ranks are to be told now. Limits are raised by operators, and cut short by
         preemption: Slurm is asked when it matters."""
-        heard = self.received.first
+        heard = self.received.newest
         if heard == self._heard and not self._times().due(now(), heard):
             return ""
         facts = facts_of(self.job)

@@ -9,6 +9,8 @@ from qurl_megatron.slurm.task import STOPPED
 
 WALL_TIME, PREEMPTED = "USR1", "preempted"
 """Why the ranks were told to end, beside a person's TERM and INT."""
+TAKEN = {WALL_TIME: "time is up", PREEMPTED: "preempted by another job"}
+"""Where Slurm takes the nodes back, which is no failure."""
 
 FINAL = (2, 3)
 """Exit codes of a run that would only end so again: a mistake in the input; the guard."""
@@ -66,6 +68,7 @@ def decide(
     steps: int,
     retries: int,
     failed: str = "",
+    late: bool = False,
 ) -> Outcome:
     """
     Args:
@@ -77,6 +80,7 @@ def decide(
         steps: all that the recipe asks for.
         retries: failures in a row on which another attempt follows.
         failed: how, where the exit code does not tell.
+        late: the attempt followed on another in the same job, and had only the rest of its time.
     """
     saved = f"step {step_after} is saved"
     idle = step_after <= step_before
@@ -85,21 +89,22 @@ def decide(
     if told == WALL_TIME and code not in FINAL:
         if not idle:
             return Outcome(Decision.AGAIN, 0, f"time is up; {saved}")
-        return Outcome(
-            Decision.STOP,
-            NO_PROGRESS,
-            f"time was up before a step after {step_before} was saved, and another attempt would "
-            "end likewise; raise job.time_limit or job.signal_s in the cluster file",
-        )
-    if told != PREEMPTED:
+        if not late:
+            return Outcome(
+                Decision.STOP,
+                NO_PROGRESS,
+                f"time was up before a step after {step_before} was saved, and another attempt "
+                "would end likewise; raise job.time_limit or job.signal_s in the cluster file",
+            )
+    if told in TAKEN:
+        failed = TAKEN[told]
+    else:
         if code == 0:
             by = f"SIG{told}" if told else "a signal to the ranks"
             return Outcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
         failed = failed or f"the training step ended with {code}"
         if told:
             return Outcome(Decision.STOP, code, f"{failed} after SIG{told}; {saved}")
-    else:
-        failed = "preempted by another job"
     if code in FINAL:
         return Outcome(Decision.STOP, code, f"{failed}; {saved}")
     if idle and earlier.idle:
@@ -109,7 +114,7 @@ def decide(
             f"{failed}, the second attempt in a row without a new checkpoint; {saved}; mend "
             "the cause, then `qurl slurm submit`, as before, goes on",
         )
-    if told == PREEMPTED:
+    if told in TAKEN:
         return Outcome(Decision.AGAIN, 0, f"{failed}; {saved}")
     if earlier.failures >= retries:
         return Outcome(

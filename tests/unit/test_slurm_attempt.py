@@ -26,11 +26,19 @@ def test_the_supervisor_needs_neither_torch_nor_megatron():
     assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_the_first_signal_counts():
+def test_a_cancelled_run_does_not_wait_until_its_time_is_up():
     with Received() as received:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert received.first == "USR1"
+    assert received.newest == "TERM"
+
+
+def test_what_slurm_sends_after_the_ranks_were_told_changes_nothing(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    told = f"told() {{ kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
+    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
+    assert attempt(run_dir) == 0
+    assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("USR1", "again")]
 
 
 def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):

@@ -42,6 +42,13 @@ def test_what_follows_on_an_attempt(code, told, steps, earlier, decision, ends_w
     assert (outcome.decision, outcome.code) == (decision, ends_with)
 
 
+def test_time_that_is_up_soon_after_a_failure_says_nothing_of_a_whole_job():
+    again = decide(0, "USR1", 8, 8, Before(1, False), steps=40, retries=3, late=True)
+    assert (again.decision, again.code) == (AGAIN, 0)
+    stuck = decide(0, "USR1", 8, 8, Before(1, True), steps=40, retries=3, late=True)
+    assert (stuck.decision, stuck.code) == (STOP, NO_PROGRESS)
+
+
 def test_without_retries_the_first_failure_ends_the_job():
     outcome = decide(137, "", 0, 8, Before(), steps=40, retries=0)
     assert outcome.decision is STOP
