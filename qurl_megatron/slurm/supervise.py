@@ -23,7 +23,7 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import JobConfig
 from qurl_megatron.slurm.pace import mark, measured
-from qurl_megatron.slurm.verdict import FINAL, PREEMPTED, WALL_TIME
+from qurl_megatron.slurm.verdict import FINAL, PREEMPTED, TAKEN, WALL_TIME
 
 POLL_S = 0.5
 WATCH_S = 2.0
@@ -183,7 +183,7 @@ class Supervisor:
                     step.end()
             if not self._told and (why := self._due()):
                 self._told = why
-                say(f"{WORDS.get(why, f'SIG{why}')}: the ranks save and end")
+                say(f"{TAKEN.get(why, f'SIG{why}')}: the ranks save and end")
                 step.signal(signal.SIGUSR1)
         return Ending(code, self._told or ("" if failed else self._untold(code)), failed)
 
@@ -206,7 +206,7 @@ class Supervisor:
         why = self._times().due(now(), heard, preempted=bool(heard) and preempted(facts))
         if heard != self._heard and not why:
             left, needed = self._end - now(), self._pace.stop_s
-            say(f"SIG{heard}, {left:.0f} s before the end; the run goes on until {needed:.0f} s")
+            say(f"SIG{heard} {left:.0f} s before the end; {needed:.0f} are needed, it goes on")
         self._heard = heard
         return why
 
@@ -230,9 +230,6 @@ class Supervisor:
         for rank in silent:
             say(f"rank {rank} did not answer: it is stopped, or stuck in the kernel")
         return f"hung: no new step for {still:.0f} s"
-
-
-WORDS = {WALL_TIME: "time is up", PREEMPTED: "preempted"}
 
 
 def ask_for_stacks(step: Step, logs: Path, ranks: int) -> list[int]:

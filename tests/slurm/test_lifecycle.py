@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qurl_megatron.slurm import folder
+from qurl_megatron.slurm import folder, pace
 from qurl_megatron.slurm.verdict import NO_PROGRESS
 from qurl_megatron.training.state import TrainState, latest
 from tests.disks import fill, small_disk
@@ -62,6 +62,7 @@ def test_a_rank_that_is_killed_is_followed_by_an_attempt_in_the_same_job(
     first, second = folder.attempts(run_dir)
     assert (first.signal, first.code, first.decision, first.step_after) == ("", 137, "retry", 5)
     assert (second.job, second.step_before, second.step_after) == (job, 5, STEPS)
+    assert len(pace.measured(run_dir, since=0.0).saves) == len([5, 10, 15, STEPS])
     assert measured(run_dir) == undisturbed
     assert user.footprint.left(run_dir) == []
 

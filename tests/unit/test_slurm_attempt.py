@@ -1,8 +1,10 @@
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,42 @@ def test_a_mistake_ends_the_job_whatever_becomes_of_the_other_ranks(slurm, tmp_p
     slurm("srun", "echo 'srun: error: n1: task 0: Exited with exit code 3' >&2; exit 143")
     assert attempt(run_dir) == 3
     assert [one.decision for one in folder.attempts(run_dir)] == ["stop"]
+
+
+@pytest.fixture
+def measured_run(slurm, tmp_path) -> Path:
+    """A run that has shown that its steps take 40 s, and its checkpoints 5."""
+    run_dir = submitted(tmp_path / "run")
+    record = {"step": 1, "time": 1000.0, "metrics": {"time/step": 40.0}}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    save = {"lane": "trainer", "name": "save", "step": 1, "start": 1000.0, "end": 1005.0}
+    (run_dir / "timeline.jsonl").write_text(json.dumps(save) + "\n")
+    return run_dir
+
+
+def ends_in(slurm, seconds: float) -> None:
+    """The job's time is up then, as Slurm says."""
+    end = datetime.now() + timedelta(seconds=seconds)
+    slurm("scontrol", f"echo JobId=5 NumNodes=1 EndTime={end.isoformat('T', 'seconds')}")
+
+
+def test_a_run_whose_steps_are_long_is_told_before_slurms_signal(slurm, measured_run, capfd):
+    ends_in(slurm, 74)  # 40 and 5 for a step and a save, and 30 to spare
+    told = f"told() {{ {saves(measured_run, 3)}; exit 0; }}; trap told USR1"
+    slurm("srun", f"{told}; while :; do sleep 0.02; done")
+    assert attempt(measured_run) == 0
+    assert [one.signal for one in folder.attempts(measured_run)] == ["USR1"]
+    assert "qurl: time is up: the ranks save and end" in capfd.readouterr().out
+
+
+def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run, capfd):
+    ends_in(slurm, 600)  # and job.signal_s is 900
+    told = f"trap '{saves(measured_run, 1)}; exit 0' USR1"
+    slurm("srun", f"{told}; kill -USR1 $PPID; sleep 0.8; {saves(measured_run, 7)}")
+    assert attempt(measured_run) == 0
+    assert [one.decision for one in folder.attempts(measured_run)] == ["done"]
+    said = capfd.readouterr().out
+    assert re.search(r"SIGUSR1 \d+ s before the end; 75 are needed, it goes on", said)
 
 
 def test_a_failed_attempt_is_followed_by_another_in_the_same_job(slurm, tmp_path, capfd):
