@@ -5,6 +5,7 @@ import sys
 import time
 from datetime import datetime
 
+import psutil
 import pytest
 
 from qurl_megatron.slurm.supervise import Step, Times, end_of, final_code, preempted
@@ -114,6 +115,6 @@ def test_a_stuck_rank_writes_its_stacks_and_its_children_do_not_mind(where, tmp_
         time.sleep(0.02)
     assert "in stuck_here" in path.read_text()
     assert path.read_text().count("(most recent call first)") == 2  # and that for the signals
-    os.kill(child, 0)  # it lives
+    assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
     rank.kill()
     rank.communicate()
