@@ -1,7 +1,7 @@
 """The one seam to Slurm's programs: arguments in, what they say parsed out.
 
-Nothing else calls them but ``supervise``, whose ``srun`` is the run itself. A program that is missing
-or refuses is one sentence for the user, with its own words in it.
+Nothing else calls them but ``supervise``, whose ``srun`` is the run itself. A program that is
+missing or refuses is one sentence for the user, with its own words in it.
 """
 
 import json

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from qurl_megatron.runtime.files import refusing
 from qurl_megatron.slurm import folder
 
 STOPPED = 128 + signal.SIGTERM
@@ -49,10 +50,14 @@ def stop_on_usr1(stacks: Path | None = None) -> None:
 
     Args:
         stacks: made, and given the stacks of all threads on SIGUSR2; None: nobody will ask.
+
+    Raises:
+        ConfigError: the file cannot be made.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     if stacks is not None:
-        file = stacks.open("wb", buffering=0)  # never closed: the handler cannot open it
+        with refusing(stacks, key="train.run_dir"):
+            file = stacks.open("wb", buffering=0)  # never closed: the handler cannot open it
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
     threading.Thread(target=_wait, args=(stacks is not None,), name="signals", daemon=True).start()
 
