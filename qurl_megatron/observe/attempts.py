@@ -33,7 +33,7 @@ class Attempt:
     restarts: int  # of this job, by Slurm's count
     step_before: int  # of the newest checkpoint when it began
     step_after: int
-    signal: str  # that the supervisor got first; "" for none
+    signal: str  # why its ranks were told to end, such as USR1 or preempted; "": they were not
     code: int  # exit code of the training step
     decision: str
     began_at: float = 0.0  # Unix seconds, by the supervisor's node

@@ -1,20 +1,14 @@
 """``qurl slurm attempt``: what the job script becomes, from the first step of ``srun`` to the last.
 
-It starts the ranks, passes on what Slurm signals, and decides what follows: the run is done, it
-goes on in another job, or it stops for a person to look. It needs no GPU, and neither torch nor
-Megatron.
-
-Whatever signal Slurm sends, the ranks get SIGUSR1 through ``srun`` (``task`` says why): they finish
-or drop their step, save, and end.
+It starts the ranks, has them watched over, and decides what follows: the run is done, it is tried
+again here, it goes on in another job, or it stops for a person to look. It needs no GPU, and
+neither torch nor Megatron.
 """
 
 import contextlib
-import enum
 import os
-import signal
 import socket
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,234 +18,193 @@ from qurl_megatron.observe import failures
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.jobs import components
-from qurl_megatron.slurm.layout import lay_out
+from qurl_megatron.slurm.layout import Allocation, lay_out
 from qurl_megatron.slurm.offer import prepare
 from qurl_megatron.slurm.steps import rollout_step, training_step
-from qurl_megatron.slurm.task import STOPPED
+from qurl_megatron.slurm.supervise import Ending, Received, Supervisor, beside, facts_of, say
+from qurl_megatron.slurm.verdict import WALL_TIME, Decision, Outcome, before, decide
 from qurl_megatron.training.state import TrainState, latest
 
-POLL_S = 0.5
-ENGINES_S = 30.0
-"""That engines on nodes of their own may take to leave."""
-WALL_TIME = "USR1"
-"""What Slurm sends before the time limit; SIGTERM comes when somebody takes the nodes away."""
-
-FINAL = (2, 3)
-"""Exit codes of a run that would only end so again: a mistake in the input; the guard."""
-NO_PROGRESS = 4
-"""Exit code of an attempt whose time was up before it had saved a new step."""
-
-
-class Decision(enum.StrEnum):
-    DONE = "done"
-    AGAIN = "again"  # in another job
-    STOP = "stop"
+LOST = 1
+"""Exit code in the record of an attempt whose own nobody knows."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What follows on an attempt."""
+class BatchJob:
+    """The job that this process supervises."""
 
-    decision: Decision
-    code: int  # of the supervisor, and so of the job
-    why: str
+    number: int
+    restarts: int  # how often Slurm has started it anew
+    run_dir: Path
+    config: RunConfig
+    cluster: ClusterConfig
 
-
-def decide(code: int, received: str, before: int, after: int, *, steps: int) -> Outcome:
-    """
-    Args:
-        code: exit code of the training step; 0 after a clean stop, too.
-        received: the signal that the supervisor got first, such as USR1; "" for none.
-        before: step of the newest checkpoint when the attempt began.
-        after: the same at its end.
-        steps: all that the recipe asks for.
-    """
-    saved = f"step {after} is saved"
-    if code == 0 and after >= steps:
-        return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
-    if received == WALL_TIME and code not in FINAL:
-        if after > before:
-            return Outcome(Decision.AGAIN, 0, f"time is up; {saved}")
-        return Outcome(
-            Decision.STOP,
-            NO_PROGRESS,
-            f"time was up before a step after {before} was saved, and another attempt would end "
-            "likewise; raise job.time_limit or job.signal_s in the cluster file",
-        )
-    if code == 0:
-        by = f"SIG{received}" if received else "a signal to the ranks"
-        return Outcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
-    return Outcome(Decision.STOP, code, f"the training step ended with {code}; {saved}")
+    @property
+    def layout(self) -> Allocation:
+        return lay_out(self.config.parallel, self.config.rollout, self.cluster.node)
 
 
 def attempt(run_dir: Path) -> int:
-    """Run the training step of this job, and see to what follows.
+    """Run the training step of this job, again after a failure, and see to what follows.
 
     Returns:
         0 where the run is done, or goes on in another job; 143 after a clean stop that was asked
-        for; 4 where time was up before anything was saved; else the exit code of the training step.
+        for; 4 where another attempt would bring it no further; else the exit code of the training
+        step.
 
     Raises:
         ConfigError: this is no job, or not one that ``qurl slurm submit`` has submitted.
     """
-    job = _own_job(os.environ)
-    config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
-    before = _saved(run_dir)
-    if before >= config.train.steps > 0:
-        _say(f"{run_dir} has all its {before} steps")
-        _cancel_chain(run_dir, job)
-        return 0
-    layout = lay_out(config.parallel, config.rollout, cluster.node)
-    held = sum(one.nodes * one.gpus for one in components(layout, cluster))
-    number = folder.open_attempt(run_dir, gpus=held, step=before)
-    logs = folder.attempt_folder(run_dir, number)
-    os.environ[failures.FOLDER] = str(logs.absolute())  # srun passes it on to the ranks
-    _say(f"attempt {number}, job {job}, from step {before}; the ranks write {logs}/train-RANK.log")
+    number, restarts = _own_job(os.environ)
+    job = BatchJob(number, restarts, run_dir, folder.recipe(run_dir), folder.cluster(run_dir))
+    lost = _lost(job)
+    if lost and lost.decision is Decision.STOP:
+        _cancel_chain(job)
+        return lost.code
+    late = False
     with Received() as received:
-        code = _run(run_dir, logs, config, cluster, received)
-        after = _saved(run_dir)
-        outcome = decide(code, received.first, before, after, steps=config.train.steps)
-        ended = folder.Attempt(
-            number=number,
-            job=job,
-            restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            step_before=before,
-            step_after=after,
-            signal=received.first,
-            code=code,
-            decision=outcome.decision.value,
-        )
-        folder.close_attempt(run_dir, ended)
-        _say(f"attempt {number}: {outcome.why}")
-        _follow(outcome, run_dir, job, cluster)
+        while True:
+            if (saved := _saved(run_dir)) >= job.config.train.steps > 0:
+                say(f"{run_dir} has all its {saved} steps")
+                _cancel_chain(job)
+                return 0
+            outcome = _once(job, saved, received, late=late)
+            late = True
+            here = outcome.decision is Decision.RETRY and not received.newest
+            if not (here and _whole(job)):
+                break
+        _follow(outcome, job, received.newest)
     return outcome.code
 
 
-def _run(
-    run_dir: Path, logs: Path, config: RunConfig, cluster: ClusterConfig, received: "Received"
-) -> int:
-    """The training step, and the engines' beside it where they have nodes of their own.
+def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outcome:
+    """One attempt, from its folder to its record.
 
-    Returns:
-        Exit code of the former.
+    Args:
+        saved: step of the checkpoint that it goes on from.
+        late: it does not have the job's whole time.
     """
-    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    gpus = sum(one.nodes * one.gpus for one in components(job.layout, job.cluster))
+    number = folder.open_attempt(job.run_dir, gpus=gpus, step=saved)
+    logs = folder.attempt_folder(job.run_dir, number).absolute()
+    os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
+    from_step = f"attempt {number}, job {job.number}, from step {saved}"
+    say(f"{from_step}; the ranks write {logs}/train-RANK.log")
+    ranks = job.config.parallel.world_size
+    supervisor = Supervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
+    return _settle(job, number, saved, _run(job, logs, supervisor), late=late)
+
+
+def _run(job: BatchJob, logs: Path, supervisor: Supervisor) -> Ending:
+    """The training step, and the engines' beside it where they have nodes of their own."""
+    layout, cluster = job.layout, job.cluster
     where = {"folder": str(logs), "workdir": os.getcwd()}
-    rank = ["qurl", "slurm", "task", str(run_dir)]
-    with contextlib.ExitStack() as beside:
+    rank = ["qurl", "slurm", "task", str(job.run_dir)]
+    with contextlib.ExitStack() as stack:
         if layout.rollout:
-            prepare(Path(config.rollout.rendezvous))
+            prepare(Path(job.config.rollout.rendezvous))
             here = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-            node = ["qurl", "slurm", "offer", str(run_dir), "--towards", here]
-            beside.enter_context(_beside(rollout_step(layout, cluster, node, **where)))
-        return _supervise(training_step(layout, cluster, rank, **where), received)
+            node = ["qurl", "slurm", "offer", str(job.run_dir), "--towards", here]
+            stack.enter_context(beside(rollout_step(layout, cluster, node, **where)))
+        return supervisor.watch(training_step(layout, cluster, rank, **where))
 
 
-class Received:
-    """Inside, notes the signals that Slurm sends in place of ending this process."""
-
-    def __init__(self) -> None:
-        self.first = ""
-
-    def __enter__(self) -> "Received":
-        numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame) -> None:
-        self.first = self.first or signal.Signals(number).name.removeprefix("SIG")
+def _lost(job: BatchJob) -> Outcome | None:
+    """What follows on an attempt of this job whose supervisor could not say, because its node was
+    lost, or Slurm took the nodes sooner than it could end; None where there is none."""
+    number, ended = folder.newest_attempt(job.run_dir), folder.attempts(job.run_dir)
+    if not job.restarts:  # a person has ended the job of that one, and submitted this
+        return None
+    if number <= (ended[-1].number if ended else 0):
+        return None
+    how = Ending(LOST, failed="its first node was lost, or taken before it had ended")
+    return _settle(job, number, ended[-1].step_after if ended else 0, how)
 
 
-def _supervise(step: list[str], received: Received) -> int:
-    """Run the step to its end; the first signal goes to its ranks.
+def _settle(
+    job: BatchJob, number: int, saved: int, ended: Ending, *, late: bool = False
+) -> Outcome:
+    """Decide what follows on an attempt, and leave its record."""
+    after = _saved(job.run_dir)
+    outcome = decide(
+        ended.code,
+        ended.told,
+        saved,
+        after,
+        before(folder.attempts(job.run_dir)),
+        steps=job.config.train.steps,
+        retries=job.cluster.job.retries,
+        failed=ended.failed,
+        late=late,
+    )
+    record = folder.Attempt(
+        number=number,
+        job=job.number,
+        restarts=job.restarts,
+        step_before=saved,
+        step_after=after,
+        signal=ended.told,
+        code=ended.code,
+        decision=outcome.decision.value,
+    )
+    folder.close_attempt(job.run_dir, record)
+    say(f"attempt {number}: {outcome.why}")
+    return outcome
 
-    Returns:
-        Its exit code, 128 + n where ``srun`` itself was ended by signal n.
-    """
-    process = _start(step)
-    passed_on = False
-    while True:
+
+def _whole(job: BatchJob) -> bool:
+    """The job has all its nodes: with --no-kill, Slurm takes away those that fail. Of a
+    heterogeneous job none can: Slurm ends it."""
+    hetjob = job.cluster.job.layout == "hetjob"
+    nodes = str((job.layout.training if hetjob else job.layout.whole).nodes)
+    left = facts_of(job.number).get("NumNodes", nodes)  # no answer: as submitted
+    if left.partition("-")[0] == nodes:
+        return True
+    say(f"job {job.number} has {left} of its {nodes} nodes left")
+    return False
+
+
+def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
+    again = outcome.decision is Decision.AGAIN or (
+        outcome.decision is Decision.RETRY and received in ("", WALL_TIME)
+    )
+    if not again:
+        _cancel_chain(job)
+    elif job.cluster.job.again == "requeue":
+        say(f"job {job.number} goes back to the queue")
         try:
-            code = process.wait(POLL_S)
-        except subprocess.TimeoutExpired:
-            if received.first and not passed_on:
-                _say(f"SIG{received.first}: the ranks save and end")
-                process.send_signal(signal.SIGUSR1)
-                passed_on = True
-            continue
-        return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _beside(step: list[str]) -> Iterator[None]:
-    """Run the engines' step while the ranks run. Its end is no reason to end: engines may go."""
-    process = _start(step)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGUSR1)
-        try:
-            process.wait(ENGINES_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # srun ends its tasks itself then
-            process.wait()
-
-
-def _start(step: list[str]) -> subprocess.Popen:
-    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
-    env = {"PYTHONWARNINGS": "ignore", **os.environ}
-    try:
-        # A session of its own: what is sent to the supervisor's group must not reach srun.
-        return subprocess.Popen(step, env=env, start_new_session=True)
-    except OSError as error:
-        raise ConfigError(f"{step[0]} cannot be run: {error}") from None
-
-
-def _follow(outcome: Outcome, run_dir: Path, job: int, cluster: ClusterConfig) -> None:
-    if outcome.decision is not Decision.AGAIN:
-        _cancel_chain(run_dir, job)
-    elif cluster.job.again == "requeue":
-        _say(f"job {job} goes back to the queue")
-        try:
-            commands.requeue(job)  # Slurm may end this process before it returns
+            commands.requeue(job.number)  # Slurm may end this process before it returns
         except ConfigError as error:
             raise ConfigError(
                 f'{error}; `qurl slurm submit`, as before, goes on; job.again = "chain" in the '
                 "cluster file is for sites that forbid requeueing"
             ) from None
-    elif not _others(run_dir, job):
-        _say("the chain ends here; `qurl slurm submit`, as before, goes on")
+    elif not _others(job):
+        say("the chain ends here; `qurl slurm submit`, as before, goes on")
 
 
-def _cancel_chain(run_dir: Path, job: int) -> None:
+def _cancel_chain(job: BatchJob) -> None:
     """The jobs of a chain that nothing is left for."""
-    commands.cancel(_others(run_dir, job))
+    commands.cancel(_others(job))
 
 
-def _others(run_dir: Path, job: int) -> list[int]:
+def _others(job: BatchJob) -> list[int]:
     """The run's jobs that are in the queue beside this one."""
-    found = folder.submitted(run_dir)
-    return [one for one in commands.queued(found.jobs if found else []) if one != job]
+    found = folder.submitted(job.run_dir)
+    return [one for one in commands.queued(found.jobs if found else []) if one != job.number]
 
 
-def _own_job(env: Mapping[str, str]) -> int:
+def _own_job(env: Mapping[str, str]) -> tuple[int, int]:
+    """Its id, and how often Slurm has started it anew."""
     if "SLURM_JOB_ID" not in env:
         raise ConfigError(
             "SLURM_JOB_ID is not set: `qurl slurm attempt` runs inside a job that "
             "`qurl slurm submit` submits"
         )
-    return int(env["SLURM_JOB_ID"])
+    return int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _saved(run_dir: Path) -> int:
     """Step of the newest checkpoint; 0 where there is none."""
     newest = latest(run_dir)
     return TrainState.read(newest).step if newest else 0
-
-
-def _say(line: str) -> None:
-    print(f"qurl: {line}", flush=True)

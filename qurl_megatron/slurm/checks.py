@@ -7,15 +7,16 @@ Slurm, and a few seconds.
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import free, refusing
-from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, seconds
 from qurl_megatron.slurm.layout import lay_out
+from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.training.state import refuse_other_run
 from qurl_megatron.weights.arch import Arch, read_arch, read_config
 from qurl_megatron.weights.checkpoint import description_of
@@ -45,6 +46,40 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     if layout.rollout:
         nodes += f", {layout.rollout.nodes} with {layout.engines} engines"
     return [nodes, check_memory(config, cluster), check_disk(config, arch)]
+
+
+def check_limits(job: JobConfig, facts: Mapping[str, str], pace: Pace) -> str:
+    """The job fits into its partition's limits, and who takes its nodes leaves it time to save.
+
+    Args:
+        facts: of the partition, as ``commands.partition_facts`` has them; empty where Slurm tells
+            nothing.
+        pace: of the run so far.
+
+    Returns:
+        What becomes of the run where a job of higher priority wants the nodes; "" where none can.
+    """
+    most = facts.get("MaxTime", "UNLIMITED")
+    if most != "UNLIMITED" and seconds(most) < job.time_limit_s:
+        raise ConfigError(
+            f"job.time_limit={job.time_limit} is more than MaxTime={most} of partition "
+            f"{facts['PartitionName']}, where the job would wait for ever; lower it"
+        )
+    grace = facts.get("GraceTime", "")
+    if facts.get("PreemptMode", "OFF") == "OFF" or not grace.isdecimal():
+        return ""
+    name = facts["PartitionName"]
+    leaves = f"preemption: partition {name} leaves {grace} s to finish a step and save"
+    if pace.stop_s is None:
+        return (
+            f"{leaves}; where that is too short, steps since the newest checkpoint are done again"
+        )
+    if int(grace) >= pace.stop_s:
+        return f"{leaves}, and this run takes {pace.stop_s:.0f} at most"
+    return (
+        f"{leaves}, and this run may take {pace.stop_s:.0f}: steps since the newest checkpoint "
+        "would be done again; lower checkpoint.every"
+    )
 
 
 def check_container(cluster: ClusterConfig) -> None:

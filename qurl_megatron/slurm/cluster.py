@@ -20,6 +20,18 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 _WORD = re.compile(r"[^\s'\"\\]+")
 
 
+def seconds(time: str) -> int:
+    """Of a time as Slurm writes it, [days-]hours:minutes:seconds.
+
+    Raises:
+        ValueError: it is something else, such as UNLIMITED.
+    """
+    if (found := _TIME.fullmatch(time)) is None:
+        raise ValueError(time)
+    days, hours, minutes, rest = map(int, found.groups(default="0"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
     """What every job asks Slurm for, and how it goes on when its time is up."""
@@ -49,7 +61,20 @@ class JobConfig:
 
     signal_s: int = 900
     """Seconds before the time limit in which the run finishes its step and saves. Slurm may be a
-    minute early."""
+    minute early. Once steps and checkpoints of the run are measured, what they take counts in place
+    of it, whether that is more or less."""
+
+    retries: int = 3
+    """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
+    follows by itself. An attempt whose time was up, and a new submission, begin the count anew. Two
+    attempts in a row without a new checkpoint end the run whatever is left of it."""
+
+    hung_s: int = 1800
+    """Seconds without a new step after which a run counts as hung: its ranks write their stacks and
+    are ended. The longest set-up, evaluation and restart of engines must fit in."""
+
+    hung_steps: float = 10.0
+    """The same in median steps of the run; the longer of the two counts."""
 
     extra: tuple[str, ...] = ()
     """Further options of sbatch for every component, e.g. ["--exclusive"]."""
@@ -77,6 +102,9 @@ class JobConfig:
             "raise the limit, or lower job.signal_s",
         )
         require(self.chain >= 1, f"job.chain must be 1 or more, got {self.chain}")
+        require(self.retries >= 0, f"job.retries must be 0 or more, got {self.retries}")
+        require(self.hung_s >= 1, f"job.hung_s must be 1 or more, got {self.hung_s}")
+        require(self.hung_steps >= 1, f"job.hung_steps must be 1 or more, got {self.hung_steps}")
         for option in self.extra:
             require(
                 re.fullmatch(r"--?\w[^\n]*", option) is not None,
@@ -85,8 +113,7 @@ class JobConfig:
 
     @property
     def time_limit_s(self) -> int:
-        days, hours, minutes, seconds = _TIME.fullmatch(self.time_limit).groups(default="0")
-        return ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)
+        return seconds(self.time_limit)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The one seam to Slurm's programs: arguments in, what they say parsed out.
 
-Nothing else calls them but ``attempt``, whose ``srun`` is the run itself. A program that is missing
-or refuses is one sentence for the user, with its own words in it.
+Nothing else calls them but ``supervise``, whose ``srun`` is the run itself. A program that is
+missing or refuses is one sentence for the user, with its own words in it.
 """
 
 import json
@@ -122,9 +122,19 @@ def hostnames(nodes: str) -> list[str]:
 
 def job_facts(job: int) -> dict[str, str]:
     """What the controller knows of a job, such as Requeue and TimeLimit, as it writes it."""
-    said = _run(["scontrol", "--oneliner", "show", "job", str(job)]).stdout
-    lines = said.splitlines()
-    pairs = (word.partition("=") for word in (lines[0] if lines else "").split())
+    lines = _run(["scontrol", "--oneliner", "show", "job", str(job)]).stdout.splitlines()
+    return _facts(lines[0]) if lines else {}
+
+
+def partition_facts(name: str) -> dict[str, str]:
+    """The same of a partition, such as MaxTime and GraceTime; "" is the site's default."""
+    lines = _run(["scontrol", "--oneliner", "show", "partition", name][: 4 + bool(name)]).stdout
+    found = [_facts(line) for line in lines.splitlines()]
+    return next((one for one in found if name or one.get("Default") == "YES"), {})
+
+
+def _facts(line: str) -> dict[str, str]:
+    pairs = (word.partition("=") for word in line.split())
     return {key: value for key, equals, value in pairs if equals}
 
 

@@ -6,8 +6,8 @@
     job.sbatch       the script
     job.json         ids of the jobs and when they were submitted; the last to be written
     job.log          what the supervisor says, of all attempts
-    attempts/1/      an attempt: train-RANK.log, failure-RANK.json of a rank that failed, and the
-                     records of observe.attempts
+    attempts/1/      an attempt: train-RANK.log, failure-RANK.json of a rank that failed,
+                     stack-RANK.txt if it hung, and the records of observe.attempts
     latest           link to the newest of them
 
 Whatever is read by another process is written aside and renamed.
@@ -144,8 +144,19 @@ def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
     return number
 
 
+def newest_attempt(run_dir: Path) -> int:
+    """Number of the newest attempt, ended or not; 0 where there is none."""
+    found = (run_dir / "slurm/attempts").glob("*")
+    return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
+
+
 def attempt_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "slurm/attempts" / str(number)
+
+
+def stack_file(attempt: Path, rank: int) -> Path:
+    """Where a rank that is asked to writes what its threads are doing; empty until then."""
+    return attempt / f"stack-{rank}.txt"
 
 
 def close_attempt(run_dir: Path, attempt: Attempt) -> None:

@@ -59,12 +59,15 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
     """
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     run_dir = Path(config.train.run_dir)
+    asked = components(layout, cluster)
     return Script(
         name=_name(run_dir, cluster),
         output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
-        components=components(layout, cluster),
+        components=asked,
         command=("qurl", "slurm", "attempt", str(run_dir)),
         saves=True,
+        # Slurm ends a heterogeneous job with any of its nodes, whatever it is asked.
+        outlives=layout.rollout is not None and len(asked) == 1,
     )
 
 

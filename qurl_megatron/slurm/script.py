@@ -29,6 +29,7 @@ class Script:
     command: tuple[str, ...]
     tasks: int = 1  # of an array; 1 is no array
     saves: bool = False  # it wants a signal before its time is up, and goes on in another job
+    outlives: bool = False  # a node that fails: it goes on with those that are left
 
 
 def render(job: Script, cluster: ClusterConfig) -> str:
@@ -70,6 +71,8 @@ def _job_options(job: Script, cluster: ClusterConfig) -> list[str]:
         options.append("--dependency=singleton")
     if job.saves:
         options.append(f"--signal=B:USR1@{cluster.job.signal_s}")
+    if job.outlives:
+        options.append("--no-kill")
     if job.tasks > 1:
         options.append(f"--array=0-{job.tasks - 1}")
     return options

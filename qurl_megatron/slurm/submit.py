@@ -13,6 +13,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import ClusterConfig, load_cluster
 from qurl_megatron.slurm.jobs import LOGS, tool_job, training_job
+from qurl_megatron.slurm.pace import measured
 from qurl_megatron.slurm.script import Script, render
 
 
@@ -132,12 +133,15 @@ def _submit_training(
     config = load(recipe, overrides)
     run_dir = Path(config.train.run_dir)
     _refuse_queued(run_dir)
-    from qurl_megatron.slurm.checks import check
+    from qurl_megatron.slurm.checks import check, check_limits
 
     for line in check(config, cluster):
         print(line)
     script = render(training_job(config, cluster), cluster)
     print(f"Slurm: {commands.test_only(script)}")
+    partition = commands.partition_facts(cluster.job.partition.partition(",")[0])
+    if line := check_limits(cluster.job, partition, measured(run_dir, now())):
+        print(line)
     if dry_run:
         return _nothing_submitted()
     folder.write(run_dir, recipe, overrides, cluster, script)

@@ -4,16 +4,22 @@ Of the signals that srun passes on, SIGTERM ends the step at once, and some clus
 to all that a task has started, engines included. So the supervisor sends SIGUSR1, which is blocked
 here, and hence in every thread and child; a thread waits for it and tells the rank with SIGTERM.
 
+SIGUSR2 asks for stacks, which a rank writes into its attempt's folder even where it is stuck in
+native code: Python's own handler needs no interpreter. It is blocked for children in the same way.
+
 A rank that has saved and stopped ends with 0: srun, which is to end all ranks as soon as one of
 them fails, would take any other code for a failure, and kill those that are still writing.
 """
 
+import faulthandler
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
-from qurl_megatron.observe.failures import kept
+from qurl_megatron.observe.failures import FOLDER, kept
+from qurl_megatron.runtime.files import refusing
 from qurl_megatron.slurm import folder
 
 STOPPED = 128 + signal.SIGTERM
@@ -29,7 +35,7 @@ def task(run_dir: Path) -> int:
     Raises:
         ConfigError: nothing was submitted there, or what ``qurl train`` raises.
     """
-    stop_on_usr1()
+    stop_on_usr1(_stacks(os.environ))
     with kept():
         config = folder.recipe(run_dir)
         from qurl_megatron.training.start import start
@@ -38,12 +44,33 @@ def task(run_dir: Path) -> int:
     return 0 if code == STOPPED else code
 
 
-def stop_on_usr1() -> None:
-    """From here on SIGUSR1 is SIGTERM to this process, and nothing to its children."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    threading.Thread(target=_wait, name="SIGUSR1", daemon=True).start()
+def stop_on_usr1(stacks: Path | None = None) -> None:
+    """From here on SIGUSR1 is SIGTERM to this process, and neither it nor SIGUSR2 is anything to
+    its children.
+
+    Args:
+        stacks: made, and given the stacks of all threads on SIGUSR2; None: nobody will ask.
+
+    Raises:
+        ConfigError: the file cannot be made.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    if stacks is not None:
+        with refusing(stacks, key="train.run_dir"):
+            file = stacks.open("wb", buffering=0)  # never closed: the handler cannot open it
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    threading.Thread(target=_wait, args=(stacks is not None,), name="signals", daemon=True).start()
 
 
-def _wait() -> None:
+def _wait(asked: bool) -> None:
+    if asked:  # the one thread to which the system can deliver it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
     signal.sigwait({signal.SIGUSR1})
     os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+
+
+def _stacks(env: Mapping[str, str]) -> Path | None:
+    if not env.get(FOLDER):
+        return None
+    return folder.stack_file(Path(env[FOLDER]), int(env.get("SLURM_PROCID", "0")))

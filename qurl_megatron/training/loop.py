@@ -147,7 +147,10 @@ class _Parts:
 
     def save(self, state: TrainState) -> None:
         run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep
-        with HERE.doing("saving"):
+        # How long it takes tells a job when it has to begin.
+        timeline = self.lead.timeline if self.lead else None
+        span = timeline.span("trainer", "save", state.step) if timeline else nullcontext()
+        with HERE.doing("saving"), span:
             checkpoint.save(run_dir, self.policy, state, keep=keep, critic=self.critic)
 
 

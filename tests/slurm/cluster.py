@@ -20,6 +20,13 @@ NODES = ("train1", "train2", "roll1", "roll2")
 GPUS = 8
 HOSTS = Path("/etc/hosts")
 
+# Jobs in ``high`` take the nodes of others, and ``low`` gets time to save. At preemption Slurm
+# sends SIGCONT and SIGTERM to the tasks of the steps and nothing to the job's script, whatever
+# --signal says; only PreemptParameters=send_user_signal has the script told. A script that ends in
+# its grace time completes the job: it must requeue itself. One that does not is killed, and
+# requeued by Slurm. A node that is set down ends a heterogeneous job, --no-kill or not, and is idle
+# again at once (ReturnToService=2) while its daemon answers.
+#
 # cred_expire: a requeued job waits for it, 120 s by default. sched and backfill: hetjobs wait for
 # the latter. CR_Core_Memory, so that two jobs share a node only where they fit.
 CONF = """
@@ -45,6 +52,8 @@ GresTypes=gpu
 ReturnToService=2
 KillWait=5
 SchedulerParameters=bf_interval=2,sched_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MailProg=/bin/true
 JobCompType=jobcomp/none
 NodeName=DEFAULT CPUs=128 RealMemory=2000000 Gres=gpu:h100:{gpus}
@@ -52,6 +61,8 @@ NodeName=DEFAULT CPUs=128 RealMemory=2000000 Gres=gpu:h100:{gpus}
 PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP
 PartitionName=main Default=YES
 PartitionName=h100
+PartitionName=low PriorityTier=1 GraceTime=60
+PartitionName=high PriorityTier=10 PreemptMode=OFF
 """
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import time
 from pathlib import Path
 
 import psutil
@@ -120,24 +119,6 @@ def test_slurms_own_signal_comes_in_time_and_a_cancelled_run_leaves_a_checkpoint
     assert user.footprint.left(run_dir) == []
 
 
-def test_a_rank_that_is_killed_ends_the_job_and_submitted_again_it_goes_on(user: User):
-    (job,), run_dir = user.submit("killed", *OPTIONS)
-    user.slurm.wait(lambda: steps_done(run_dir) >= 9, 120)
-    ranks = [p for p in user.footprint.look() if _is_rank(p, 1)]
-    assert len(ranks) == 1
-    began = time.monotonic()
-    ranks[0].kill()
-    assert user.slurm.ended(job, 60) == "FAILED", user.log(run_dir)
-    assert time.monotonic() - began < 60
-    assert user.slurm.facts(job)["ExitCode"] == "137:0"
-    assert user.footprint.left(run_dir, 15.0) == []
-    (again,), _ = user.submit("killed", *OPTIONS)
-    assert user.slurm.ended(again) == "COMPLETED", user.log(run_dir)
-    first, second = folder.attempts(run_dir)
-    assert (first.signal, first.code, first.decision, first.step_after) == ("", 137, "stop", 8)
-    assert (second.step_before, second.step_after) == (8, STEPS)
-
-
 @pytest.mark.parametrize("layout", ["hetjob", "split"])
 def test_engines_on_a_node_of_their_own_meet_the_trainer(layout: str, user: User):
     user.describe(layout=layout)
@@ -164,7 +145,7 @@ def test_engines_on_a_node_of_their_own_meet_the_trainer(layout: str, user: User
     assert user.footprint.left(run_dir) == []
 
 
-def _is_rank(process: psutil.Process, rank: int) -> bool:
+def is_rank(process: psutil.Process, rank: int) -> bool:
     """The process that srun has started for a rank, and none of those that it has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         words = process.cmdline()

@@ -1,7 +1,10 @@
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -9,48 +12,13 @@ import pytest
 from qurl_megatron.config import to_toml
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm import folder
-from qurl_megatron.slurm.attempt import NO_PROGRESS, Decision, Received, attempt, decide
+from qurl_megatron.slurm.attempt import attempt
 from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig
 from qurl_megatron.slurm.ready import ROOT
-from qurl_megatron.slurm.task import STOPPED
+from qurl_megatron.slurm.supervise import Received
+from qurl_megatron.slurm.verdict import NO_PROGRESS
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
-
-
-@pytest.mark.parametrize(
-    ("code", "received", "before", "after", "decision", "ends_with"),
-    [
-        (0, "", 0, 40, Decision.DONE, 0),
-        (0, "USR1", 20, 40, Decision.DONE, 0),
-        (0, "USR1", 0, 12, Decision.AGAIN, 0),
-        (137, "USR1", 8, 12, Decision.AGAIN, 0),
-        (0, "USR1", 12, 12, Decision.STOP, NO_PROGRESS),
-        (137, "USR1", 12, 12, Decision.STOP, NO_PROGRESS),
-        (2, "USR1", 0, 12, Decision.STOP, 2),
-        (3, "USR1", 0, 12, Decision.STOP, 3),
-        (0, "TERM", 0, 12, Decision.STOP, STOPPED),
-        (0, "", 0, 12, Decision.STOP, STOPPED),
-        (1, "", 0, 12, Decision.STOP, 1),
-        (2, "", 0, 0, Decision.STOP, 2),
-    ],
-    ids=[
-        "all steps",
-        "all steps in the last minute",
-        "time is up",
-        "time is up in the middle of the last save",
-        "time is up without a new step",
-        "time is up in the middle of the first save",
-        "a mistake in the last minute",
-        "the guard in the last minute",
-        "cancelled",
-        "a signal past the supervisor",
-        "it failed",
-        "a mistake",
-    ],
-)
-def test_what_follows_on_an_attempt(code, received, before, after, decision, ends_with):
-    outcome = decide(code, received, before, after, steps=40)
-    assert (outcome.decision, outcome.code) == (decision, ends_with)
 
 
 def test_the_supervisor_needs_neither_torch_nor_megatron():
@@ -60,11 +28,19 @@ def test_the_supervisor_needs_neither_torch_nor_megatron():
     assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_the_first_signal_counts():
+def test_a_cancelled_run_does_not_wait_until_its_time_is_up():
     with Received() as received:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert received.first == "USR1"
+    assert received.newest == "TERM"
+
+
+def test_what_slurm_sends_after_the_ranks_were_told_changes_nothing(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    told = f"told() {{ kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
+    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
+    assert attempt(run_dir) == 0
+    assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("USR1", "again")]
 
 
 def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
@@ -148,11 +124,141 @@ def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, tmp_pa
         attempt(run_dir)
 
 
-def test_a_failed_run_ends_with_its_own_code(slurm, tmp_path):
+def test_a_mistake_ends_the_job_whatever_becomes_of_the_other_ranks(slurm, tmp_path):
     run_dir = submitted(tmp_path / "run")
-    slurm("srun", "exit 3")
+    # As srun says and ends where one rank ends with 3, and it ends the other one.
+    slurm("srun", "echo 'srun: error: n1: task 0: Exited with exit code 3' >&2; exit 143")
     assert attempt(run_dir) == 3
-    assert "scontrol" not in (tmp_path / "called").read_text()
+    assert [one.decision for one in folder.attempts(run_dir)] == ["stop"]
+
+
+@pytest.fixture
+def measured_run(slurm, tmp_path) -> Path:
+    """A run that has shown that its steps take 40 s, and its checkpoints 5."""
+    run_dir = submitted(tmp_path / "run")
+    record = {"step": 1, "time": 1000.0, "metrics": {"time/step": 40.0}}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    save = {"lane": "trainer", "name": "save", "step": 1, "start": 1000.0, "end": 1005.0}
+    (run_dir / "timeline.jsonl").write_text(json.dumps(save) + "\n")
+    return run_dir
+
+
+def ends_in(slurm, seconds: float) -> None:
+    """The job's time is up then, as Slurm says."""
+    end = datetime.now() + timedelta(seconds=seconds)
+    slurm("scontrol", f"echo JobId=5 NumNodes=1 EndTime={end.isoformat('T', 'seconds')}")
+
+
+def test_a_run_whose_steps_are_long_is_told_before_slurms_signal(slurm, measured_run, capfd):
+    ends_in(slurm, 74)  # 40 and 5 for a step and a save, and 30 to spare
+    told = f"told() {{ {saves(measured_run, 3)}; exit 0; }}; trap told USR1"
+    slurm("srun", f"{told}; while :; do sleep 0.02; done")
+    assert attempt(measured_run) == 0
+    assert [one.signal for one in folder.attempts(measured_run)] == ["USR1"]
+    assert "qurl: time is up: the ranks save and end" in capfd.readouterr().out
+
+
+def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run, capfd):
+    ends_in(slurm, 600)  # and job.signal_s is 900
+    told = f"trap '{saves(measured_run, 1)}; exit 0' USR1"
+    slurm("srun", f"{told}; kill -USR1 $PPID; sleep 0.8; {saves(measured_run, 7)}")
+    assert attempt(measured_run) == 0
+    assert [one.decision for one in folder.attempts(measured_run)] == ["done"]
+    said = capfd.readouterr().out
+    assert re.search(r"SIGUSR1 \d+ s before the end; 75 are needed, it goes on", said)
+
+
+def test_a_failed_attempt_is_followed_by_another_in_the_same_job(slurm, tmp_path, capfd):
+    run_dir = submitted(tmp_path / "run")
+    first, second = saves(run_dir, 3), saves(run_dir, 7)
+    slurm("srun", f"if [ -e {run_dir}/checkpoints ]; then {second}; else {first}; exit 137; fi")
+    assert attempt(run_dir) == 0
+    records = folder.attempts(run_dir)
+    assert [(a.step_before, a.step_after, a.decision) for a in records] == [
+        (0, 3, "retry"),
+        (3, 7, "done"),
+    ]
+    assert "requeue" not in (tmp_path / "called").read_text()
+    assert "the training step ended with 137; step 3 is saved; failure 1" in capfd.readouterr().out
+
+
+def test_two_failures_in_a_row_without_a_checkpoint_end_the_job_with_no_progress(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    slurm("srun", "exit 1")
+    assert attempt(run_dir) == NO_PROGRESS
+    assert [one.decision for one in folder.attempts(run_dir)] == ["retry", "stop"]
+
+
+def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, tmp_path, capfd):
+    run_dir = submitted(tmp_path / "run", layout="split")
+    slurm("scontrol", "echo JobId=5 NumNodes=0 EndTime=Unknown PreemptTime=None")
+    slurm("srun", f"{saves(run_dir, 3)}; exit 137")
+    attempt(run_dir)
+    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    assert "job 5 has 0 of its 1 nodes left" in capfd.readouterr().out
+    assert len(folder.attempts(run_dir)) == 1
+
+
+def test_a_preempted_run_goes_on_in_another_job_though_only_its_ranks_were_told(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    slurm("scontrol", "echo JobId=5 NumNodes=1 PreemptTime=2026-11-22T09:34:46")
+    slurm("srun", saves(run_dir, 3))
+    assert attempt(run_dir) == 0
+    (record,) = folder.attempts(run_dir)
+    assert (record.signal, record.decision) == ("preempted", "again")
+    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+
+
+def test_an_attempt_that_was_lost_with_its_node_counts_once_the_job_is_back(
+    slurm, tmp_path, monkeypatch
+):
+    run_dir = submitted(tmp_path / "run")
+    assert folder.open_attempt(run_dir) == 1
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    slurm("srun", "exit 1")
+    assert attempt(run_dir) == NO_PROGRESS
+    records = folder.attempts(run_dir)
+    assert [(one.number, one.decision) for one in records] == [(1, "retry"), (2, "stop")]
+
+
+def test_a_node_that_takes_a_run_along_twice_ends_it_though_nobody_could_record_it(
+    slurm, tmp_path, monkeypatch
+):
+    run_dir = submitted(tmp_path / "run")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lost = folder.Attempt(folder.open_attempt(run_dir), 5, 0, 0, 0, "", 1, "retry")
+    folder.close_attempt(run_dir, lost)
+    folder.open_attempt(run_dir)
+    assert attempt(run_dir) == NO_PROGRESS
+    assert folder.newest_attempt(run_dir) == 2
+
+
+def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    folder.open_attempt(run_dir)
+    slurm("srun", saves(run_dir, 7))
+    assert attempt(run_dir) == 0
+    assert [one.number for one in folder.attempts(run_dir)] == [2]
+
+
+def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("qurl_megatron.slurm.supervise.WATCH_S", 0.1)
+    monkeypatch.setattr("qurl_megatron.slurm.supervise.POLL_S", 0.05)
+    monkeypatch.setattr("qurl_megatron.slurm.supervise.STACKS_S", 0.2)
+    run_dir = submitted(tmp_path / "run", hung_s=1)
+    stack = f"{run_dir}/slurm/attempts/1/stack-0.txt"
+    first, second = saves(run_dir, 3), saves(run_dir, 7)
+    slurm(
+        "srun",
+        f"if [ -e {run_dir}/checkpoints ]; then {second}; exit 0; fi; {first}"
+        f"; trap 'echo here > {stack}' USR2; trap 'exit 137' TERM; while :; do sleep 0.02; done",
+    )
+    assert attempt(run_dir) == 0
+    assert [one.decision for one in folder.attempts(run_dir)] == ["retry", "done"]
+    said = capfd.readouterr().out
+    assert "rank 1 did not answer: it is stopped, or stuck in the kernel" in said
+    assert "rank 0 did not" not in said
+    assert re.search(r"attempt 1: hung: no new step for \d+ s; step 3 is saved", said)
 
 
 # ---- the run's folder

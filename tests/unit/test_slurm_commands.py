@@ -112,3 +112,16 @@ def test_no_jobs_are_not_asked_for(monkeypatch):
 def test_facts_of_a_job(program):
     program("scontrol", "echo 'JobId=12 Requeue=1 TimeLimit=00:20:00 Comment=(null)'")
     assert commands.job_facts(12)["TimeLimit"] == "00:20:00"
+
+
+def test_the_facts_of_a_partition_are_those_of_the_default_one_where_none_is_named(program):
+    one, other = "PartitionName=a Default=NO MaxTime=1-00:00:00", "PartitionName=b Default=YES"
+    program(
+        "scontrol", f'case "$4" in "") echo {one}; echo {other} GraceTime=60;; *) echo {one}; esac'
+    )
+    assert commands.partition_facts("") == {
+        "PartitionName": "b",
+        "Default": "YES",
+        "GraceTime": "60",
+    }
+    assert commands.partition_facts("a")["MaxTime"] == "1-00:00:00"

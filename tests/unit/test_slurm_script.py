@@ -58,6 +58,12 @@ def test_a_site_without_hetjobs_gets_one_component_to_cut_in_two():
     assert "#SBATCH --nodes=4\n" in text
 
 
+def test_only_a_job_with_rollout_nodes_of_its_own_outlives_a_node_and_no_hetjob_can():
+    assert "#SBATCH --no-kill\n" in script(with_job(layout="split"))
+    assert "--no-kill" not in script(with_job(layout="hetjob"))
+    assert "--no-kill" not in script(with_job(layout="split"), QUICK)
+
+
 def test_a_run_asks_for_a_signal_to_the_supervisor_alone():
     assert "#SBATCH --signal=B:USR1@300\n" in script(with_job(signal_s=300))
 

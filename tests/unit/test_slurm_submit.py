@@ -15,10 +15,12 @@ from qurl_megatron.slurm import checks
 from qurl_megatron.slurm.cluster import (
     ClusterConfig,
     ContainerConfig,
+    JobConfig,
     NodeConfig,
     SiteConfig,
     load_cluster,
 )
+from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.slurm.ready import FOLDER, ROOT
 from qurl_megatron.testing.models import tiny_checkpoint
 
@@ -40,6 +42,8 @@ def here(tmp_path, monkeypatch) -> Path:
         "sbatch": f"cat > {tmp_path}/script; echo 41",
         "squeue": "echo '{\"jobs\": []}'",
         "scancel": "",
+        "scontrol": "echo PartitionName=main Default=YES GraceTime=60 MaxTime=UNLIMITED "
+        "PreemptMode=REQUEUE",
     }
     for name, answer in answers.items():
         program(tmp_path, name, answer)
@@ -68,7 +72,47 @@ def test_a_submitted_run_leaves_all_that_its_job_will_read(here, model, capsys):
     assert [path.name for path in folder.glob(".*")] == []
     said = capsys.readouterr().out
     assert "job 41; run folder run" in said
+    assert "preemption: partition main leaves 60 s" in said
     assert "tail -F run/slurm/job.log run/slurm/latest/train-0.log" in said
+
+
+@pytest.mark.parametrize(
+    ("facts", "pace", "said"),
+    [
+        ({}, Pace(), ""),
+        ({"MaxTime": "UNLIMITED", "GraceTime": "0", "PreemptMode": "OFF"}, Pace(), ""),
+        ({"MaxTime": "1-00:00:00", "GraceTime": "0"}, Pace(), ""),
+        (
+            {"GraceTime": "60", "PreemptMode": "REQUEUE"},
+            Pace(),
+            "leaves 60 s to finish a step and save; where that is too short",
+        ),
+        (
+            {"GraceTime": "60", "PreemptMode": "REQUEUE"},
+            Pace((10.0,), (5.0,)),
+            "and save, and this run takes 45 at most",
+        ),
+        (
+            {"GraceTime": "60", "PreemptMode": "REQUEUE"},
+            Pace((40.0,), (5.0,)),
+            "and this run may take 75: steps since the newest checkpoint would",
+        ),
+    ],
+)
+def test_what_preemption_would_cost_is_said_before_the_queue(facts, pace, said):
+    line = checks.check_limits(JobConfig(), {"PartitionName": "main", **facts}, pace)
+    assert said in line
+    assert bool(said) == bool(line)
+
+
+def test_a_time_limit_that_the_partition_does_not_have_is_refused():
+    facts = {"PartitionName": "short", "MaxTime": "04:00:00"}
+    with pytest.raises(ConfigError) as error:
+        checks.check_limits(JobConfig(time_limit="24:00:00"), facts, Pace())
+    assert str(error.value) == (
+        "job.time_limit=24:00:00 is more than MaxTime=04:00:00 of partition short, where the job "
+        "would wait for ever; lower it"
+    )
 
 
 def test_a_chain_is_submitted_at_once(here, model, capsys):
@@ -81,7 +125,8 @@ def test_a_chain_is_submitted_at_once(here, model, capsys):
 def test_a_dry_run_writes_and_submits_nothing(here, model, capsys):
     assert submit(model, "train.run_dir=run", "--dry-run") == 0
     assert "nothing was submitted" in capsys.readouterr().out
-    assert (here / "called").read_text() == "sbatch --test-only\n"
+    called = (here / "called").read_text().splitlines()
+    assert called == ["sbatch --test-only", "scontrol --oneliner show partition"]
     assert not (here / "run").exists()
 
 

@@ -1,0 +1,128 @@
+"""What follows on an attempt, as a function of how it ended and how those before it did."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qurl_megatron.slurm.folder import Attempt
+from qurl_megatron.slurm.task import STOPPED
+
+WALL_TIME, PREEMPTED = "USR1", "preempted"
+"""Why the ranks were told to end, beside a person's TERM and INT."""
+TAKEN = {WALL_TIME: "time is up", PREEMPTED: "preempted by another job"}
+"""Where Slurm takes the nodes back, which is no failure."""
+
+FINAL = (2, 3)
+"""Exit codes of a run that would only end so again: a mistake in the input; the guard."""
+NO_PROGRESS = 4
+"""Exit code of a run that another attempt would not bring further."""
+
+
+class Decision(enum.StrEnum):
+    DONE = "done"
+    AGAIN = "again"  # in another job
+    RETRY = "retry"  # after a failure: in the same job if its nodes are whole, else in another
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows on an attempt."""
+
+    decision: Decision
+    code: int  # of the supervisor, and so of the job
+    why: str
+
+
+@dataclass(frozen=True)
+class Before:
+    """How the attempts before this one ended."""
+
+    failures: int = 0  # the last ones in a row
+    idle: bool = False  # the last one was to be followed by another, and saved no new step
+
+
+def before(attempts: Sequence[Attempt]) -> Before:
+    """
+    Args:
+        attempts: those that have ended, oldest first. One that a person stopped, or that had to
+            stop, begins the count anew: somebody has looked since.
+    """
+    failures = 0
+    for attempt in reversed(attempts):
+        if attempt.decision != Decision.RETRY:
+            break
+        failures += 1
+    last = attempts[-1] if attempts else None
+    followed = last is not None and last.decision in (Decision.RETRY, Decision.AGAIN)
+    return Before(failures, followed and last.step_after <= last.step_before)
+
+
+def decide(
+    code: int,
+    told: str,
+    step_before: int,
+    step_after: int,
+    earlier: Before,
+    *,
+    steps: int,
+    retries: int,
+    failed: str = "",
+    late: bool = False,
+) -> Outcome:
+    """
+    Args:
+        code: exit code of the training step; 0 after a clean stop, too.
+        told: why the ranks were told to end: WALL_TIME, PREEMPTED or the name of a signal; "":
+            they were not.
+        step_before: step of the newest checkpoint when the attempt began.
+        step_after: the same at its end.
+        steps: all that the recipe asks for.
+        retries: failures in a row on which another attempt follows.
+        failed: how, where the exit code does not tell.
+        late: the attempt followed on another in the same job, and had only the rest of its time.
+    """
+    saved = f"step {step_after} is saved"
+    idle = step_after <= step_before
+    if code == 0 and step_after >= steps:
+        return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
+    if told == WALL_TIME and code not in FINAL:
+        if not idle:
+            return Outcome(Decision.AGAIN, 0, f"time is up; {saved}")
+        if not late:
+            return Outcome(
+                Decision.STOP,
+                NO_PROGRESS,
+                f"time was up before a step after {step_before} was saved, and another attempt "
+                "would end likewise; raise job.time_limit or job.signal_s in the cluster file",
+            )
+    if told in TAKEN:
+        failed = TAKEN[told]
+    else:
+        if code == 0:
+            by = f"SIG{told}" if told else "a signal to the ranks"
+            return Outcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
+        failed = failed or f"the training step ended with {code}"
+        if told:
+            return Outcome(Decision.STOP, code, f"{failed} after SIG{told}; {saved}")
+    if code in FINAL:
+        return Outcome(Decision.STOP, code, f"{failed}; {saved}")
+    if idle and earlier.idle:
+        return Outcome(
+            Decision.STOP,
+            NO_PROGRESS,
+            f"{failed}, the second attempt in a row without a new checkpoint; {saved}; mend "
+            "the cause, then `qurl slurm submit`, as before, goes on",
+        )
+    if told in TAKEN:
+        return Outcome(Decision.AGAIN, 0, f"{failed}; {saved}")
+    if earlier.failures >= retries:
+        return Outcome(
+            Decision.STOP,
+            code,
+            f"{failed}, failure {earlier.failures + 1} in a row, and job.retries={retries} allows "
+            f"no further attempt; {saved}",
+        )
+    return Outcome(
+        Decision.RETRY, code, f"{failed}; {saved}; failure {earlier.failures + 1} in a row"
+    )

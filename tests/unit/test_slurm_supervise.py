@@ -1,0 +1,120 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+
+import psutil
+import pytest
+
+from qurl_megatron.slurm.supervise import Step, Times, end_of, final_code, preempted
+
+END = 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("left", "stop_s", "received", "due"),
+    [
+        pytest.param(5000, 100, "", "", id="nothing yet"),
+        pytest.param(101, 100, "", "", id="just before"),
+        pytest.param(100, 100, "", "USR1", id="just in time, without a signal"),
+        pytest.param(2000, 2000, "", "USR1", id="long steps: before Slurm's signal"),
+        pytest.param(900, 100, "USR1", "", id="short steps: Slurm's signal is put off"),
+        pytest.param(950, 100, "USR1", "", id="also where it is early"),
+        pytest.param(100, 100, "USR1", "USR1", id="until they must"),
+        pytest.param(900, None, "USR1", "USR1", id="nothing measured: Slurm's signal counts"),
+        pytest.param(10, None, "", "", id="nothing measured, no signal"),
+        pytest.param(5000, 100, "USR1", "USR1", id="a signal at another time is somebody's"),
+        pytest.param(5000, 100, "TERM", "TERM", id="cancelled"),
+        pytest.param(900, 100, "TERM", "TERM", id="cancelled in the last minutes"),
+    ],
+)
+def test_when_the_ranks_are_told_to_end(left, stop_s, received, due):
+    assert Times(END, stop_s, signal_s=900).due(END - left, received) == due
+
+
+def test_preemption_does_not_wait():
+    assert Times(END, 100, signal_s=900).due(END - 900, "USR1", preempted=True) == "preempted"
+
+
+def test_where_slurm_does_not_say_when_the_job_ends_its_signal_counts():
+    assert Times(None, 100, signal_s=900).due(0.0, "USR1") == "USR1"
+    assert Times(None, 100, signal_s=900).due(0.0, "") == ""
+
+
+def test_the_end_of_a_job_is_in_local_time():
+    at = datetime(2026, 11, 22, 9, 30).timestamp()
+    assert end_of({"EndTime": "2026-11-22T09:30:00"}) == at
+    assert end_of({"EndTime": "Unknown"}) is None
+    assert end_of({}) is None
+
+
+def test_a_job_is_preempted_once_slurm_says_when():
+    assert preempted({"PreemptTime": "2026-11-22T09:34:46"})
+    assert not preempted({"PreemptTime": "None"})
+    assert not preempted({})
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("srun: error: roll1: task 0: Exited with exit code 2\n", 2),
+        ("srun: error: roll1: tasks 0-3,7: Exited with exit code 3\n", 3),
+        ("srun: error: roll1: task 0: Exited with exit code 23\n", 0),
+        ("srun: error: roll1: task 0: Exited with exit code 1\n", 0),
+        ("srun: error: roll1: task 1: Killed\n", 0),
+    ],
+)
+def test_a_final_exit_code_is_read_from_what_srun_says(line, code):
+    assert final_code(line) == code
+
+
+def test_a_program_ended_by_a_signal_ends_with_128_and_it():
+    step = Step(["sleep", "60"])
+    assert step.wait(0.01) is None
+    step.end()
+    assert step.wait(10) == 128 + signal.SIGTERM
+
+
+# ---- a rank's stacks
+
+RANK = """
+import subprocess, sys, time
+from pathlib import Path
+from qurl_megatron.slurm.task import stop_on_usr1
+stop_on_usr1(Path(sys.argv[1]))
+child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+def stuck_here():
+    if sys.argv[2] == "python":
+        time.sleep(60)
+    # Holds the interpreter's lock, as a hanging extension does.
+    import ctypes
+    ctypes.PyDLL(None).sleep(60)
+stuck_here()
+"""
+
+
+@pytest.mark.parametrize("where", ["python", "native"])
+def test_a_stuck_rank_writes_its_stacks_and_its_children_do_not_mind(where, tmp_path):
+    path = tmp_path / "stack-0.txt"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, path, where],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    child = int(rank.stdout.readline())
+    assert path.read_text() == ""
+    time.sleep(0.1)
+    for pid in (child, rank.pid):
+        os.kill(pid, signal.SIGUSR2)
+    end = time.monotonic() + 10
+    while "stuck_here" not in path.read_text() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert "in stuck_here" in path.read_text()
+    assert path.read_text().count("(most recent call first)") == 2  # and that for the signals
+    assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
+    rank.kill()
+    rank.communicate()
