@@ -18,11 +18,11 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.sinks import Record
 from qurl_megatron.observe.text import duration, how_many, percent
 from qurl_megatron.slurm import commands, folder
-from qurl_megatron.slurm.attempt import NO_PROGRESS, WALL_TIME
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.commands import Queued
 from qurl_megatron.slurm.logs import job_log, section, word
 from qurl_megatron.slurm.task import STOPPED
+from qurl_megatron.slurm.verdict import GOES_ON, NO_PROGRESS, WALL_TIME
 from qurl_megatron.training.state import latest
 
 RECENT = 20
@@ -242,7 +242,11 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
     if job:
         word = "running" if job.state == "RUNNING" else job.state.lower()
         return "running", f"{word}, job {job.job} on {job.nodes}{tries}"
-    if newest and newest.ended and (facts.queue is not None or newest.ended.decision != "again"):
+    if (
+        newest
+        and newest.ended
+        and (facts.queue is not None or newest.ended.decision not in GOES_ON)
+    ):
         return (
             "ended",
             f"ended, job {newest.ended.job}{tries}: {facts.word or _ending(newest.ended)}",
@@ -259,7 +263,7 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
 def _ending(ended: Attempt) -> str:
     if ended.decision == "done":
         return "all steps are done"
-    if ended.decision == "again":
+    if ended.decision in GOES_ON:
         return f"step {ended.step_after} is saved, and no job is left that goes on"
     killed = f"a rank was killed, exit code {ended.code}"
     code = ended.code or (NO_PROGRESS if ended.signal == WALL_TIME else STOPPED)
@@ -280,7 +284,7 @@ def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) ->
         return f"{run_dir}/report.html; `qurl slurm hours {run_dir}`"
     if newest.ended and newest.ended.decision == "stop" and newest.ended.signal == WALL_TIME:
         return "raise job.time_limit or job.signal_s in the cluster file, then `qurl slurm submit`"
-    if newest.ended and (newest.ended.decision == "again" or newest.ended.signal):
+    if newest.ended and (newest.ended.decision in GOES_ON or newest.ended.signal):
         return "`qurl slurm submit`, as before, goes on"
     return f"`qurl slurm logs {run_dir}` says why; `qurl slurm submit`, as before, goes on"
 

@@ -25,6 +25,10 @@ class Decision(enum.StrEnum):
     STOP = "stop"
 
 
+GOES_ON = (Decision.AGAIN, Decision.RETRY)
+"""After these the run has another attempt."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What follows on an attempt."""

@@ -52,7 +52,7 @@ def test_a_mistake_before_there_are_ranks_is_kept_too(tmp_path, monkeypatch):
     from qurl_megatron.slurm import folder, task
     from qurl_megatron.slurm.cluster import ClusterConfig
 
-    monkeypatch.setattr(task, "stop_on_usr1", lambda: None)  # it would block SIGUSR1 in pytest
+    monkeypatch.setattr(task, "stop_on_usr1", lambda _: None)  # it would block SIGUSR1 in pytest
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("SLURM_PROCID", "1")
     words = ["model.path=nowhere", "warmstart.steps=0"]
