@@ -11,7 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from qurl_megatron.observe.clock import now
@@ -99,6 +99,7 @@ def read_failures(folder: Path) -> list[Failure]:
     """Those of an attempt, the earliest first; a damaged one is left out, for logs tell too."""
     found = []
     for path in folder.glob("failure-*.json"):
-        with contextlib.suppress(ValueError, TypeError):
-            found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            failure = Failure(**json.loads(path.read_bytes()))
+            found.append(replace(failure, time=float(failure.time), rank=int(failure.rank)))
     return sorted(found, key=lambda one: one.time)

@@ -8,6 +8,7 @@ it leaves without taking torch apart.
 import atexit
 import gc
 import os
+import signal
 
 
 def _collect_own() -> None:
@@ -18,3 +19,5 @@ def _collect_own() -> None:
 gc.disable()
 os.register_at_fork(after_in_child=_collect_own)
 atexit.register(os._exit, 0)
+# Ctrl-C while it imports is not worth a traceback; each rank sets what it does on one.
+signal.signal(signal.SIGINT, signal.SIG_DFL)

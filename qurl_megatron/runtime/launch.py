@@ -116,8 +116,8 @@ def _keep_store(launcher: Connection) -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launcher.send(store.port)  # it listens by now
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, ConnectionError):  # it may be gone before there is a store
+        launcher.send(store.port)  # which listens by now
         launcher.recv()
 
 

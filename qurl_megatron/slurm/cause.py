@@ -195,12 +195,8 @@ def kind_of(said: str) -> Kind:
 
 def exit_codes(srun: Sequence[str]) -> dict[str, int]:
     """By task number, such as {"0": 1}."""
-    return {
-        task: 128 + number if (number := _signal(how)) else int(how.rpartition(" ")[2])
-        for _, tasks, how in map(_ended, srun)
-        for task in _numbers(tasks)
-        if _signal(how) or how.startswith("Exited with exit code ")
-    }
+    found = ((tasks, _code(how)) for _, tasks, how in map(_ended, srun))
+    return {task: code for tasks, code in found if code for task in tasks}
 
 
 def _of_failure(failure: Failure, codes: Mapping[str, int]) -> Event:
@@ -260,35 +256,38 @@ def _of_srun(lines: Sequence[str]) -> Iterator[Event]:
             return
         node, tasks, how = _ended(line)
         if number := _signal(how):
-            for task in _numbers(tasks):
-                said = f"killed by {_name(number)}"
-                code = 128 + number
+            said, code = f"killed by {_name(number)}", 128 + number
+            for task in tasks:
                 yield Event(kind_of(said), KILLED, f"rank {task}", said, node=node, code=code)
         elif re.search(SLURMS, line):
-            who = f"rank {tasks}" if tasks else "srun"
+            who = f"rank {', '.join(tasks)}" if tasks else "srun"
             yield Event(kind_of(line), KILLED, who, line.partition("error: ")[2] or line, node=node)
 
 
 def _silent(lines: Sequence[str]) -> Iterator[Event]:
     for node, tasks, how in map(_ended, lines):
-        if how.startswith("Exited with exit code "):
+        if how.startswith("Exited") and (code := _code(how)):
             said = f"e{how[1:]} and left no word"
-            code = int(how.rpartition(" ")[2])
-            for task in _numbers(tasks):
+            for task in tasks:
                 yield Event(kind_of(said), SILENT, f"rank {task}", said, node=node, code=code)
 
 
-def _ended(line: str) -> tuple[str, str, str]:
-    """(node, tasks, how) of ``srun: error: train1: tasks 0-1: Killed``; empty words for others."""
+def _ended(line: str) -> tuple[str, list[str], str]:
+    """``srun: error: train1: tasks 0-1,4: Killed`` -> node, tasks, how; empty for other lines."""
     found = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
-    return (found[1], found[2], found[3].strip()) if found else ("", "", "")
+    if not found:
+        return "", [], ""
+    parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", found[2])
+    tasks = [str(n) for first, last in parts for n in range(int(first), int(last or first) + 1)]
+    return found[1], tasks, found[3].strip()
 
 
-def _numbers(tasks: str) -> Iterator[str]:
-    """0-2,5 -> 0, 1, 2, 5."""
-    for part in tasks.split(",") if tasks else ():
-        first, _, last = part.partition("-")
-        yield from map(str, range(int(first), int(last or first) + 1))
+def _code(how: str) -> int:
+    """Exit code of a task; 0 where srun does not tell."""
+    if number := _signal(how):
+        return 128 + number
+    told = re.fullmatch(r"Exited with exit code (\d{1,3})", how)
+    return int(told[1]) if told else 0
 
 
 def _signal(how: str) -> int:

@@ -4,6 +4,7 @@ A log may have many, with lines of other threads before them and a time at the h
 SGLang writes them. Chained exceptions are one traceback, whose last line says what was raised.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -69,4 +70,6 @@ def _indented(lines: list[str], at: int) -> int:
 
 def _time(line: str) -> float | None:
     told = TIME.search(line)
-    return datetime.fromisoformat(told[0]).timestamp() if told else None
+    with contextlib.suppress(ValueError, OverflowError):  # it looks like a time, and is none
+        return datetime.fromisoformat(told[0]).timestamp() if told else None
+    return None

@@ -225,6 +225,35 @@ def test_what_only_starts_ranks_or_looks_at_engines_needs_no_torch(tmp_path):
     subprocess.run([sys.executable, str(tmp_path / "launcher.py")], env=env, check=True)
 
 
+IMPORTING = """
+import sys
+from qurl_megatron.runtime import launch
+if __name__ == "__main__":
+    launch.PRELOAD = ["slow"]
+    launch.glob.glob = lambda _: []
+    try:
+        launch.launch(int, (), 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_while_the_ranks_are_being_imported_is_heard_without_a_traceback(tmp_path):
+    (tmp_path / "launcher.py").write_text(IMPORTING)
+    (tmp_path / "slow.py").write_text("open('begun', 'w').close()\nimport time\ntime.sleep(600)\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "launcher.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        while not (tmp_path / "begun").exists():
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        os.killpg(launcher.pid, signal.SIGINT)
+        said = launcher.communicate(timeout=20)[1]  # until the fork server too has left
+    assert (launcher.returncode, said) == (130, "")
+
+
 def die_in_a_collective(number: int) -> int:
     dist.init_process_group("gloo")
     if os.environ["RANK"] == "1":

@@ -6,13 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hypothesis import given
 
 from qurl_megatron.cli import main
-from qurl_megatron.observe.failures import Failure
+from qurl_megatron.observe.failures import Failure, read_failures
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.cause import KINDS, Evidence, Log, exit_codes, first_cause, kind_of
 from qurl_megatron.slurm.logs import section
 from qurl_megatron.slurm.tracebacks import tracebacks
+from tests.fuzz import damaged, damaged_bytes, examples
 
 GLOO = (
     "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
@@ -314,3 +316,28 @@ def test_lines_of_job_log_belong_to_the_attempt_that_said_so_before():
     text = "qurl: attempt 1, job 2, a\nx\nqurl: attempt 2, job 2, b\ny\n"
     assert section(text, 1) == ["qurl: attempt 1, job 2, a", "x"]
     assert section(text, 2) == ["qurl: attempt 2, job 2, b", "y"]
+
+
+# ---- any bytes at all
+
+LEFT = asdict(failed(0, "RuntimeError", GLOO))
+JOB_LOG = "\n".join((*KILLED, "srun: error: t1: tasks 0-1,4: Exited with exit code 3")).encode()
+
+
+@given(content=damaged(LEFT))
+@examples(60)
+def test_a_damaged_failure_is_left_out_and_hides_no_other(content, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attempt")
+    (folder / "failure-0.json").write_bytes(content)
+    (folder / "failure-1.json").write_text(json.dumps({**LEFT, "rank": 1}))
+    found = read_failures(folder)
+    assert 1 in [one.rank for one in found]
+    assert first_cause(Evidence(found)) is not None
+
+
+@given(job_log=damaged_bytes(JOB_LOG), log=damaged_bytes(OUT_OF_MEMORY.encode()))
+@examples(60)
+def test_whatever_a_log_holds_there_is_a_cause_or_none(job_log, log):
+    lines = job_log.decode("utf-8", "replace").splitlines()
+    cause = first_cause(Evidence((), [engine(log.decode("utf-8", "replace"))], lines))
+    assert cause is None or cause.first.said
