@@ -42,6 +42,13 @@ def _task(arguments: argparse.Namespace) -> int:
     return task(arguments.run_dir)
 
 
+def _examine(arguments: argparse.Namespace) -> int:
+    """Measure this node inside a job, before models load (called by attempt, through srun)."""
+    from qurl_megatron.slurm.measure import examine
+
+    return examine(arguments.folder)
+
+
 def _offer(arguments: argparse.Namespace) -> int:
     """Run the engines of one rollout node inside a job (called by attempt, through srun)."""
     from qurl_megatron.slurm.offer import offer
@@ -61,6 +68,7 @@ ACTIONS = {
     "submit": _submit,
     "cancel": _cancel,
     "attempt": _attempt,
+    "examine": _examine,
     "task": _task,
     "offer": _offer,
     "cell": _cell,
@@ -98,5 +106,6 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     for name in ("cancel", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
+    added["examine"].add_argument("folder", type=Path, help="gets NODE.json")
     added["cell"].add_argument("study", type=Path, help="TOML study file")
     added["cell"].add_argument("out", type=Path, help="folder of its runs")

@@ -14,14 +14,16 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm import commands, folder
+from qurl_megatron.slurm.addresses import reachable
 from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.examination import examine, exclude, own_parts, refuse_exclusion
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.offer import prepare
 from qurl_megatron.slurm.steps import rollout_step, training_step
@@ -38,6 +40,8 @@ FINAL = (2, 3)
 """Exit codes of a run that would only end so again: a mistake in the input; the guard."""
 NO_PROGRESS = 4
 """Exit code of an attempt whose time was up before it had saved a new step."""
+BAD_NODE = 7
+"""Exit code of an attempt that needs a node which is bad, where there is no other."""
 
 
 class Decision(enum.StrEnum):
@@ -103,9 +107,17 @@ def attempt(run_dir: Path) -> int:
     logs = folder.attempt_folder(run_dir, number)
     _say(f"attempt {number}, job {job}, from step {before}; the ranks write {logs}/train-RANK.log")
     with Received() as received:
-        code = _run(run_dir, logs, config, cluster, received)
-        after = _saved(run_dir)
-        outcome = decide(code, received.first, before, after, steps=config.train.steps)
+        layout = lay_out(config.parallel, config.rollout, cluster.node)
+        found = examine(run_dir, number, layout, cluster)
+        for node, why in found.bad.items():
+            _say(f"node {node} is bad: {why}")
+        if found.needed:
+            code, after = BAD_NODE, before
+            outcome = _without(found.needed, run_dir, job, cluster)
+        else:
+            code = _run(run_dir, logs, config, cluster, received, found.engines)
+            after = _saved(run_dir)
+            outcome = decide(code, received.first, before, after, steps=config.train.steps)
         ended = folder.Attempt(
             number=number,
             job=job,
@@ -119,13 +131,41 @@ def attempt(run_dir: Path) -> int:
         folder.close_attempt(run_dir, ended)
         _say(f"attempt {number}: {outcome.why}")
         _follow(outcome, run_dir, job, cluster)
+        if found.needed and outcome.decision is Decision.AGAIN:
+            requeued = cluster.job.again == "requeue"
+            exclude(own_parts(os.environ) if requeued else _others(run_dir, job), found.needed)
     return outcome.code
 
 
+def _without(nodes: Sequence[str], run_dir: Path, job: int, cluster: ClusterConfig) -> Outcome:
+    """What follows where this attempt cannot go on with these nodes."""
+    names = ", ".join(nodes)
+    try:
+        refuse_exclusion(run_dir, job, nodes)
+        if cluster.job.again == "chain" and not _others(run_dir, job):
+            raise ConfigError("no job of the chain is left")
+    except ConfigError as error:
+        return Outcome(
+            Decision.STOP,
+            BAD_NODE,
+            f"{names} cannot be excluded ({error}); once the nodes are mended, "
+            "`qurl slurm submit`, as before, goes on",
+        )
+    return Outcome(Decision.AGAIN, 0, f"goes on without {names}")
+
+
 def _run(
-    run_dir: Path, logs: Path, config: RunConfig, cluster: ClusterConfig, received: "Received"
+    run_dir: Path,
+    logs: Path,
+    config: RunConfig,
+    cluster: ClusterConfig,
+    received: "Received",
+    engines: Sequence[str] | None = None,
 ) -> int:
     """The training step, and the engines' beside it where they have nodes of their own.
+
+    Args:
+        engines: the nodes that have some; None: all that the job has for them.
 
     Returns:
         Exit code of the former.
@@ -136,9 +176,10 @@ def _run(
     with contextlib.ExitStack() as beside:
         if layout.rollout:
             prepare(Path(config.rollout.rendezvous))
-            here = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+            here = reachable(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
             node = ["qurl", "slurm", "offer", str(run_dir), "--towards", here]
-            beside.enter_context(_beside(rollout_step(layout, cluster, node, **where)))
+            step = rollout_step(layout, cluster, node, **where, nodes=engines)
+            beside.enter_context(_beside(step))
         return _supervise(training_step(layout, cluster, rank, **where), received)
 
 

@@ -96,6 +96,17 @@ def requeue(job: int) -> None:
     _run(["scontrol", "requeue", str(job)])
 
 
+def exclude(job: int, nodes: list[str]) -> None:
+    """Have a waiting job, or one component of it, start on other nodes than these."""
+    _run(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def node_address(node: str) -> str:
+    """Where the controller reaches a node: an address, or a name that resolves there."""
+    said = _run(["scontrol", "--oneliner", "show", "node", node]).stdout
+    return _pairs(said).get("NodeAddr", node)
+
+
 def hostnames(nodes: str) -> list[str]:
     """The names in a list such as node[1-3,7]."""
     return _run(["scontrol", "show", "hostnames", nodes]).stdout.split()
@@ -104,6 +115,11 @@ def hostnames(nodes: str) -> list[str]:
 def job_facts(job: int) -> dict[str, str]:
     """What the controller knows of a job, such as Requeue and TimeLimit, as it writes it."""
     said = _run(["scontrol", "--oneliner", "show", "job", str(job)]).stdout
+    return _pairs(said)
+
+
+def _pairs(said: str) -> dict[str, str]:
+    """Of the first line of what scontrol says."""
     lines = said.splitlines()
     pairs = (word.partition("=") for word in (lines[0] if lines else "").split())
     return {key: value for key, equals, value in pairs if equals}

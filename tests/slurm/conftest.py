@@ -33,19 +33,20 @@ class User:
         self.cluster_file = folder / "cluster.toml"
         self.describe()
 
-    def describe(self, **job: object) -> None:
-        """Write the cluster file, with other values in [job]."""
+    def describe(self, node: dict[str, object] | None = None, **job: object) -> None:
+        """Write the cluster file, with other values in [job] and [node]."""
         bin = self.folder / "bin"
         bin.mkdir(exist_ok=True)
         command = bin / "qurl"
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m qurl_megatron.cli "$@"\n')
         command.chmod(0o755)
-        values = {"partition": "main", "time_limit": "00:20:00", "signal_s": 60, **job}
-        lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        usual = {"partition": "main", "time_limit": "00:20:00", "signal_s": 60, "examine_s": 0}
+        lines = _lines({**usual, **job})
+        nodes = _lines({"gpu": "h100", "cpus": 128, **(node or {})})
         mark = self.footprint.env[MARK]
         self.cluster_file.write_text(
             f"[job]\n{lines}\n"
-            '[node]\ngpu = "h100"\ncpus = 128\n'
+            f"[node]\n{nodes}\n"
             f'[site]\nshared = ["{self.folder}"]\nprolog = ["export PATH={bin}:$PATH"]\n'
             f'[site.environment]\nPYTHONPATH = "{ROOT}"\nOMP_NUM_THREADS = "1"\n'
             f'{MARK} = "{mark}"\n'
@@ -73,6 +74,10 @@ class User:
         """What an operator reads when something is wrong."""
         files = [run_dir / "slurm/job.log", *sorted(run_dir.glob("slurm/attempts/*/*.log"))]
         return "\n".join(f"== {p}\n{p.read_text()[-4000:]}" for p in files if p.exists())
+
+
+def _lines(values: dict[str, object]) -> str:
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
 
 
 @pytest.fixture(scope="session")
