@@ -58,7 +58,11 @@ def from_json(text: str) -> Report:
     if not isinstance(value, dict):
         raise TypeError(f"not a report: {text!r:.100}")
     found = value.get("gpus")
-    return Report(**{**value, "gpus": found and [gpus.Gpu(**one) for one in found]})
+    return Report(**{**value, "gpus": found and [_gpu(one) for one in found]})
+
+
+def _gpu(value: dict) -> gpus.Gpu:
+    return gpus.Gpu(**{**value, "held_back": tuple(value["held_back"])})
 
 
 def _measure(name: str) -> Report:

@@ -1,8 +1,9 @@
 """A real Slurm on this machine: one controller, several daemons that are "nodes", GPUs of no use.
 
 It needs root and Debian's slurm-wlm and munge, no systemd and no configuration of the machine. The
-nodes share the machine's address and differ by port; their names resolve nowhere. Each has mounts of
-its own, and GPUs that are character devices which nothing opens. Everything of it lies in one folder and ends with it.
+nodes share the machine's address and differ by port; their names resolve nowhere. Each has mounts
+of its own, and GPUs that are character devices which nothing opens. Everything of it lies in one
+folder and ends with it.
 """
 
 import contextlib
