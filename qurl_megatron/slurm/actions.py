@@ -39,7 +39,7 @@ def _task(arguments: argparse.Namespace) -> int:
     """Run as one training rank inside a job (called by attempt, through srun)."""
     from qurl_megatron.slurm.task import task
 
-    return task(arguments.run_dir)
+    return task(arguments.run_dir, arguments.engines)
 
 
 def _examine(arguments: argparse.Namespace) -> int:
@@ -106,6 +106,7 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     for name in ("cancel", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
+    added["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
     added["examine"].add_argument("folder", type=Path, help="gets NODE.json")
     added["cell"].add_argument("study", type=Path, help="TOML study file")
     added["cell"].add_argument("out", type=Path, help="folder of its runs")

@@ -173,6 +173,8 @@ def _run(
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     where = {"folder": str(logs), "workdir": os.getcwd()}
     rank = ["qurl", "slurm", "task", str(run_dir)]
+    if engines is not None:
+        rank += ["--engines", str(layout.engines * len(engines))]
     with contextlib.ExitStack() as beside:
         if layout.rollout:
             prepare(Path(config.rollout.rendezvous))

@@ -11,6 +11,7 @@ them fails, would take any other code for a failure, and kill those that are sti
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from qurl_megatron.slurm import folder
@@ -19,8 +20,11 @@ STOPPED = 128 + signal.SIGTERM
 """What a run returns after a clean stop."""
 
 
-def task(run_dir: Path) -> int:
+def task(run_dir: Path, engines: int | None = None) -> int:
     """Train as the rank that Slurm's variables name, with the recipe that was submitted.
+
+    Args:
+        engines: how many to wait for, where bad nodes leave fewer than the recipe has.
 
     Returns:
         0 also after a clean stop; else what ``qurl train`` returns.
@@ -30,6 +34,8 @@ def task(run_dir: Path) -> int:
     """
     stop_on_usr1()
     config = folder.recipe(run_dir)
+    if engines is not None:
+        config = replace(config, rollout=replace(config.rollout, engines=engines))
     from qurl_megatron.training.start import start
 
     code = start(config)

@@ -8,9 +8,9 @@ import pytest
 
 from qurl_megatron.config import to_toml
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import folder
+from qurl_megatron.slurm import examination, folder
 from qurl_megatron.slurm.attempt import BAD_NODE, NO_PROGRESS, Decision, Received, attempt, decide
-from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig
+from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, NodeConfig
 from qurl_megatron.slurm.ready import ROOT
 from qurl_megatron.slurm.task import STOPPED
 
@@ -243,3 +243,23 @@ def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(slurm, tmp_path, m
     said = capfd.readouterr().out
     assert "a1 cannot be excluded (sbatch --test-only refused (1): Requested node" in said
     assert "requeue" not in (tmp_path / "called").read_text()
+
+
+def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
+    slurm, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "r1,r2")
+    run_dir = submitted(tmp_path / "run")
+    rendezvous = f"rollout.rendezvous={run_dir}/engines"
+    cluster = ClusterConfig(job=JobConfig(examine_s=1), node=NodeConfig(gpus=1))
+    words = ["parallel.data=1", "rollout.engines=2", rendezvous, "train.steps=7"]
+    folder.write(run_dir, QUICK, words, cluster, "")
+    bad = {"r2": "its GPU is slow"}
+    monkeypatch.setattr(examination, "judge", lambda reports, wanted: bad)
+    slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
+    slurm("srun", saves(run_dir, 7))
+    assert attempt(run_dir) == 0
+    called = (tmp_path / "called").read_text()
+    assert f"qurl slurm task {run_dir} --engines 1" in called
+    assert "--nodes=1 --ntasks=1 " in called and "--nodelist=r1 qurl slurm offer" in called
