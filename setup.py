@@ -48,6 +48,7 @@ setup(
         # binding to torch is built on the spot, so torch first and then --no-build-isolation; pip
         # would build it against the newest torch otherwise. requirements/gpu-trainer.txt has all.
         "gpu": [
+            "nvidia-ml-py",  # without it `qurl slurm` cannot examine GPUs before models load
             'transformer-engine[core-cu13,pytorch]==2.11.0; python_version < "3.12"',
             'transformer-engine[core-cu13,pytorch]==2.20.2; python_version >= "3.12"',
         ],

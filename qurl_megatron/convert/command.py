@@ -73,7 +73,7 @@ def convert(make: Callable[[], "Job"], arguments: argparse.Namespace) -> int:
     from qurl_megatron.convert.workers import AnotherFailed, workers
 
     started = time.monotonic()
-    with workers() as ranks:
+    with workers(Path(arguments.out)) as ranks:
         try:
             with ranks.together():
                 job = make()

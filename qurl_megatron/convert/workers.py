@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import place_under_launcher
 
 T = TypeVar("T")
@@ -67,17 +69,23 @@ ALONE = Workers()
 
 
 @contextmanager
-def workers() -> Iterator[Workers]:
-    """The workers a launcher started, or this process alone."""
+def workers(beside: Path) -> Iterator[Workers]:
+    """The workers a launcher started, or this process alone.
+
+    Args:
+        beside: output of the job, on a file system that all share; started by srun, they meet
+            through a file beside it.
+    """
     if not place_under_launcher():
         yield ALONE
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # All are on this machine; without it gloo looks the host's name up, which may fail.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # All must come within minutes; from then on a worker may be hours behind another.
-    dist.init_process_group("gloo", timeout=_MEETING)
-    group = dist.new_group(timeout=_WORK)
-    yield Workers(dist.get_rank(), dist.get_world_size(), group)
-    # Only after success: where this worker failed, tearing down would wait for the others.
-    dist.destroy_process_group()
+    with mustered(beside.absolute().parent, key="--out"):
+        # All must come within minutes; from then on a worker may be hours behind another.
+        dist.init_process_group("gloo", timeout=_MEETING)
+        group = dist.new_group(timeout=_WORK)
+        yield Workers(dist.get_rank(), dist.get_world_size(), group)
+        # Only after success: where this worker failed, tearing down would wait for the others.
+        dist.destroy_process_group()

@@ -25,6 +25,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def place_under_launcher(world_size: int | None = None) -> bool:
     """True where torchrun or srun started this process; torch's own variables are then set.
 
+    After srun it is still open where the ranks meet (``muster``).
+
     Args:
         world_size: how many processes the recipe's parallel sizes need; None takes any number.
 
@@ -35,7 +37,7 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
         alone = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
-        _be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
+        be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
         return True
     # A batch script or an interactive shell is a step of one task: there the ranks are
     # still to start.
@@ -45,10 +47,8 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     _check_count("srun", tasks, world_size)
     env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], str(tasks)
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = _first_host()
-    env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
-    _be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
+    if "MASTER_ADDR" in env:
+        be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
     return True
 
 
@@ -76,19 +76,7 @@ def end_with_launcher() -> None:
         bury(os.getpid())
 
 
-def _first_host() -> str:
-    """The node of rank 0. Slurm's own command to expand its lists is missing in containers."""
-    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if not hosts:
-        raise ConfigError(
-            "srun started this process, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the "
-            "name of the first node"
-        )
-    # rack[1-2]node[07,09-12],other: the first of each bracket, then up to the comma.
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts).partition(",")[0]
-
-
-def _be_reachable(*, one_node: bool) -> None:
+def be_reachable(*, one_node: bool) -> None:
     """Have gloo tell the other nodes an address of this one that they can reach.
 
     It advertises what the host name resolves to, which many /etc/hosts map to 127.0.1.1.
@@ -98,36 +86,73 @@ def _be_reachable(*, one_node: bool) -> None:
     """
     if one_node or "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    name, address = _known_as()
+    if address is None or ipaddress.ip_address(address).is_loopback:
+        problem = f"this node's name, {name}, resolves to {address or 'nothing'}"
+        os.environ["GLOO_SOCKET_IFNAME"], _ = _way_out(os.environ["MASTER_ADDR"], problem)
+
+
+def address_for_others(*, one_node: bool) -> str:
+    """An address of this node at which the ranks of others, and engines, reach it.
+
+    It is that of the interface the site names, else what the node's name resolves to, else that of
+    the interface which leads out.
+
+    Raises:
+        ConfigError: there are other nodes, and it is not clear which interface leads to them.
+    """
+    outward = _outward()
+    if (named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]) in outward.values():
+        return next(address for address, name in outward.items() if name == named)
+    name, address = _known_as()
+    if address is not None and not ipaddress.ip_address(address).is_loopback:
+        return address
+    try:
+        return _way_out("", f"this node's name, {name}, resolves to {address or 'nothing'}")[1]
+    except ConfigError:
+        if one_node:
+            return "127.0.0.1"
+        raise
+
+
+def _known_as() -> tuple[str, str | None]:
+    """This node's name, and what it resolves to."""
     name = socket.gethostname()
     try:
-        address = socket.getaddrinfo(name, 0)[0][4][0]
+        return name, socket.getaddrinfo(name, 0)[0][4][0]
     except OSError:
-        address = None
-    if address is None or ipaddress.ip_address(address).is_loopback:
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(
-            f"this node's name, {name}, resolves to {address or 'nothing'}"
-        )
+        return name, None
 
 
-def _interface(problem: str) -> str:
-    """The interface towards the rendezvous, else that of the default route, else the only one."""
-    names = {
+def _way_out(goal: str, problem: str) -> tuple[str, str]:
+    """Interface and address towards ``goal``, else of the default route, else the only ones.
+
+    Args:
+        goal: an address, a name, or "" where there is none.
+    """
+    outward = _outward()
+    # The last two are reserved for documentation: the default route leads to them.
+    for end in filter(None, (goal, "192.0.2.1", "2001:db8::1")):
+        with contextlib.suppress(OSError):  # no such name, no such route
+            if (own := own_address(end)) in outward:
+                return outward[own], own
+    if len(set(outward.values())) == 1:
+        own, name = next(iter(outward.items()))
+        return name, own
+    raise ConfigError(
+        f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
+        f"interface that leads to them, of {sorted(set(outward.values()))}"
+    )
+
+
+def _outward() -> dict[str, str]:
+    """Interfaces by the addresses of this node that others may reach."""
+    return {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
         if address.family in (socket.AF_INET, socket.AF_INET6) and _leads_on(address.address)
     }
-    # The last two are reserved for documentation: the default route leads to them.
-    for goal in (os.environ["MASTER_ADDR"], "192.0.2.1", "2001:db8::1"):
-        with contextlib.suppress(OSError):  # no such name, no such route
-            if (own := own_address(goal)) in names:
-                return names[own]
-    if len(set(names.values())) == 1:
-        return next(iter(names.values()))
-    raise ConfigError(
-        f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
-        f"interface that leads to them, of {sorted(set(names.values()))}"
-    )
 
 
 def _leads_on(address: str) -> bool:

@@ -60,7 +60,14 @@ def _task(arguments: argparse.Namespace) -> int:
     """Run as one training rank inside a job (called by attempt, through srun)."""
     from qurl_megatron.slurm.task import task
 
-    return task(arguments.run_dir)
+    return task(arguments.run_dir, arguments.engines)
+
+
+def _examine(arguments: argparse.Namespace) -> int:
+    """Measure this node inside a job, before models load (called by attempt, through srun)."""
+    from qurl_megatron.slurm.measure import examine
+
+    return examine(arguments.folder)
 
 
 def _offer(arguments: argparse.Namespace) -> int:
@@ -85,6 +92,7 @@ ACTIONS = {
     "logs": _logs,
     "hours": _hours,
     "attempt": _attempt,
+    "examine": _examine,
     "task": _task,
     "offer": _offer,
     "cell": _cell,
@@ -130,5 +138,7 @@ def add_actions(command: argparse.ArgumentParser) -> None:
         "--attempt", type=int, metavar="N", help="default: the newest; the first is 1"
     )
     added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
+    added["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
+    added["examine"].add_argument("folder", type=Path, help="gets NODE.json")
     added["cell"].add_argument("study", type=Path, help="TOML study file")
     added["cell"].add_argument("out", type=Path, help="folder of its runs")

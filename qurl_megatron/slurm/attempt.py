@@ -8,7 +8,7 @@ neither torch nor Megatron.
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,15 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import failures
 from qurl_megatron.slurm import commands, folder
+from qurl_megatron.slurm.addresses import reachable
 from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.examination import examine, exclude, own_parts, refuse_exclusion
 from qurl_megatron.slurm.jobs import components
 from qurl_megatron.slurm.layout import Allocation, lay_out
 from qurl_megatron.slurm.offer import prepare
 from qurl_megatron.slurm.steps import rollout_step, training_step
 from qurl_megatron.slurm.supervise import Ending, Received, Supervisor, beside, facts_of, say
-from qurl_megatron.slurm.verdict import WALL_TIME, Decision, Outcome, before, decide
+from qurl_megatron.slurm.verdict import BAD_NODE, WALL_TIME, Decision, Outcome, before, decide
 from qurl_megatron.training.state import TrainState, latest
 
 LOST = 1
@@ -90,23 +92,56 @@ def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outco
     os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
     from_step = f"attempt {number}, job {job.number}, from step {saved}"
     say(f"{from_step}; the ranks write {logs}/train-RANK.log")
+    found = examine(job.run_dir, number, job.layout, job.cluster)
+    for node, why in found.bad.items():
+        say(f"node {node} is bad: {why}")
+    if found.needed:
+        outcome = _without(job, found.needed)
+        return _record(job, number, saved, saved, Ending(BAD_NODE), outcome)
     ranks = job.config.parallel.world_size
     supervisor = Supervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
-    return _settle(job, number, saved, _run(job, logs, supervisor), late=late)
+    ended = _run(job, logs, supervisor, found.engines)
+    return _settle(job, number, saved, ended, late=late)
 
 
-def _run(job: BatchJob, logs: Path, supervisor: Supervisor) -> Ending:
-    """The training step, and the engines' beside it where they have nodes of their own."""
+def _run(
+    job: BatchJob, logs: Path, supervisor: Supervisor, engines: Sequence[str] | None
+) -> Ending:
+    """The training step, and the engines' beside it where they have nodes of their own.
+
+    Args:
+        engines: the nodes that have some; None: all that the job has for them.
+    """
     layout, cluster = job.layout, job.cluster
     where = {"folder": str(logs), "workdir": os.getcwd()}
     rank = ["qurl", "slurm", "task", str(job.run_dir)]
+    if engines is not None:
+        rank += ["--engines", str(layout.engines * len(engines))]
     with contextlib.ExitStack() as stack:
         if layout.rollout:
             prepare(Path(job.config.rollout.rendezvous))
-            here = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+            here = reachable(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
             node = ["qurl", "slurm", "offer", str(job.run_dir), "--towards", here]
-            stack.enter_context(beside(rollout_step(layout, cluster, node, **where)))
+            step = rollout_step(layout, cluster, node, **where, nodes=engines)
+            stack.enter_context(beside(step))
         return supervisor.watch(training_step(layout, cluster, rank, **where))
+
+
+def _without(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
+    """What follows where an attempt cannot go on with these nodes."""
+    names = ", ".join(nodes)
+    try:
+        refuse_exclusion(job.run_dir, job.number, nodes)
+        if job.cluster.job.again == "chain" and not _others(job):
+            raise ConfigError("no job of the chain is left")
+    except ConfigError as error:
+        return Outcome(
+            Decision.STOP,
+            BAD_NODE,
+            f"{names} cannot be excluded ({error}); once the nodes are mended, "
+            "`qurl slurm submit`, as before, goes on",
+        )
+    return Outcome(Decision.WITHOUT, 0, f"goes on without {names}", without=nodes)
 
 
 def _lost(job: BatchJob) -> Outcome | None:
@@ -137,6 +172,12 @@ def _settle(
         failed=ended.failed,
         late=late,
     )
+    return _record(job, number, saved, after, ended, outcome)
+
+
+def _record(
+    job: BatchJob, number: int, saved: int, after: int, ended: Ending, outcome: Outcome
+) -> Outcome:
     record = folder.Attempt(
         number=number,
         job=job.number,
@@ -165,7 +206,7 @@ def _whole(job: BatchJob) -> bool:
 
 
 def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
-    again = outcome.decision is Decision.AGAIN or (
+    again = outcome.decision in (Decision.AGAIN, Decision.WITHOUT) or (
         outcome.decision is Decision.RETRY and received in ("", WALL_TIME)
     )
     if not again:
@@ -181,6 +222,9 @@ def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
             ) from None
     elif not _others(job):
         say("the chain ends here; `qurl slurm submit`, as before, goes on")
+    if outcome.without:  # a job that runs cannot be kept off a node, one that waits can
+        requeued = job.cluster.job.again == "requeue"
+        exclude(own_parts(os.environ) if requeued else _others(job), outcome.without)
 
 
 def _cancel_chain(job: BatchJob) -> None:

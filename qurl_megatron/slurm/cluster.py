@@ -79,7 +79,12 @@ class JobConfig:
     extra: tuple[str, ...] = ()
     """Further options of sbatch for every component, e.g. ["--exclusive"]."""
 
+    examine_s: int = 180
+    """Seconds in which every node must have measured itself before the ranks start, the start of
+    its container included; a node that has not is bad. 0 examines none."""
+
     def __post_init__(self) -> None:
+        require(self.examine_s >= 0, f"job.examine_s must be 0 or more, got {self.examine_s}")
         for key in ("partition", "account", "qos"):
             value = getattr(self, key)
             require(

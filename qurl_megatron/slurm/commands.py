@@ -115,6 +115,17 @@ def requeue(job: int) -> None:
     _run(["scontrol", "requeue", str(job)])
 
 
+def exclude(job: int, nodes: list[str]) -> None:
+    """Have a waiting job, or one component of it, start on other nodes than these."""
+    _run(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def node_address(node: str) -> str:
+    """Where the controller reaches a node: an address, or a name that resolves there."""
+    said = _run(["scontrol", "--oneliner", "show", "node", node]).stdout
+    return _facts(said).get("NodeAddr", node)
+
+
 def hostnames(nodes: str) -> list[str]:
     """The names in a list such as node[1-3,7]."""
     return _run(["scontrol", "show", "hostnames", nodes]).stdout.split()
@@ -122,8 +133,7 @@ def hostnames(nodes: str) -> list[str]:
 
 def job_facts(job: int) -> dict[str, str]:
     """What the controller knows of a job, such as Requeue and TimeLimit, as it writes it."""
-    lines = _run(["scontrol", "--oneliner", "show", "job", str(job)]).stdout.splitlines()
-    return _facts(lines[0]) if lines else {}
+    return _facts(_run(["scontrol", "--oneliner", "show", "job", str(job)]).stdout)
 
 
 def partition_facts(name: str) -> dict[str, str]:
@@ -133,8 +143,9 @@ def partition_facts(name: str) -> dict[str, str]:
     return next((one for one in found if name or one.get("Default") == "YES"), {})
 
 
-def _facts(line: str) -> dict[str, str]:
-    pairs = (word.partition("=") for word in line.split())
+def _facts(said: str) -> dict[str, str]:
+    """Of the first line of what scontrol says."""
+    pairs = (word.partition("=") for word in said.partition("\n")[0].split())
     return {key: value for key, equals, value in pairs if equals}
 
 

@@ -1,11 +1,12 @@
 """The command lines of what runs inside a job: ``srun``, and the container around a command."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig
 from qurl_megatron.slurm.layout import Allocation, Component
 
-TRAINING, ROLLOUT = "train", "engines"
+TRAINING, ROLLOUT, EXAMINATION = "train", "engines", "examine"
 """Names of the steps of a run, which are also those of their logs."""
 
 
@@ -26,20 +27,48 @@ def training_step(
 
 
 def rollout_step(
-    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
+    layout: Allocation,
+    cluster: ClusterConfig,
+    command: Sequence[str],
+    *,
+    folder: str,
+    workdir: str,
+    nodes: Sequence[str] | None = None,
 ) -> list[str]:
     """``srun`` for one task per node of the rollout component, which must be there.
 
     A node that is lost ends its own task alone: the run goes on with the other engines.
+
+    Args:
+        nodes: those of the component to take; None takes all.
     """
     assert layout.rollout is not None
-    relative = f"--relative={layout.training.nodes}"
-    where = "--het-group=1" if cluster.job.layout == "hetjob" else relative
+    component, where = layout.rollout, []
+    if cluster.job.layout == "hetjob":
+        where.append("--het-group=1")
+    if nodes is not None:
+        component = replace(component, nodes=len(nodes))
+        where.append(f"--nodelist={','.join(nodes)}")
+    elif cluster.job.layout != "hetjob":
+        where.append(f"--relative={layout.training.nodes}")
+    command = inside(cluster.container, command, workdir)
+    return [*_srun(ROLLOUT, component, cluster, folder, together=False), *where, *command]
+
+
+def examining_steps(
+    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, workdir: str
+) -> list[list[str]]:
+    """``srun`` for one task on every node, one call for each component; they print through it."""
+    hetjob = layout.rollout and cluster.job.layout == "hetjob"
+    components = [layout.training, layout.rollout] if hetjob else [layout.whole]
     command = inside(cluster.container, command, workdir)
     return [
-        *_srun(ROLLOUT, layout.rollout, cluster, folder, together=False),
-        where,
-        *command,
+        [
+            *_srun(EXAMINATION, replace(component, tasks=1), cluster, together=False),
+            *([f"--het-group={group}"] if hetjob else []),
+            *command,
+        ]
+        for group, component in enumerate(components)
     ]
 
 
@@ -47,10 +76,14 @@ def _srun(
     name: str,
     component: Component,
     cluster: ClusterConfig,
-    folder: str,
+    folder: str = "",
     *,
     together: bool = True,
 ) -> list[str]:
+    """
+    Args:
+        folder: gets what each task prints; "" has srun print it.
+    """
     # The job's own options are in srun's environment, and --exclusive is among them at some
     # sites: what a step takes is said in full.
     options = [
@@ -58,13 +91,14 @@ def _srun(
         "--export=ALL",  # the job has none of the submitter's environment, and its own is the run's
         "--mpi=none",
         "--input=none",
-        f"--output={folder.replace('%', '%%')}/{name}-%t.log",
         f"--nodes={component.nodes}",
         f"--ntasks={component.nodes * component.tasks}",
         f"--ntasks-per-node={component.tasks}",
         f"--cpus-per-task={component.cpus_per_task(cluster.node)}",
         f"--kill-on-bad-exit={int(together)}",
     ]
+    if folder:
+        options.append(f"--output={folder.replace('%', '%%')}/{name}-%t.log")
     if component.gpus:
         # Of the node, not of the task: each rank sees all GPUs, and takes that of its number.
         options.append(f"--gpus-per-node={gpus(component, cluster)}")

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from qurl_megatron.observe.failures import FOLDER, kept
@@ -26,8 +27,11 @@ STOPPED = 128 + signal.SIGTERM
 """What a run returns after a clean stop."""
 
 
-def task(run_dir: Path) -> int:
+def task(run_dir: Path, engines: int | None = None) -> int:
     """Train as the rank that Slurm's variables name, with the recipe that was submitted.
+
+    Args:
+        engines: how many to wait for, where bad nodes leave fewer than the recipe has.
 
     Returns:
         0 also after a clean stop; else what ``qurl train`` returns.
@@ -38,6 +42,8 @@ def task(run_dir: Path) -> int:
     stop_on_usr1(_stacks(os.environ))
     with kept():
         config = folder.recipe(run_dir)
+        if engines is not None:
+            config = replace(config, rollout=replace(config.rollout, engines=engines))
         from qurl_megatron.training.start import start
 
         code = start(config)

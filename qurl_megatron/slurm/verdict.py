@@ -16,16 +16,19 @@ FINAL = (2, 3)
 """Exit codes of a run that would only end so again: a mistake in the input; the guard."""
 NO_PROGRESS = 4
 """Exit code of a run that another attempt would not bring further."""
+BAD_NODE = 7
+"""Exit code of a run that needs a node which is bad, where there is no other."""
 
 
 class Decision(enum.StrEnum):
     DONE = "done"
     AGAIN = "again"  # in another job
     RETRY = "retry"  # after a failure: in the same job if its nodes are whole, else in another
+    WITHOUT = "without"  # in another job, which must not have the nodes that are bad
     STOP = "stop"
 
 
-GOES_ON = (Decision.AGAIN, Decision.RETRY)
+GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
 """After these the run has another attempt."""
 
 
@@ -36,6 +39,7 @@ class Outcome:
     decision: Decision
     code: int  # of the supervisor, and so of the job
     why: str
+    without: tuple[str, ...] = ()  # nodes that the next job must not have
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
+from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
@@ -47,7 +48,8 @@ def start(config: RunConfig) -> int:
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     if placed:
         end_with_launcher()
-        return run_rank(config)
+        with mustered(Path(config.train.run_dir), key="train.run_dir"):
+            return run_rank(config)
     # Threads that spin at barriers starve the ranks they wait for where there are more
     # ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,8 +1,9 @@
 """A real Slurm on this machine: one controller, several daemons that are "nodes", GPUs of no use.
 
 It needs root and Debian's slurm-wlm and munge, no systemd and no configuration of the machine. The
-nodes share the machine's address and differ by port; their GPUs are character devices that nothing
-opens. Everything of it lies in one folder and ends with it.
+nodes share the machine's address and differ by port; their names resolve nowhere. Each has mounts
+of its own, and GPUs that are character devices which nothing opens. Everything of it lies in one
+folder and ends with it.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 PROGRAMS = ("slurmctld", "slurmd", "munged", "munge", "sbatch")
 NODES = ("train1", "train2", "roll1", "roll2")
 GPUS = 8
-HOSTS = Path("/etc/hosts")
 
 # Jobs in ``high`` take the nodes of others, and ``low`` gets time to save. At preemption Slurm
 # sends SIGCONT and SIGTERM to the tasks of the steps and nothing to the job's script, whatever
@@ -76,12 +76,18 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons: dict[str, subprocess.Popen] = {}
 
     def call(self, *command: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
         """A command as a user of the cluster calls it."""
         return subprocess.run(
             [*map(str, command)], env=self.env, cwd=cwd, capture_output=True, text=True
         )
+
+    def on(self, node: str, *command: object) -> None:
+        """A command that sees a node's mounts."""
+        there = ["nsenter", "-t", str(self.daemons[node].pid), "--mount"]
+        subprocess.run([*there, *map(str, command)], check=True)
 
     def facts(self, job: int) -> dict[str, str]:
         """What the controller knows of a job; nothing once it has forgotten it."""
@@ -120,17 +126,17 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     _munge()
     made = Cluster(folder)
     _configure(folder)
-    with _names(NODES):
-        daemons = [[_found("slurmctld"), "-D"], *([_found("slurmd"), "-D", "-N", n] for n in NODES)]
-        with contextlib.ExitStack() as stack:
-            for daemon in daemons:
-                stack.enter_context(_running(daemon, made.env, folder))
-            made.wait(lambda: _idle(made), 20.0, "a cluster of idle nodes")
-            try:
-                yield made
-            finally:
-                made.call("scancel", "--user=root")
-                made.wait(lambda: not made.call("squeue", "-h").stdout.strip(), 30.0, "the end")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_running([_found("slurmctld"), "-D"], made.env, folder))
+        for node in NODES:
+            daemon = ["unshare", "--mount", _found("slurmd"), "-D", "-N", node]
+            made.daemons[node] = stack.enter_context(_running(daemon, made.env, folder))
+        made.wait(lambda: _idle(made), 20.0, "a cluster of idle nodes")
+        try:
+            yield made
+        finally:
+            made.call("scancel", "--user=root")
+            made.wait(lambda: not made.call("squeue", "-h").stdout.strip(), 30.0, "the end")
 
 
 def _idle(made: Cluster) -> bool:
@@ -177,11 +183,11 @@ def _munge() -> None:
 
 
 @contextlib.contextmanager
-def _running(command: list[str], env: dict[str, str], folder: Path) -> Iterator[None]:
+def _running(command: list[str], env: dict[str, str], folder: Path) -> Iterator[subprocess.Popen]:
     with (folder / "daemons.log").open("ab") as log:
         daemon = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     try:
-        yield
+        yield daemon
     finally:
         daemon.terminate()
         try:
@@ -189,28 +195,6 @@ def _running(command: list[str], env: dict[str, str], folder: Path) -> Iterator[
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
-
-
-@contextlib.contextmanager
-def _names(names: tuple[str, ...]) -> Iterator[None]:
-    """Nodes' names lead to this machine while the cluster runs."""
-    before = HOSTS.read_text()
-    added = "".join(f"127.0.0.1 {name}\n" for name in names if not _resolves(name))
-    with HOSTS.open("a") as file:
-        file.write(added)
-    try:
-        yield
-    finally:
-        if added:
-            HOSTS.write_text(HOSTS.read_text().replace(added, "") or before)
-
-
-def _resolves(name: str) -> bool:
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return False
-    return True
 
 
 def _found(program: str) -> str:

@@ -40,7 +40,8 @@ class User:
         command = bin / "qurl"
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m qurl_megatron.cli "$@"\n')
         command.chmod(0o755)
-        values = {"partition": "main", "time_limit": "00:20:00", "signal_s": 60, **job}
+        usual = {"partition": "main", "time_limit": "00:20:00", "signal_s": 60, "examine_s": 0}
+        values = {**usual, **job}
         nodes = {"gpu": "h100", "cpus": 128, **(node or {})}
         mark = self.footprint.env[MARK]
         self.cluster_file.write_text(

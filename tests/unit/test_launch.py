@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import launch, megatron, place
+from qurl_megatron.runtime import launch, megatron, muster, place
 from qurl_megatron.runtime.undertaker import bury
 from tests.leftovers import Footprint
 
@@ -45,34 +46,73 @@ def environment(monkeypatch):
     return plain
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("node7", "node7"),
-        ("node[07,09-12]", "node07"),
-        ("gpu-[3-5,8].cluster,login1", "gpu-3.cluster"),
-        ("rack[1-2]node[01-04],other", "rack1node01"),
-        ("a,b[1-2]", "a"),
-    ],
-)
-def test_under_srun_the_first_node_is_found_without_slurms_commands(hosts, first, environment):
-    environment |= {**SLURM, "SLURM_STEP_NODELIST": hosts, "PATH": ""}
+def meet(folder: Path, told: multiprocessing.SimpleQueue, **env: str) -> None:
+    """As a rank of an srun step; tells the sum over the ranks, and where they met."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update({**SLURM, "GLOO_SOCKET_IFNAME": "lo", **env})
     assert place.place_under_launcher(2)
-    assert environment["MASTER_ADDR"] == first
-    found = [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
-    assert found == ["1", "1", "2", "20123"]
+    with muster.mustered(folder, key="train.run_dir"):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        mine = torch.tensor([float(env.get("VALUE", "1"))])
+        dist.all_reduce(mine)
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        told.put((mine.item(), at))
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def test_a_given_meeting_point_stays(environment):
+def meet_all(folder: Path, ranks: list[dict[str, str]]) -> list[tuple[float, tuple[str, int]]]:
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    started = [context.Process(target=meet, args=(folder, told), kwargs=env) for env in ranks]
+    for rank in started:
+        rank.start()
+    for rank in started:
+        rank.join(40)
+        rank.kill()
+    assert [rank.exitcode for rank in started] == [0] * len(ranks)
+    return sorted(told.get() for _ in ranks)
+
+
+def test_under_srun_two_steps_of_one_job_meet_in_one_folder_each_at_a_port_of_its_own(tmp_path):
+    """As two jobs do whose runs, by mistake, share one: nothing of the others is ever read."""
+    with socket.create_server(("127.0.0.1", 20_123)):  # where a port made of the job's id would be
+        ranks = [
+            {"SLURM_STEP_ID": step, "SLURM_PROCID": rank, "VALUE": step}
+            for rank in ("1", "0")
+            for step in ("1", "7")
+        ]
+        (first, at), (same, also), (second, elsewhere), _ = meet_all(tmp_path / "run", ranks)
+    assert (first, same, second) == (2.0, 2.0, 14.0)
+    assert at == also != elsewhere
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_under_srun_a_file_that_a_killed_step_left_leads_nobody_astray(tmp_path):
+    (tmp_path / ".meet-123-0-0-0.json").write_text('{"address": "127.0.0.1", "port": 1}')
+    ranks = [{"SLURM_PROCID": rank, "SLURM_RESTART_COUNT": "1"} for rank in ("1", "0")]
+    assert [total for total, _ in meet_all(tmp_path, ranks)] == [2.0, 2.0]
+    assert [path.name for path in tmp_path.iterdir()] == [".meet-123-0-0-0.json"]
+
+
+def test_a_given_meeting_point_stays(environment, tmp_path):
     environment |= {**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7"}
     assert place.place_under_launcher(2)
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.9", "7")
+    with muster.mustered(tmp_path, key="train.run_dir"):
+        assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.9", "7")
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_srun_without_a_list_of_nodes_is_refused(environment):
+def test_ranks_whose_folder_is_not_shared_are_told_so(environment, tmp_path, monkeypatch):
+    monkeypatch.setattr(muster, "PATIENCE_S", 0.0)
     environment |= SLURM
-    with pytest.raises(ConfigError, match="set MASTER_ADDR"):
-        place.place_under_launcher(2)
+    place.place_under_launcher(2)
+    with (
+        pytest.raises(ConfigError, match=r"\.meet-.* not visible .* set train.run_dir to a folder"),
+        muster.mustered(tmp_path, key="train.run_dir"),
+    ):
+        pass
 
 
 # -- names that resolve to this machine alone ------------------------------------------------------
@@ -151,6 +191,29 @@ def test_on_one_node_or_with_a_name_that_others_can_use_nothing_is_set(environme
     environment["LOCAL_WORLD_SIZE"] = "1"
     assert place.place_under_launcher(2)
     assert "GLOO_SOCKET_IFNAME" not in environment
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "address"),
+    [
+        ("10.0.0.5", {}, "10.0.0.5"),
+        (None, {}, "10.9.0.5"),
+        ("127.0.1.1", {}, "10.9.0.5"),
+        ("10.0.0.5", {"GLOO_SOCKET_IFNAME": "ib0"}, "10.9.0.5"),
+    ],
+    ids=["its name's", "no name", "a loopback's name", "the interface of the site"],
+)
+def test_rank_0_tells_an_address_that_others_reach(own, given, address, environment, network):
+    network({"eth0": "10.0.0.5", "ib0": "10.9.0.5"}, {"192.0.2.1": "10.9.0.5"}, own)
+    environment |= given
+    assert place.address_for_others(one_node=False) == address
+
+
+def test_a_node_without_a_network_is_enough_for_ranks_of_its_own(environment, network):
+    network({}, {})
+    assert place.address_for_others(one_node=True) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="node1, resolves to 127.0.1.1"):
+        place.address_for_others(one_node=False)
 
 
 def test_a_given_interface_stays(environment, network):

@@ -11,12 +11,12 @@ import pytest
 
 from qurl_megatron.config import to_toml
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import folder
+from qurl_megatron.slurm import examination, folder
 from qurl_megatron.slurm.attempt import attempt
-from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig
+from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, NodeConfig
 from qurl_megatron.slurm.ready import ROOT
 from qurl_megatron.slurm.supervise import Received
-from qurl_megatron.slurm.verdict import NO_PROGRESS
+from qurl_megatron.slurm.verdict import BAD_NODE, NO_PROGRESS
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 
@@ -75,7 +75,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def submitted(run_dir: Path, **job) -> Path:
-    cluster = ClusterConfig(job=JobConfig(**job))
+    cluster = ClusterConfig(job=JobConfig(**{"examine_s": 0, **job}))
     folder.write(run_dir, QUICK, ["train.steps=7"], cluster, "")
     return run_dir
 
@@ -316,3 +316,57 @@ def test_usr1_stops_a_rank_and_leaves_alone_what_it_has_started():
         os.kill(pid, signal.SIGUSR1)
     said, _ = rank.communicate(timeout=30)
     assert (rank.returncode, said) == (5, "lives\n")
+
+
+@pytest.mark.parametrize("again", ["requeue", "chain"])
+def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
+    again, slurm, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
+    run_dir = submitted(tmp_path / "run", again=again, examine_s=1)
+    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
+    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
+    slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
+    slurm("sbatch", "echo it would start")
+    slurm("srun", "echo no node answers >&2; exit 1")
+    assert attempt(run_dir) == 0
+    called = (tmp_path / "called").read_text().splitlines()
+    job = {"requeue": 5, "chain": 6}[again]
+    assert called[-1] == f"scontrol update JobId={job} ExcNodeList=a1"
+    assert ("scontrol requeue 5" in called) == (again == "requeue")
+    assert not any("slurm task" in line for line in called)
+    assert "node a1 is bad: it did not answer within job.examine_s" in capfd.readouterr().out
+    (record,) = folder.attempts(run_dir)
+    assert (record.decision, record.code) == ("without", BAD_NODE)
+
+
+def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(slurm, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
+    run_dir = submitted(tmp_path / "run", examine_s=1)
+    slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
+    slurm("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")
+    slurm("srun", "exit 1")
+    assert attempt(run_dir) == BAD_NODE
+    said = capfd.readouterr().out
+    assert "a1 cannot be excluded (sbatch --test-only refused (1): Requested node" in said
+    assert "requeue" not in (tmp_path / "called").read_text()
+
+
+def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
+    slurm, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "r1,r2")
+    run_dir = submitted(tmp_path / "run")
+    rendezvous = f"rollout.rendezvous={run_dir}/engines"
+    cluster = ClusterConfig(job=JobConfig(examine_s=1), node=NodeConfig(gpus=1))
+    words = ["parallel.data=1", "rollout.engines=2", rendezvous, "train.steps=7"]
+    folder.write(run_dir, QUICK, words, cluster, "")
+    bad = {"r2": "its GPU is slow"}
+    monkeypatch.setattr(examination, "judge", lambda reports, wanted: bad)
+    slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
+    slurm("srun", saves(run_dir, 7))
+    assert attempt(run_dir) == 0
+    called = (tmp_path / "called").read_text()
+    assert f"qurl slurm task {run_dir} --engines 1" in called
+    assert "--nodes=1 --ntasks=1 " in called and "--nodelist=r1 qurl slurm offer" in called

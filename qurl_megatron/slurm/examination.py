@@ -1,0 +1,189 @@
+"""The nodes of an attempt are examined before its ranks start: asked, judged, and told apart.
+
+Without a bad rollout node the run goes on with fewer engines. Without a bad training node there is
+nothing to train on: the job has to go back to the queue, with that node excluded.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
+from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.slurm import commands, folder
+from qurl_megatron.slurm.bad_nodes import Report, judge
+from qurl_megatron.slurm.cluster import ClusterConfig
+from qurl_megatron.slurm.layout import Allocation
+from qurl_megatron.slurm.measure import CANARY, from_json
+from qurl_megatron.slurm.steps import examining_steps
+
+VERDICT = "verdict.json"
+GRACE_S = 10.0
+MOST = 3
+"""Attempts of a submitted run that may end for bad nodes: beyond, it is hardly the nodes."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an examination has shown."""
+
+    bad: dict[str, str]  # a sentence by node
+    engines: tuple[str, ...] | None = None  # rollout nodes that are left; None: all there are
+    needed: tuple[str, ...] = ()  # bad nodes without which this attempt cannot go on
+
+
+def examine(run_dir: Path, number: int, layout: Allocation, cluster: ClusterConfig) -> Found:
+    """Have every node of the job measure itself, and judge what they say.
+
+    Leaves attempts/N/nodes/NODE.json and verdict.json.
+
+    Raises:
+        ConfigError: the run's folder cannot be written from here.
+    """
+    if not cluster.job.examine_s:
+        return Found({})
+    training, rollout = nodes_of(layout, cluster, os.environ)
+    nodes = folder.attempt_folder(run_dir, number) / "nodes"
+    folder.put(nodes / CANARY, "the first node\n")
+    command = ["qurl", "slurm", "examine", str(nodes)]
+    steps = examining_steps(layout, cluster, command, workdir=os.getcwd())
+    heard = _ask(steps, cluster.job.examine_s)
+    reports = {node: _with_file(report, nodes) for node, report in heard.items()}
+    wanted = dict.fromkeys(training, layout.training.gpus)
+    if layout.rollout:
+        wanted |= dict.fromkeys(rollout, layout.rollout.gpus)
+    found = tell_apart(judge(reports, wanted), training, rollout)
+    record = {"bad": found.bad, "needed": found.needed, "job": int(os.environ["SLURM_JOB_ID"])}
+    folder.put(nodes / VERDICT, json.dumps(record, indent=1) + "\n")
+    return found
+
+
+def nodes_of(
+    layout: Allocation, cluster: ClusterConfig, env: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Names of the training nodes, and of the rollout nodes."""
+    if layout.rollout and cluster.job.layout == "hetjob":
+        lists = (env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in (0, 1))
+        training, rollout = map(commands.hostnames, lists)
+        return training, rollout
+    whole = commands.hostnames(env["SLURM_JOB_NODELIST"])
+    return whole[: layout.training.nodes], whole[layout.training.nodes :]
+
+
+def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[str]) -> Found:
+    """
+    Args:
+        training, rollout: names of the nodes of each.
+    """
+    left = tuple(node for node in rollout if node not in bad)
+    if rollout and not left or any(node in bad for node in training):
+        return Found(bad, needed=tuple(bad))
+    return Found(bad, engines=left if len(left) < len(rollout) else None)
+
+
+def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
+    """Ask whether the run can go on without these nodes.
+
+    Raises:
+        ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough.
+    """
+    before = _exclusions(run_dir)
+    if before >= MOST:
+        raise ConfigError(
+            f"nodes of this run were excluded {before} times already; look at "
+            f"{run_dir}/slurm/attempts/*/nodes"
+        )
+    script = (run_dir / "slurm/job.sbatch").read_text(encoding="utf-8")
+    option = f"#SBATCH --exclude={','.join(_all_excluded(job, names))}\n"
+    commands.test_only(script.replace("#SBATCH --nodes=", f"{option}#SBATCH --nodes="))
+
+
+def exclude(jobs: Sequence[int], names: Sequence[str]) -> None:
+    """Keep waiting jobs off nodes; to those that were excluded before, these are added.
+
+    Raises:
+        ConfigError: Slurm refuses.
+    """
+    # A requeued job is told to end: not the program that is to change it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for job in jobs:
+        commands.exclude(job, _all_excluded(job, names))
+
+
+def own_parts(env: Mapping[str, str]) -> list[int]:
+    """Ids of this job's components; a job of one kind has one."""
+    count = int(env.get("SLURM_HET_SIZE", "1"))
+    if count == 1:
+        return [int(env["SLURM_JOB_ID"])]
+    return [int(env[f"SLURM_JOB_ID_HET_GROUP_{group}"]) for group in range(count)]
+
+
+def _all_excluded(job: int, names: Sequence[str]) -> list[str]:
+    before = commands.job_facts(job).get("ExcNodeList", "(null)")
+    known = [] if before == "(null)" else commands.hostnames(before)
+    return sorted({*known, *names})
+
+
+def _exclusions(run_dir: Path) -> int:
+    """Attempts of what was submitted last that ended for bad nodes, before this one."""
+    submitted = folder.submitted(run_dir)
+    jobs = submitted.jobs if submitted else []
+    found = sorted((run_dir / "slurm/attempts").glob(f"*/nodes/{VERDICT}"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    ended = [one for one in records if one["needed"] and one["job"] in jobs]
+    return max(0, len(ended) - 1)
+
+
+def _ask(steps: list[list[str]], seconds: float) -> dict[str, Report]:
+    """Run the steps; what nodes say until they end, or for so long."""
+    heard: dict[str, Report] = {}
+    env = {"PYTHONWARNINGS": "ignore", **os.environ}
+    running = [
+        subprocess.Popen(step, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for step in steps
+    ]
+    listeners = [threading.Thread(target=_listen, args=(one.stdout, heard)) for one in running]
+    for listener in listeners:
+        listener.start()
+    end = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.terminate()  # srun ends its tasks itself then
+    for process in running:
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    for listener in listeners:
+        listener.join()
+    return dict(heard)
+
+
+def _listen(said, heard: dict[str, Report]) -> None:
+    for line in said:
+        try:
+            report = from_json(line)
+        except (ValueError, TypeError):  # a prolog or a container may have a word as well
+            print(line, end="", flush=True)
+            continue
+        heard[report.node] = replace(report, heard_at=now())
+
+
+def _with_file(report: Report, nodes: Path) -> Report:
+    """Whether what the node wrote is seen here."""
+    if report.folder:
+        return report
+    try:
+        wait_until_seen(nodes / f"{report.node}.json", "the node wrote it", key="train.run_dir")
+    except ConfigError as error:
+        return replace(report, folder=str(error))
+    return report
