@@ -289,7 +289,9 @@ def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, c
     assert main(["slurm", "logs", str(tmp_path), "--attempt", "1"]) == 0
     assert "First cause: it was killed" in capsys.readouterr().out
     assert main(["slurm", "logs", str(tmp_path)]) == 0
-    assert "no rank and no engine has failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no rank and no engine has failed" in said
+    assert f"The attempt before it: `qurl slurm logs {tmp_path} --attempt 1`" in said
     assert main(["slurm", "logs", str(tmp_path), "--attempt", "3"]) == 2
     assert "--attempt 3: " in capsys.readouterr().err
 
