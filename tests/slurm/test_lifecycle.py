@@ -70,7 +70,7 @@ def test_a_rank_that_is_killed_is_followed_by_an_attempt_in_the_same_job(
 def test_a_rank_that_is_stopped_is_found_its_stacks_kept_and_the_run_goes_on(
     user: User, undisturbed: dict
 ):
-    user.describe(hung_s=45)  # as long as a set-up takes on a busy machine
+    user.describe(hung_s=60)  # as long as a set-up takes on a busy machine
     (job,), run_dir = user.submit("stopped", *OPTIONS)
     user.slurm.wait(lambda: steps_done(run_dir) >= 7, 120)
     rank(user, 1).suspend()
