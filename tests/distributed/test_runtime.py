@@ -104,6 +104,7 @@ def test_who_has_waited_for_too_long_tells_for_what(tmp_path):
 
 
 def hear_that_rank_0_is_gone(device) -> None:
+    dist.barrier()  # else rank 1 may still be on its way to the meeting
     if dist.get_rank() == 0:
         dist.destroy_process_group()
     else:
