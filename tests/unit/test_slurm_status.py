@@ -126,9 +126,14 @@ def test_an_ended_run_says_how_and_what_to_do(ended, what, next, facts):
 
 
 def test_the_supervisors_own_words_say_best_how_a_run_ended(facts):
-    record = replace(ENDED, code=1, decision="stop")
-    ended = replace(facts, queue={}, attempts=[tried(record)], word="no step for 300 s")
-    assert describe(ended, NOW).what == "ended, job 7, attempt 1: no step for 300 s"
+    record = replace(ENDED, code=3, decision="stop")
+    ended = replace(facts, queue={}, attempts=[tried(record)], word="it ended with 3")
+    assert describe(ended, NOW).what == (
+        "ended, job 7, attempt 1: it ended with 3 (the guard, or numbers that are not finite, "
+        "halted it)"
+    )
+    ended = replace(ended, attempts=[tried(ENDED)], word="all 200 steps are done")
+    assert describe(ended, NOW).what == "ended, job 7, attempt 1: all 200 steps are done"
 
 
 def test_a_job_that_left_the_queue_without_a_word_is_not_said_to_run(facts):
@@ -184,7 +189,7 @@ def test_the_supervisors_words_are_those_of_the_newest_attempt(submitted, capsys
         with (submitted / "slurm/job.log").open("a") as out:
             out.write(f"qurl: attempt {number}, job 7, x\nqurl: attempt {number}: why {number}\n")
     assert main(["slurm", "status", str(submitted)]) == 0
-    assert "ended, job 7, attempt 2: why 2\n" in capsys.readouterr().out
+    assert "ended, job 7, attempt 2: why 2 (a fault: " in capsys.readouterr().out
 
 
 def test_a_program_can_read_the_status(submitted, capsys):
