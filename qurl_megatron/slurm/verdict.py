@@ -106,31 +106,24 @@ def decide(
             )
     if told in TAKEN:
         failed = TAKEN[told]
+    elif code == 0:
+        by = f"SIG{told}" if told else "a signal to the ranks"
+        return Outcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
     else:
-        if code == 0:
-            by = f"SIG{told}" if told else "a signal to the ranks"
-            return Outcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
         failed = failed or f"the training step ended with {code}"
-        if told:
-            return Outcome(Decision.STOP, code, f"{failed} after SIG{told}; {saved}")
-    if code in FINAL:
+    if code in FINAL or (told and told not in TAKEN):
         return Outcome(Decision.STOP, code, f"{failed}; {saved}")
     if idle and earlier.idle:
         return Outcome(
             Decision.STOP,
             NO_PROGRESS,
-            f"{failed}, the second attempt in a row without a new checkpoint; {saved}; mend "
-            "the cause, then `qurl slurm submit`, as before, goes on",
+            f"{failed}, the second attempt in a row without a new checkpoint; {saved}; mend the "
+            "cause, then `qurl slurm submit`, as before, goes on",
         )
     if told in TAKEN:
         return Outcome(Decision.AGAIN, 0, f"{failed}; {saved}")
+    count = f"failure {earlier.failures + 1} in a row"
     if earlier.failures >= retries:
-        return Outcome(
-            Decision.STOP,
-            code,
-            f"{failed}, failure {earlier.failures + 1} in a row, and job.retries={retries} allows "
-            f"no further attempt; {saved}",
-        )
-    return Outcome(
-        Decision.RETRY, code, f"{failed}; {saved}; failure {earlier.failures + 1} in a row"
-    )
+        none = f"and job.retries={retries} allows no further attempt"
+        return Outcome(Decision.STOP, code, f"{failed}, {count}, {none}; {saved}")
+    return Outcome(Decision.RETRY, code, f"{failed}; {saved}; {count}")

@@ -114,8 +114,17 @@ def test_a_preempted_run_saves_and_goes_on_once_it_has_its_nodes_back(
     first, second = folder.attempts(run_dir)
     assert (first.signal, first.decision, second.decision) == ("preempted", "again", "done")
     assert first.step_after >= 7  # it was saved, not lost
-    assert measured(run_dir) == undisturbed
+    # Engines get Slurm's SIGTERM as well: the last step may not have been published.
+    assert _but_published(measured(run_dir), first.step_after) == _but_published(
+        undisturbed, first.step_after
+    )
     assert user.footprint.left(run_dir) == []
+
+
+def _but_published(steps: dict[int, dict[str, float]], step: int) -> dict[int, dict[str, float]]:
+    """The metrics, but for those of one step's publication."""
+    rest = {k: v for k, v in steps[step].items() if not re.match("quant/|sync/|fleet/", k)}
+    return {**steps, step: rest}
 
 
 def test_a_rollout_node_that_goes_down_leaves_the_run_to_the_others(user: User):
