@@ -1,8 +1,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: quickstart test test-emulated test-nodes test-slurm test-sglang test-sglang-slice
-.PHONY: contracts test-gpu bench-gpu lint
+.PHONY: quickstart test test-emulated test-nodes test-slurm test-slurm-slice
+.PHONY: test-sglang test-sglang-slice contracts test-gpu bench-gpu lint
 
 quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
@@ -26,9 +26,13 @@ test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 
 test-nodes: .venv/installed  ## several nodes as network namespaces; needs root, iproute2
 	$(BIN)/python -m pytest tests/nodes
 
-test-slurm: .venv/installed  ## jobs on a real Slurm of four nodes on this machine, 8 minutes; needs root
+test-slurm: .venv/installed  ## jobs on a real Slurm of four nodes on this machine, 15 minutes; needs root
 	$(BIN)/python -m tests.slurm.install
 	$(BIN)/python -m pytest tests/slurm
+
+test-slurm-slice: .venv/installed  ## those of them that CI has time for; where there is no Slurm, none
+	-$(BIN)/python -m tests.slurm.install
+	$(BIN)/python -m pytest -m slice tests/slurm
 
 test-sglang: .venv/installed .venv-sglang/installed  ## real SGLang servers without a GPU, 15 minutes
 	$(BIN)/python -m pytest tests/sglang

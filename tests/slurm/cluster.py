@@ -123,6 +123,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         raise CannotStart(f"{missing[0]} is not installed; `make test-slurm` installs it")
     if os.geteuid() != 0:
         raise CannotStart("not root, and only root starts daemons that run others' jobs")
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        raise CannotStart("this machine gives no process mounts of its own, and each node has some")
     _munge()
     made = Cluster(folder)
     _configure(folder)
@@ -131,7 +133,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         for node in NODES:
             daemon = ["unshare", "--mount", _found("slurmd"), "-D", "-N", node]
             made.daemons[node] = stack.enter_context(_running(daemon, made.env, folder))
-        made.wait(lambda: _idle(made), 20.0, "a cluster of idle nodes")
+        made.wait(lambda: _idle(made), 60.0, "a cluster of idle nodes")
         try:
             yield made
         finally:
@@ -157,7 +159,10 @@ def _configure(folder: Path) -> None:
     for name in NODES:
         (folder / f"spool-{name}").mkdir()
     for index in range(GPUS):
-        os.mknod(folder / f"gpu{index}", 0o20666, os.makedev(1, 3))  # as /dev/null
+        try:
+            os.mknod(folder / f"gpu{index}", 0o20666, os.makedev(1, 3))  # as /dev/null
+        except PermissionError:
+            raise CannotStart("this machine lets nobody make devices, which GPUs are") from None
     gres = f"Name=gpu Type=h100 File={folder}/gpu[0-{GPUS - 1}]\n"
     (folder / "gres.conf").write_text(gres)
 

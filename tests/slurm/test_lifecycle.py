@@ -48,6 +48,7 @@ def said(run_dir: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.slice
 def test_a_rank_that_is_killed_is_followed_by_an_attempt_in_the_same_job(
     user: User, undisturbed: dict
 ):

@@ -40,6 +40,7 @@ def time_is_up(user: User, job: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slice
 @pytest.mark.parametrize("name", READY)
 def test_slurm_would_take_the_scripts_that_ship(name: str, slurm: Cluster):
     done = slurm.call("sbatch", "--test-only", FOLDER / name)
@@ -69,6 +70,7 @@ def test_what_slurm_would_refuse_is_said_before_anything_is_written(user: User):
     assert not run_dir.exists()
 
 
+@pytest.mark.slice
 def test_a_run_whose_time_is_up_goes_on_in_the_same_job_and_ends_as_if_it_had_not(user: User):
     (whole,), whole_dir = user.submit("whole", *OPTIONS)
     (job,), run_dir = user.submit("interrupted", *OPTIONS)
