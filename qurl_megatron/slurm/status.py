@@ -249,7 +249,7 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
     ):
         return (
             "ended",
-            f"ended, job {newest.ended.job}{tries}: {facts.word or _ending(newest.ended)}",
+            f"ended, job {newest.ended.job}{tries}: {_ending(newest.ended, facts.word)}",
         )
     if facts.queue is None:
         seen = f"{tries} of this folder has not ended" if newest else ", no attempt has begun"
@@ -260,12 +260,15 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
     return "ended", f"job {ids} has left the queue in attempt {newest.number}, without a last word"
 
 
-def _ending(ended: Attempt) -> str:
+def _ending(ended: Attempt, word: str) -> str:
+    """In the supervisor's words, where there are any."""
+    killed = f"a rank was killed, exit code {ended.code}"
+    if word:
+        return f"{word} ({ENDED.get(ended.code, killed)})" if ended.code else word
     if ended.decision == "done":
         return "all steps are done"
     if ended.decision in GOES_ON:
         return f"step {ended.step_after} is saved, and no job is left that goes on"
-    killed = f"a rank was killed, exit code {ended.code}"
     code = ended.code or (NO_PROGRESS if ended.signal == WALL_TIME else STOPPED)
     return f"{ENDED.get(code, killed)}; step {ended.step_after} is saved"
 
