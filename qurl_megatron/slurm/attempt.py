@@ -111,7 +111,7 @@ def attempt(run_dir: Path) -> int:
         found = examine(run_dir, number, layout, cluster)
         for node, why in found.bad.items():
             _say(f"node {node} is bad: {why}")
-        if found.needed:
+        if found.needed and not received.first:
             code, after = BAD_NODE, before
             outcome = _without(found.needed, run_dir, job, cluster)
         else:
@@ -131,7 +131,7 @@ def attempt(run_dir: Path) -> int:
         folder.close_attempt(run_dir, ended)
         _say(f"attempt {number}: {outcome.why}")
         _follow(outcome, run_dir, job, cluster)
-        if found.needed and outcome.decision is Decision.AGAIN:
+        if code == BAD_NODE and outcome.decision is Decision.AGAIN:
             requeued = cluster.job.again == "requeue"
             exclude(own_parts(os.environ) if requeued else _others(run_dir, job), found.needed)
     return outcome.code
