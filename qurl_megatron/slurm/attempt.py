@@ -95,7 +95,7 @@ def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outco
     found = examine(job.run_dir, number, job.layout, job.cluster)
     for node, why in found.bad.items():
         say(f"node {node} is bad: {why}")
-    if found.needed:
+    if found.needed and not received.newest:
         outcome = _without(job, found.needed)
         return _record(job, number, saved, saved, Ending(BAD_NODE), outcome)
     ranks = job.config.parallel.world_size

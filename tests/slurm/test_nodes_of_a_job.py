@@ -70,6 +70,8 @@ def test_a_bad_rollout_node_is_left_out_and_the_run_goes_on_with_the_other(
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     assert steps_done(run_dir) == STEPS
     assert set(verdict(run_dir)["bad"]) == set(bad)
+    said = (run_dir / "slurm/latest/nodes").glob("*[12].json")
+    assert {json.loads(path.read_text())["node"] for path in said} == set(NODES)
     offered = "\n".join(p.read_text() for p in run_dir.glob("slurm/latest/engines-*.log"))
     assert offered.count("listens at") == 1
 
@@ -105,14 +107,3 @@ def test_a_bad_node_without_another_in_its_place_ends_the_job_with_a_sentence(
     assert "train1 cannot be excluded (sbatch --test-only refused" in log
     (only,) = folder.attempts(run_dir)
     assert (only.decision, only.code) == ("stop", 7)
-
-
-def test_every_node_of_a_job_says_what_it_measured(user: User):
-    user.describe({"gpus": 1}, examine_s=EXAMINE_S)
-    (job,), run_dir = user.submit("measured", "train.steps=1", "checkpoint.every=0")
-    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    assert verdict(run_dir)["bad"] == {}
-    files = sorted((run_dir / "slurm/latest/nodes").glob("*[12].json"))
-    said = [json.loads(path.read_text()) for path in files]
-    assert [one["node"] for one in said] == [path.stem for path in files] and len(said) == 2
-    assert all(one["reduce_ms"] > 0 and one["gpus"] is None for one in said)

@@ -365,7 +365,9 @@ def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_
     bad = {"r2": "its GPU is slow"}
     monkeypatch.setattr(examination, "judge", lambda reports, wanted: bad)
     slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
-    slurm("srun", saves(run_dir, 7))
+    # The engines' step is told to end with the ranks', which may be before it has begun.
+    both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
+    slurm("srun", f'case "$*" in *task*) {both};; esac; {saves(run_dir, 7)}')
     assert attempt(run_dir) == 0
     called = (tmp_path / "called").read_text()
     assert f"qurl slurm task {run_dir} --engines 1" in called
