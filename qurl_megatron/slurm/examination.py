@@ -55,6 +55,9 @@ def examine(run_dir: Path, number: int, layout: Allocation, cluster: ClusterConf
     command = ["qurl", "slurm", "examine", str(nodes)]
     steps = examining_steps(layout, cluster, command, workdir=os.getcwd())
     heard = _ask(steps, cluster.job.examine_s)
+    if not heard:  # more likely its own fault than that of all nodes
+        print("qurl: no node has answered its examination; the run goes on without", flush=True)
+        return Found({})
     reports = {node: _with_file(report, nodes) for node, report in heard.items()}
     wanted = dict.fromkeys(training, layout.training.gpus)
     if layout.rollout:

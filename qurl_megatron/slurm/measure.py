@@ -2,7 +2,7 @@
 
 It takes a few seconds: GPUs as the driver sees them, a matrix product on each, an all-reduce among
 them, the shared folder in both directions, and free room. Without GPUs the product and the
-all-reduce, of two threads, are the CPU's. What of it is bad, ``verdict`` decides: a node alone
+all-reduce, of two threads, are the CPU's. What of it is bad, ``bad_nodes`` decides: a node alone
 cannot know how fast the others are.
 """
 

@@ -22,7 +22,7 @@ from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.commands import Queued
 from qurl_megatron.slurm.logs import job_log, section, word
 from qurl_megatron.slurm.task import STOPPED
-from qurl_megatron.slurm.verdict import GOES_ON, NO_PROGRESS, WALL_TIME
+from qurl_megatron.slurm.verdict import BAD_NODE, GOES_ON, NO_PROGRESS, WALL_TIME
 from qurl_megatron.training.state import latest
 
 RECENT = 20
@@ -33,6 +33,7 @@ ENDED = {
     2: "a mistake in the input, or a full disk",
     3: "the guard, or numbers that are not finite, halted it",
     NO_PROGRESS: "no progress: another attempt would end likewise",
+    BAD_NODE: "a node that it needs is bad, and there is no other",
     STOPPED: "it was cancelled, and has saved",
 }
 """What exit codes mean, in short; others are those of a rank that was killed."""
