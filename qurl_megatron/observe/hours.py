@@ -86,7 +86,11 @@ def hours_of(run_dir: Path) -> Hours:
         Row(one.number, one.began.gpus, _spent(one, after).times(one.began.gpus / 3600))
         for one, after in zip(attempts, [*attempts[1:], None], strict=False)
     ]
-    return Hours(rows, accepted(run_metrics(run_dir), _recipe(run_dir)))
+    # What the newest attempt has lost is in metrics.jsonl until the next one begins.
+    newest = attempts[-1].ended if attempts else None
+    counts = newest.step_after if newest else float("inf")
+    records = [record for record in run_metrics(run_dir) if record.step <= counts]
+    return Hours(rows, accepted(records, _recipe(run_dir)))
 
 
 def split(

@@ -127,6 +127,12 @@ def test_steps_that_were_done_again_are_counted_as_lost_although_metrics_forget_
     assert seconds == {"set_up": 50, "trained": 20, "saved": 10, "stalled": 0, "lost": 0}
 
 
+def test_samples_of_lost_steps_are_not_accepted(twice, clock):
+    clock(2080.0)
+    close(twice, 2, after=3, code=137)
+    assert hours_of(twice).samples == 3 * 32
+
+
 def test_the_attempts_add_up_to_the_run_and_the_queue_between_them_is_no_gpus(twice):
     found = hours_of(twice)
     assert found.total.total == pytest.approx((150 + 80) * 36 / 3600)
