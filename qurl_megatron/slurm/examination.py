@@ -54,9 +54,13 @@ def examine(run_dir: Path, number: int, layout: Allocation, cluster: ClusterConf
     folder.put(nodes / CANARY, "the first node\n")
     command = ["qurl", "slurm", "examine", str(nodes)]
     steps = examining_steps(layout, cluster, command, workdir=os.getcwd())
+    began = time.monotonic()
     heard = _ask(steps, cluster.job.examine_s)
-    if not heard:  # more likely its own fault than that of all nodes
-        print("qurl: no node has answered its examination; the run goes on without", flush=True)
+    if not heard and time.monotonic() - began < cluster.job.examine_s:
+        # All have ended without a word: it must be the examination's own fault.
+        print(
+            "qurl: the examination of the nodes failed, as said above; it is left out", flush=True
+        )
         return Found({})
     reports = {node: _with_file(report, nodes) for node, report in heard.items()}
     wanted = dict.fromkeys(training, layout.training.gpus)

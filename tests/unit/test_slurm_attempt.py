@@ -328,7 +328,7 @@ def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
     slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
     slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
     slurm("sbatch", "echo it would start")
-    slurm("srun", "echo no node answers >&2; exit 1")
+    slurm("srun", "exec sleep 60")
     assert attempt(run_dir) == 0
     called = (tmp_path / "called").read_text().splitlines()
     job = {"requeue": 5, "chain": 6}[again]
@@ -345,7 +345,7 @@ def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(slurm, tmp_path, m
     run_dir = submitted(tmp_path / "run", examine_s=1)
     slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
     slurm("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")
-    slurm("srun", "exit 1")
+    slurm("srun", "exec sleep 60")
     assert attempt(run_dir) == BAD_NODE
     said = capfd.readouterr().out
     assert "a1 cannot be excluded (sbatch --test-only refused (1): Requested node" in said

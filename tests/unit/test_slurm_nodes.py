@@ -297,6 +297,13 @@ def test_a_node_that_hangs_is_bad_when_its_time_is_up(slurm, tmp_path):
     assert time.monotonic() - began < 5
 
 
+def test_an_examination_that_fails_everywhere_is_no_nodes_fault(slurm, tmp_path, capfd):
+    slurm("srun", "echo ImportError >&2; exit 1")
+    assert examined(tmp_path) == Found({})
+    said = capfd.readouterr()
+    assert "ImportError" in said.err and "the examination of the nodes failed" in said.out
+
+
 def test_a_node_whose_file_is_not_seen_is_bad(slurm, tmp_path, monkeypatch):
     monkeypatch.setattr(
         examination,
