@@ -105,7 +105,11 @@ def _store(context: BaseContext) -> Iterator[int]:
     keeper.start()
     theirs.close()
     with ours:
-        yield ours.recv()
+        try:
+            port = ours.recv()
+        except EOFError:  # it has said why
+            sys.exit(1)
+        yield port
     keeper.join()
 
 

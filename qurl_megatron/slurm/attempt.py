@@ -7,6 +7,7 @@ neither torch nor Megatron.
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import failures
+from qurl_megatron.observe.attempts import tried
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.addresses import reachable
 from qurl_megatron.slurm.cluster import ClusterConfig
@@ -24,7 +26,15 @@ from qurl_megatron.slurm.layout import Allocation, lay_out
 from qurl_megatron.slurm.offer import prepare
 from qurl_megatron.slurm.steps import rollout_step, training_step
 from qurl_megatron.slurm.supervise import Ending, Received, Supervisor, beside, facts_of, say
-from qurl_megatron.slurm.verdict import BAD_NODE, WALL_TIME, Decision, Outcome, before, decide
+from qurl_megatron.slurm.verdict import (
+    BAD_NODE,
+    GOES_ON,
+    WALL_TIME,
+    Decision,
+    Outcome,
+    before,
+    decide,
+)
 from qurl_megatron.training.state import TrainState, latest
 
 LOST = 1
@@ -147,13 +157,13 @@ def _without(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
 def _lost(job: BatchJob) -> Outcome | None:
     """What follows on an attempt of this job whose supervisor could not say, because its node was
     lost, or Slurm took the nodes sooner than it could end; None where there is none."""
-    number, ended = folder.newest_attempt(job.run_dir), folder.attempts(job.run_dir)
-    if not job.restarts:  # a person has ended the job of that one, and submitted this
+    newest = next(reversed(tried(job.run_dir)), None)
+    # Where Slurm has not restarted it, a person has ended the job of that one, and submitted this.
+    if not job.restarts or newest is None or newest.ended:
         return None
-    if number <= (ended[-1].number if ended else 0):
-        return None
-    how = Ending(LOST, failed="its first node was lost, or taken before it had ended")
-    return _settle(job, number, ended[-1].step_after if ended else 0, how)
+    failed = "its first node was lost, or taken before it had ended"
+    how = Ending(LOST, failed=failed, at=newest.last_sign)
+    return _settle(job, newest.number, newest.began.step_before, how)
 
 
 def _settle(
@@ -187,6 +197,7 @@ def _record(
         signal=ended.told,
         code=ended.code,
         decision=outcome.decision.value,
+        ended_at=ended.at,
     )
     folder.close_attempt(job.run_dir, record)
     say(f"attempt {number}: {outcome.why}")
@@ -206,15 +217,17 @@ def _whole(job: BatchJob) -> bool:
 
 
 def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
-    again = outcome.decision in (Decision.AGAIN, Decision.WITHOUT) or (
-        outcome.decision is Decision.RETRY and received in ("", WALL_TIME)
+    again = outcome.decision is Decision.AGAIN or (
+        outcome.decision in GOES_ON and received in ("", WALL_TIME)
     )
     if not again:
         _cancel_chain(job)
     elif job.cluster.job.again == "requeue":
         say(f"job {job.number} goes back to the queue")
+        # Slurm tells a requeued job to end: neither this nor scontrol itself, before it is done.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            commands.requeue(job.number)  # Slurm may end this process before it returns
+            commands.requeue(job.number)
         except ConfigError as error:
             raise ConfigError(
                 f'{error}; `qurl slurm submit`, as before, goes on; job.again = "chain" in the '
@@ -229,13 +242,16 @@ def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
 
 def _cancel_chain(job: BatchJob) -> None:
     """The jobs of a chain that nothing is left for."""
-    commands.cancel(_others(job))
+    try:
+        commands.cancel(_others(job))
+    except ConfigError as error:  # they find for themselves that nothing is left
+        say(str(error))
 
 
 def _others(job: BatchJob) -> list[int]:
     """The run's jobs that are in the queue beside this one."""
     found = folder.submitted(job.run_dir)
-    return [one for one in commands.queued(found.jobs if found else []) if one != job.number]
+    return list(commands.queued([one for one in found.jobs if one != job.number] if found else []))
 
 
 def _own_job(env: Mapping[str, str]) -> tuple[int, int]:

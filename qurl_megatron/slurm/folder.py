@@ -144,12 +144,6 @@ def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
     return number
 
 
-def newest_attempt(run_dir: Path) -> int:
-    """Number of the newest attempt, ended or not; 0 where there is none."""
-    found = (run_dir / "slurm/attempts").glob("*")
-    return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
-
-
 def attempt_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "slurm/attempts" / str(number)
 
@@ -160,10 +154,11 @@ def stack_file(attempt: Path, rank: int) -> Path:
 
 
 def close_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Record its end, and beside it when and on what it began."""
+    """Record its end, which is now where it has none, and beside it when and on what it began."""
     path = attempt_folder(run_dir, attempt.number)
     began = asdict(read_began(path))
-    put(path / ENDED, _text(replace(attempt, ended_at=now(), **began)))
+    ended_at = attempt.ended_at or now()
+    put(path / ENDED, _text(replace(attempt, ended_at=ended_at, **began)))
 
 
 def attempts(run_dir: Path) -> list[Attempt]:

@@ -23,7 +23,7 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import JobConfig
 from qurl_megatron.slurm.pace import mark, measured
-from qurl_megatron.slurm.verdict import FINAL, PREEMPTED, TAKEN, WALL_TIME
+from qurl_megatron.slurm.verdict import FINAL, PERSONS, PREEMPTED, TAKEN, WALL_TIME
 
 POLL_S = 0.5
 WATCH_S = 2.0
@@ -46,6 +46,7 @@ class Ending:
     code: int
     told: str = ""  # why its ranks were told to end; see ``verdict``
     failed: str = ""  # why the supervisor ended it
+    at: float = 0.0  # when, Unix seconds; 0: now
 
 
 class Received:
@@ -185,7 +186,11 @@ class Supervisor:
                 self._told = why
                 say(f"{TAKEN.get(why, f'SIG{why}')}: the ranks save and end")
                 step.signal(signal.SIGUSR1)
-        return Ending(code, self._told or ("" if failed else self._untold(code)), failed)
+        told = self._told or ("" if failed else self._untold(code))
+        early = self._end is not None and now() < self._end  # at the end Slurm sends TERM itself
+        if self._told == WALL_TIME and self.received.newest in PERSONS and early:
+            told = self.received.newest  # while they saved, somebody has cancelled the run
+        return Ending(code, told, failed)
 
     def _untold(self, code: int) -> str:
         """Why the ranks have ended that were not told to here."""

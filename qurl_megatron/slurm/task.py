@@ -63,7 +63,9 @@ def stop_on_usr1(stacks: Path | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     if stacks is not None:
         with refusing(stacks, key="train.run_dir"):
-            file = stacks.open("wb", buffering=0)  # never closed: the handler cannot open it
+            # Never closed, for the handler cannot open it; and other nodes must see it at once.
+            options = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_SYNC
+            file = os.open(stacks, options, 0o644)
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
     threading.Thread(target=_wait, args=(stacks is not None,), name="signals", daemon=True).start()
 

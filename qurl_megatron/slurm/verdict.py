@@ -9,6 +9,8 @@ from qurl_megatron.slurm.task import STOPPED
 
 WALL_TIME, PREEMPTED = "USR1", "preempted"
 """Why the ranks were told to end, beside a person's TERM and INT."""
+PERSONS = ("TERM", "INT")
+"""Signals by which a person ends a run."""
 TAKEN = {WALL_TIME: "time is up", PREEMPTED: "preempted by another job"}
 """Where Slurm takes the nodes back, which is no failure."""
 

@@ -129,9 +129,11 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     made = Cluster(folder)
     _configure(folder)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_seen_by_nodes(folder.parent))
         stack.enter_context(_running([_found("slurmctld"), "-D"], made.env, folder))
         for node in NODES:
-            daemon = ["unshare", "--mount", _found("slurmd"), "-D", "-N", node]
+            own = ["unshare", "--mount", "--propagation=slave"]
+            daemon = [*own, _found("slurmd"), "-D", "-N", node]
             made.daemons[node] = stack.enter_context(_running(daemon, made.env, folder))
         made.wait(lambda: _idle(made), 60.0, "a cluster of idle nodes")
         try:
@@ -139,6 +141,17 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         finally:
             made.call("scancel", "--user=root")
             made.wait(lambda: not made.call("squeue", "-h").stdout.strip(), 30.0, "the end")
+
+
+@contextlib.contextmanager
+def _seen_by_nodes(folder: Path) -> Iterator[None]:
+    """Inside, what is mounted in the folder is mounted for the nodes as well."""
+    for options in (["--bind", folder], ["--make-shared"]):
+        subprocess.run(["mount", *map(str, options), str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def _idle(made: Cluster) -> bool:

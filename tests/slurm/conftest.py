@@ -33,7 +33,7 @@ class User:
         self.cluster_file = folder / "cluster.toml"
         self.describe()
 
-    def describe(self, *, node: Mapping[str, object] | None = None, **job: object) -> None:
+    def describe(self, node: Mapping[str, object] | None = None, **job: object) -> None:
         """Write the cluster file, with other values in [job] and [node]."""
         bin = self.folder / "bin"
         bin.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from qurl_megatron.slurm.attempt import attempt
 from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, NodeConfig
 from qurl_megatron.slurm.ready import ROOT
 from qurl_megatron.slurm.supervise import Received
+from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.slurm.verdict import BAD_NODE, NO_PROGRESS
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
@@ -41,6 +42,25 @@ def test_what_slurm_sends_after_the_ranks_were_told_changes_nothing(slurm, tmp_p
     slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
     assert attempt(run_dir) == 0
     assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("USR1", "again")]
+
+
+def test_a_run_that_is_cancelled_while_it_saves_does_not_go_on(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    told = f"told() {{ kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
+    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
+    slurm("scontrol", "echo EndTime=2099-01-01T00:00:00")
+    assert attempt(run_dir) == STOPPED
+    assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("TERM", "stop")]
+    assert "requeue" not in (tmp_path / "called").read_text()
+
+
+def test_a_run_that_is_done_is_done_though_the_queue_does_not_answer(slurm, tmp_path, capfd):
+    run_dir = submitted(tmp_path / "run", again="chain")
+    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
+    slurm("squeue", "exit 1")
+    slurm("srun", saves(run_dir, 7))
+    assert attempt(run_dir) == 0
+    assert "squeue" in capfd.readouterr().out
 
 
 def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
@@ -214,10 +234,13 @@ def test_an_attempt_that_was_lost_with_its_node_counts_once_the_job_is_back(
 ):
     run_dir = submitted(tmp_path / "run")
     assert folder.open_attempt(run_dir) == 1
+    for file in folder.attempt_folder(run_dir, 1).iterdir():
+        os.utime(file, (1e9, 1e9))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     slurm("srun", "exit 1")
     assert attempt(run_dir) == NO_PROGRESS
     records = folder.attempts(run_dir)
+    assert records[0].ended_at == 1e9  # its last sign: what came then was the queue
     assert [(one.number, one.decision) for one in records] == [(1, "retry"), (2, "stop")]
 
 
@@ -230,7 +253,7 @@ def test_a_node_that_takes_a_run_along_twice_ends_it_though_nobody_could_record_
     folder.close_attempt(run_dir, lost)
     folder.open_attempt(run_dir)
     assert attempt(run_dir) == NO_PROGRESS
-    assert folder.newest_attempt(run_dir) == 2
+    assert [one.number for one in folder.attempts(run_dir)] == [1, 2]
 
 
 def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, tmp_path):
