@@ -118,9 +118,10 @@ def test_where_no_node_has_a_driver_gpus_are_not_asked_for():
 
 
 def test_a_node_without_gpus_for_torch_does_not_make_its_sound_peer_bad():
-    blind = report("a1", devices=0, product_ms=[0.2], reduce_ms=0.01)
-    said = judge({"a1": blind, "a2": report("a2")}, {"a1": 2, "a2": 2})
-    assert said == {"a1": "2 GPUs were granted, the driver shows 2 and torch can use 0"}
+    blind = report("a1", gpus=[SOUND], devices=0, product_ms=[0.2], reduce_ms=0.01)
+    sound = report("a2", gpus=[SOUND], devices=1, product_ms=[1.5], reduce_ms=None)
+    said = judge({"a1": blind, "a2": sound}, {"a1": 1, "a2": 1})
+    assert said == {"a1": "1 GPUs were granted, the driver shows 1 and torch can use 0"}
 
 
 def with_devices(node: str, count: int, reduce_ms: float) -> Report:
