@@ -106,7 +106,7 @@ def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outco
     for node, why in found.bad.items():
         say(f"node {node} is bad: {why}")
     if found.needed and not received.newest:
-        outcome = _without(job, found.needed)
+        outcome = _without(job, found.needed, found.shared)
         return _record(job, number, saved, saved, Ending(BAD_NODE), outcome)
     ranks = job.config.parallel.world_size
     supervisor = Supervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
@@ -137,8 +137,10 @@ def _run(
         return supervisor.watch(training_step(layout, cluster, rank, **where))
 
 
-def _without(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
+def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> Outcome:
     """What follows where an attempt cannot go on with these nodes."""
+    if shared:
+        return Outcome(Decision.STOP, BAD_NODE, shared)
     names = ", ".join(nodes)
     try:
         refuse_exclusion(job.run_dir, job.number, nodes)

@@ -1,7 +1,8 @@
 """Which nodes of a job are bad, as a function of what they said of themselves.
 
 A node is compared with the others of its own job, which have the same GPUs and software: how long
-a product should take need not be known.
+a product should take need not be known. Only like is compared: GPUs with GPUs, an all-reduce with
+those of as many devices, clocks with what most of them say.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ class Report:
     shm: int  # bytes free in /dev/shm
     tmp: int  # in /tmp
     folder: str = ""  # why the shared folder failed it; "" where it did not
+    failed: str = ""  # why it could not be measured, which leaves nothing else to judge; "": it was
     heard_at: float | None = None  # the supervisor's clock when the node had spoken
 
 
@@ -57,7 +59,8 @@ class Limits:
     """Bytes in /tmp: kernels are compiled there."""
 
     skew_s: float = 5.0
-    """Seconds between clocks: what failed first is told by time. Speaking takes up to one."""
+    """Seconds from what most clocks say: what failed first is told by time. Speaking takes up to
+    one."""
 
 
 LIMITS = Limits()
@@ -88,33 +91,53 @@ def judge(
 def _wrong(own: Report, peers: list[Report], count: int, limits: Limits) -> Iterator[str]:
     if own.folder:
         yield own.folder
+    if own.failed:
+        yield own.failed
+        return
     for room, needed, where in ((own.shm, limits.shm, "/dev/shm"), (own.tmp, limits.tmp, "/tmp")):
         if room < needed:
             yield f"{where} has {room / GIB:.2f} GiB free, and {needed / GIB:g} are needed"
-    if own.heard_at is not None and abs(own.at - own.heard_at) > limits.skew_s:
-        yield f"its clock is {own.at - own.heard_at:+.0f} s off; have it follow a time server"
-    with_gpus = any(peer.gpus or peer.devices for peer in peers)
-    if with_gpus and count:
+    yield from _of_clock(own, peers, limits.skew_s)
+    if count and any(peer.gpus or peer.devices for peer in peers):
         yield from _of_gpus(own, peers, count, limits)
-    slower = limits.gpu_slower if with_gpus else limits.cpu_slower
-    usual = median_low(ms for peer in peers for ms in peer.product_ms)
+    if not own.devices and any(peer.devices for peer in peers):
+        return  # its times are a CPU's
+    yield from _of_product(own, peers, limits.gpu_slower if own.devices else limits.cpu_slower)
+    yield from _of_reduce(own, peers, limits.reduce_slower if own.devices else limits.cpu_slower)
+
+
+def _of_clock(own: Report, peers: list[Report], skew_s: float) -> Iterator[str]:
+    """The supervisor's own clock may be the wrong one, and of two nobody knows which is."""
+    offsets = [peer.at - peer.heard_at for peer in peers if peer.heard_at is not None]
+    if own.heard_at is None or len(offsets) < 3:
+        return
+    off = own.at - own.heard_at - median_low(offsets)
+    if abs(off) > skew_s:
+        yield f"its clock is {off:+.0f} s off; have it follow a time server"
+
+
+def _of_product(own: Report, peers: list[Report], slower: float) -> Iterator[str]:
+    alike = [peer for peer in peers if bool(peer.devices) == bool(own.devices)]
+    usual = median_low(ms for peer in alike for ms in peer.product_ms)
     for index, ms in enumerate(own.product_ms):
         if ms > slower * usual:
             device = f"GPU {index}" if own.devices else "its CPU"
             yield f"a matrix product on {device} takes {ms:.3g} ms, {usual:.3g} on the job's others"
-    yield from _of_reduce(own, peers, limits.reduce_slower if with_gpus else limits.cpu_slower)
 
 
 def _of_reduce(own: Report, peers: list[Report], slower: float) -> Iterator[str]:
-    known = [peer.reduce_ms for peer in peers if peer.reduce_ms is not None]
-    if own.reduce_ms is None or own.reduce_ms <= slower * median_low(known):
+    if own.reduce_ms is None:
         return
     if own.reduce_ms == float("inf"):
         yield "an all-reduce among its own devices does not end"
-    else:
+        return
+    # The longer the ring, the longer it takes.
+    alike = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
+    usual = median_low(ms for ms in alike if ms is not None)
+    if own.reduce_ms > slower * usual:
         yield (
             f"an all-reduce among its own devices takes {own.reduce_ms:.3g} ms, "
-            f"{median_low(known):.3g} on the job's others"
+            f"{usual:.3g} on the job's others"
         )
 
 

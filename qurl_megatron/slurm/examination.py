@@ -1,7 +1,8 @@
 """The nodes of an attempt are examined before its ranks start: asked, judged, and told apart.
 
 Without a bad rollout node the run goes on with fewer engines. Without a bad training node there is
-nothing to train on: the job has to go back to the queue, with that node excluded.
+nothing to train on: the job has to go back to the queue, with that node excluded. Where all nodes
+are bad, others would be bad alike: it is what they share, and a person has to look.
 """
 
 import json
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.attempts import read_record
 from qurl_megatron.observe.clock import now
 from qurl_megatron.runtime.files import wait_until_seen
 from qurl_megatron.slurm import commands, folder
@@ -37,6 +39,7 @@ class Found:
     bad: dict[str, str]  # a sentence by node
     engines: tuple[str, ...] | None = None  # rollout nodes that are left; None: all there are
     needed: tuple[str, ...] = ()  # bad nodes without which this attempt cannot go on
+    shared: str = ""  # that all are bad, so that none of them is to be excluded; "": not all are
 
 
 def examine(run_dir: Path, number: int, layout: Allocation, cluster: ClusterConfig) -> Found:
@@ -45,7 +48,7 @@ def examine(run_dir: Path, number: int, layout: Allocation, cluster: ClusterConf
     Leaves attempts/N/nodes/NODE.json and verdict.json.
 
     Raises:
-        ConfigError: the run's folder cannot be written from here.
+        ConfigError: the run's folder cannot be written from here, or srun cannot be run.
     """
     if not cluster.job.examine_s:
         return Found({})
@@ -89,17 +92,29 @@ def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[s
     Args:
         training, rollout: names of the nodes of each.
     """
+    nodes = [*training, *rollout]
+    if len(nodes) > 1 and all(node in bad for node in nodes):
+        return Found(bad, needed=tuple(bad), shared=_shared(bad, nodes[0]))
     left = tuple(node for node in rollout if node not in bad)
     if rollout and not left or any(node in bad for node in training):
         return Found(bad, needed=tuple(bad))
     return Found(bad, engines=left if len(left) < len(rollout) else None)
 
 
+def _shared(bad: dict[str, str], node: str) -> str:
+    return (
+        f"all {len(bad)} nodes are bad, so none is excluded: look at what they share, such as "
+        f"container and site.prolog in the cluster file; what is wrong with {node}: {bad[node]}; "
+        "once it is mended, `qurl slurm submit`, as before, goes on"
+    )
+
+
 def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
     """Ask whether the run can go on without these nodes.
 
     Raises:
-        ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough.
+        ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough; or
+            a verdict is damaged.
     """
     before = _exclusions(run_dir)
     if before >= MOST:
@@ -143,19 +158,14 @@ def _exclusions(run_dir: Path) -> int:
     submitted = folder.submitted(run_dir)
     jobs = submitted.jobs if submitted else []
     found = sorted((run_dir / "slurm/attempts").glob(f"*/nodes/{VERDICT}"))
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in found]
-    ended = [one for one in records if one["needed"] and one["job"] in jobs]
-    return max(0, len(ended) - 1)
+    ended = [read_record(path, lambda one: one["job"] in jobs and one["needed"]) for path in found]
+    return max(0, sum(map(bool, ended)) - 1)
 
 
 def _ask(steps: list[list[str]], seconds: float) -> dict[str, Report]:
     """Run the steps; what nodes say until they end, or for so long."""
     heard: dict[str, Report] = {}
-    env = {"PYTHONWARNINGS": "ignore", **os.environ}
-    running = [
-        subprocess.Popen(step, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        for step in steps
-    ]
+    running = [_start(step) for step in steps]
     listeners = [threading.Thread(target=_listen, args=(one.stdout, heard)) for one in running]
     for listener in listeners:
         listener.start()
@@ -173,6 +183,16 @@ def _ask(steps: list[list[str]], seconds: float) -> dict[str, Report]:
     for listener in listeners:
         listener.join()
     return dict(heard)
+
+
+def _start(step: list[str]) -> subprocess.Popen:
+    env = {"PYTHONWARNINGS": "ignore", **os.environ}
+    try:
+        return subprocess.Popen(
+            step, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+    except OSError as error:
+        raise ConfigError(f"{step[0]} cannot be run: {error}") from None
 
 
 def _listen(said, heard: dict[str, Report]) -> None:

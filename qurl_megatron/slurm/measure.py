@@ -27,6 +27,10 @@ CANARY = "canary"
 """File that the supervisor leaves for the nodes, beside the nodes' own."""
 REPEATS = 20
 WAIT = timedelta(seconds=60)
+"""Time-out of the groups themselves."""
+REDUCE_S = 20.0
+"""That the all-reduce may take, the groups' start included, before it counts as hung: less than
+their own time-out, and little of job.examine_s."""
 
 
 def examine(nodes: Path) -> int:
@@ -35,13 +39,18 @@ def examine(nodes: Path) -> int:
     Two ways, so that a node which cannot write there is heard all the same.
     """
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    report = _measure(name)
+    try:
+        report = _measure(name)
+    except Exception as error:  # whatever a sick GPU raises is what the node has to say
+        report = _unmeasured(name, error)
     try:
         wait_until_seen(nodes / CANARY, "the first node wrote it", key="train.run_dir")
         folder.put(nodes / f"{name}.json", as_json(report))
     except ConfigError as error:
         report = replace(report, folder=str(error))
     print(as_json(replace(report, at=now())), end="", flush=True)
+    if report.reduce_ms == float("inf"):
+        os._exit(0)  # threads that hang in the driver would keep the process from leaving
     return 0
 
 
@@ -90,6 +99,21 @@ def _measure(name: str) -> Report:
     )
 
 
+def _unmeasured(name: str, error: Exception) -> Report:
+    first = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
+    return Report(
+        node=name,
+        at=now(),
+        gpus=None,
+        devices=0,
+        product_ms=[],
+        reduce_ms=None,
+        shm=0,
+        tmp=0,
+        failed=f"it could not be measured: {type(error).__name__}: {first}",
+    )
+
+
 def _nvml():
     """nvidia-ml-py; None where it is not installed, as on clusters without GPUs."""
     try:
@@ -117,7 +141,7 @@ def _product_ms(device) -> float:
 
 
 def _reduce_ms(devices: list) -> float | None:
-    """All-reduce among the devices, one thread for each; None for one alone."""
+    """All-reduce among the devices, one thread for each; None for one alone, inf: it hangs."""
     if len(devices) < 2:
         return None
     import torch
@@ -146,8 +170,9 @@ def _reduce_ms(devices: list) -> float | None:
     threads = [threading.Thread(target=rank, args=each, daemon=True) for each in enumerate(devices)]
     for thread in threads:
         thread.start()
+    end = time.monotonic() + REDUCE_S
     for thread in threads:
-        thread.join(WAIT.total_seconds())
+        thread.join(max(0.0, end - time.monotonic()))
     return max(found.values()) if len(found) == len(devices) else float("inf")
 
 

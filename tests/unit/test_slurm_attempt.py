@@ -375,6 +375,26 @@ def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(slurm, tmp_path, m
     assert "requeue" not in (tmp_path / "called").read_text()
 
 
+def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
+    slurm, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "r1")
+    run_dir = submitted(tmp_path / "run")
+    words = ["parallel.data=1", "rollout.engines=1", f"rollout.rendezvous={run_dir}/engines"]
+    cluster = ClusterConfig(job=JobConfig(examine_s=1), node=NodeConfig(gpus=1))
+    folder.write(run_dir, QUICK, [*words, "train.steps=7"], cluster, "")
+    slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
+    slurm("sbatch", "echo it would start")
+    slurm("srun", "exec sleep 60")
+    assert attempt(run_dir) == BAD_NODE
+    called = (tmp_path / "called").read_text()
+    assert "requeue" not in called and "ExcNodeList" not in called
+    assert "attempt 1: all 2 nodes are bad, so none is excluded" in capfd.readouterr().out
+    (record,) = folder.attempts(run_dir)
+    assert (record.decision, record.code) == ("stop", BAD_NODE)
+
+
 def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
     slurm, tmp_path, monkeypatch
 ):

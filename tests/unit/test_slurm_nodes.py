@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -116,6 +117,42 @@ def test_where_no_node_has_a_driver_gpus_are_not_asked_for():
     assert sentence.startswith("a matrix product on its CPU takes 90 ms")
 
 
+def test_a_node_without_gpus_for_torch_does_not_make_its_sound_peer_bad():
+    blind = report("a1", gpus=[SOUND], devices=0, product_ms=[0.2], reduce_ms=0.01)
+    sound = report("a2", gpus=[SOUND], devices=1, product_ms=[1.5], reduce_ms=None)
+    said = judge({"a1": blind, "a2": sound}, {"a1": 1, "a2": 1})
+    assert said == {"a1": "1 GPUs were granted, the driver shows 1 and torch can use 0"}
+
+
+def with_devices(node: str, count: int, reduce_ms: float) -> Report:
+    own = [replace(SOUND, index=index) for index in range(count)]
+    return report(node, gpus=own, devices=count, product_ms=[1.5] * count, reduce_ms=reduce_ms)
+
+
+def test_an_all_reduce_is_compared_among_nodes_with_as_many_devices():
+    counts = {"t1": 8, "r1": 2, "r2": 2}
+    reports = {
+        "t1": with_devices("t1", 8, 2.0),
+        "r1": with_devices("r1", 2, 0.9),
+        "r2": with_devices("r2", 2, 0.9),
+    }
+    assert judge(reports, counts) == {}
+    hangs = reports | {"t1": with_devices("t1", 8, float("inf"))}
+    assert judge(hangs, counts) == {"t1": "an all-reduce among its own devices does not end"}
+
+
+def test_a_wrong_clock_of_the_first_node_makes_no_other_bad():
+    ahead = {name: report(name, heard_at=1060.3) for name in ("a1", "a2", "a3")}
+    assert judge(ahead, dict.fromkeys(ahead, 2)) == {}
+    ahead["a1"] = report("a1", at=1060.0, heard_at=1060.3)  # the first node hears itself
+    assert list(judge(ahead, dict.fromkeys(ahead, 2))) == ["a1"]
+
+
+def test_of_two_clocks_nobody_knows_which_is_wrong():
+    pair = {"a1": report("a1"), "a2": report("a2", at=1060.0)}
+    assert judge(pair, dict.fromkeys(pair, 2)) == {}
+
+
 @pytest.mark.parametrize(
     ("bad", "training", "rollout", "found"),
     [
@@ -134,6 +171,15 @@ def test_where_no_node_has_a_driver_gpus_are_not_asked_for():
 )
 def test_a_run_goes_on_without_some_engines_and_without_no_rank(bad, training, rollout, found):
     assert tell_apart(dict.fromkeys(bad, "slow"), training, rollout) == found
+
+
+@pytest.mark.parametrize(("training", "rollout"), [(["a1", "a2"], []), (["a1"], ["a2"])])
+def test_where_all_nodes_are_bad_it_is_what_they_share(training, rollout):
+    found = tell_apart(dict.fromkeys(("a1", "a2"), "/dev/shm is small"), training, rollout)
+    assert found.needed == ("a1", "a2")
+    assert found.shared.startswith("all 2 nodes are bad, so none is excluded: ")
+    assert "container and site.prolog in the cluster file" in found.shared
+    assert "wrong with a1: /dev/shm is small" in found.shared
 
 
 # -- what a node says ------------------------------------------------------------------------------
@@ -240,6 +286,50 @@ def test_a_node_that_cannot_write_the_folder_is_heard_all_the_same(tmp_path, cap
     assert list(judge({"a1": said}, {"a1": 2})) == ["a1"]
 
 
+def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(tmp_path, capsys, monkeypatch):
+    def lost() -> int:
+        raise RuntimeError("GPU is lost\nCUDA kernel errors might be reported elsewhere")
+
+    monkeypatch.setenv("SLURMD_NODENAME", "a1")
+    monkeypatch.setattr(
+        measure, "_nvml", lambda: SimpleNamespace(**vars(nvml()) | {"nvmlDeviceGetCount": lost})
+    )
+    (tmp_path / measure.CANARY).touch()
+    assert measure.examine(tmp_path) == 0
+    said = from_json(capsys.readouterr().out)
+    sentence = {"a1": "it could not be measured: RuntimeError: GPU is lost"}
+    assert judge({"a1": said}, {"a1": 2}) == sentence
+    assert judge({"a1": said, "a2": report("a2")}, {"a1": 2, "a2": 2}) == sentence
+
+
+def test_devices_that_hang_are_waited_for_together(monkeypatch):
+    torch = pytest.importorskip("torch")
+    declared, release = measure.REDUCE_S, threading.Event()
+    work = SimpleNamespace(wait=lambda: release.wait(2))
+    group = SimpleNamespace(allreduce=lambda _: work)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", lambda *_: group)
+    monkeypatch.setattr(measure, "REDUCE_S", 0.1)
+    began = time.monotonic()
+    assert measure._reduce_ms([torch.device("cpu")] * 8) == float("inf")
+    took = time.monotonic() - began
+    release.set()
+    assert took < 0.6
+    assert measure.WAIT.total_seconds() > 2 * declared
+
+
+def test_a_node_with_hung_devices_speaks_and_leaves_at_once(tmp_path, capsys, monkeypatch):
+    def leave(code: int) -> None:
+        raise SystemExit(code, capsys.readouterr().out)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(measure, "_measure", lambda name: report(name, reduce_ms=float("inf")))
+    (tmp_path / measure.CANARY).touch()
+    with pytest.raises(SystemExit) as left:
+        measure.examine(tmp_path)
+    code, said = left.value.args
+    assert code == 0 and from_json(said).reduce_ms == float("inf")
+
+
 # -- the supervisor --------------------------------------------------------------------------------
 
 LAYOUT = lay_out(ParallelConfig(), RolloutConfig(), NodeConfig())
@@ -314,6 +404,18 @@ def test_a_node_whose_file_is_not_seen_is_bad(slurm, tmp_path, monkeypatch):
     assert "a1.json is not visible" in examined(tmp_path).bad["a1"]
 
 
+def test_a_lone_node_that_cannot_be_measured_is_bad(slurm, tmp_path):
+    slurm("srun", says(tmp_path, heard_now(failed="it could not be measured: GpuIsLost")))
+    assert examined(tmp_path).bad == {"a1": "it could not be measured: GpuIsLost"}
+
+
+def test_without_srun_it_is_one_sentence(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # the system's may have one
+    slurm("scontrol", "echo a1")
+    with pytest.raises(ConfigError, match="srun cannot be run: .*No such file"):
+        examined(tmp_path)
+
+
 def test_without_time_for_it_nothing_is_asked(slurm, tmp_path):
     assert examined(tmp_path, examine_s=0) == Found({})
     assert not (tmp_path / "called").exists()
@@ -341,6 +443,13 @@ def test_after_some_exclusions_it_is_not_the_nodes(slurm, tmp_path):
             folder.attempt_folder(tmp_path, number) / "nodes/verdict.json", json.dumps(record)
         )
     with pytest.raises(ConfigError, match="were excluded 3 times already; look at .*/nodes"):
+        examination.refuse_exclusion(tmp_path, 5, ["a1"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"needed": ["a1"]}'])
+def test_a_damaged_verdict_is_named(text, tmp_path):
+    folder.put(folder.attempt_folder(tmp_path, 1) / "nodes/verdict.json", text)
+    with pytest.raises(ConfigError, match=r"nodes/verdict.json is damaged"):
         examination.refuse_exclusion(tmp_path, 5, ["a1"])
 
 
