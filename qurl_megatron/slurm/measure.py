@@ -26,9 +26,9 @@ from qurl_megatron.slurm.bad_nodes import Report
 CANARY = "canary"
 """File that the supervisor leaves for the nodes, beside the nodes' own."""
 REPEATS = 20
-WAIT = timedelta(seconds=60)
+WAIT = timedelta(seconds=120)
 """Time-out of the groups themselves."""
-REDUCE_S = 20.0
+REDUCE_S = 60.0
 """That the all-reduce may take, the groups' start included, before it counts as hung: less than
 their own time-out, and little of job.examine_s."""
 
