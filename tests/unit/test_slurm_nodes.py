@@ -314,7 +314,7 @@ def test_devices_that_hang_are_waited_for_together(monkeypatch):
     took = time.monotonic() - began
     release.set()
     assert took < 0.6
-    assert measure.WAIT.total_seconds() > 2 * declared
+    assert measure.WAIT.total_seconds() > declared
 
 
 def test_a_node_with_hung_devices_speaks_and_leaves_at_once(tmp_path, capsys, monkeypatch):
