@@ -80,6 +80,7 @@ def random_decoder(arch: Arch, scheme: str, dtype: str, device: torch.device) ->
             slot.target.fill_(1.0)
         else:
             slot.target.copy_(torch.randn(slot.target.shape) * 0.02)
+    decoder.pack()
     return decoder
 
 

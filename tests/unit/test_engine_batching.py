@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded import kernels
 from tests.unit.engine_models import (
     engine_for,
     finish,
@@ -181,6 +182,20 @@ def test_an_update_copies_into_the_buffers_that_are_there(folder):
     for name, slot in engine.decoder.slots.items():
         assert slot.target.data_ptr() == before[name]
         assert torch.equal(slot.target, tensors[name])
+
+
+def test_packed_weights_follow_every_update(folder, monkeypatch):
+    tensors = published_tensors(random_tensors(folder, seed=3), "int8")
+    answers = []
+    for least in (kernels.PACK_FROM, 0):
+        monkeypatch.setattr(kernels, "PACK_FROM", least)
+        engine = engine_for(folder, scheme="int8")
+        engine.update(tensors, "1")
+        one = sequence([5, 6, 7], 12, seed=1)
+        finish(engine, one)
+        answers.append((one.output_ids, one.log_probs))
+        assert (engine.decoder.layers[0].qkv.packed is None) == (least > 0)
+    assert answers[0] == answers[1]
 
 
 def test_a_bad_update_changes_nothing(folder):

@@ -139,7 +139,7 @@ class Cache:
             values[row_x, position_x] = kv[:, heads:].reshape(x, dim)
             # The query heads of one group multiply their key head together: nothing is repeated.
             q_xGD = q.reshape(x, -1, dim)
-            score_xGL = torch.bmm(q_xGD, keys[:x, :, :longest]).float().mul_(scale).add_(mask_x1L)
+            score_xGL = _scores(q_xGD, keys[:x, :, :longest], scale, mask_x1L)
             weight_xGL = score_xGL.softmax(dim=-1).to(dtype)
             return torch.bmm(weight_xGL, values[:x, :longest]).view(batch, -1)
 
@@ -155,6 +155,13 @@ class Cache:
         """Everything that is laid out by row; positions come last."""
         yield from self._attention_grids()
         yield from (self.tokens, self.log_probs)
+
+
+def _scores(q_xGD: Tensor, key_xDL: Tensor, scale: float, mask_x1L: Tensor) -> Tensor:
+    """float32 ``q @ keys * scale + mask``."""
+    if q_xGD.dtype is torch.float32:
+        return torch.baddbmm(mask_x1L, q_xGD, key_xDL, alpha=scale)  # in one pass
+    return torch.bmm(q_xGD, key_xDL).float().mul_(scale).add_(mask_x1L)
 
 
 def _rounded(length: int) -> int:

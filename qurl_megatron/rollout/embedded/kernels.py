@@ -6,10 +6,14 @@
 exact in INT8 (int32 accumulator). ``addend`` is a bias or the residual stream: folding it in saves
 one pass over memory and one rounding.
 
+Without a GPU, weights are also kept in the layout that oneDNN multiplies by (``Packed``): given the
+plain one, it rearranges all of it for every product, which at 8 rows takes as long as the product.
+
 Shapes: T tokens, I input and O output channels.
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +24,10 @@ TINY = torch.finfo(torch.float32).tiny
 
 # cuBLASLt's int8 product wants more than 16 rows; padded rows are cut off again.
 CUDA_INT8_ROWS = 32
+
+# Below, the packed product's fixed cost of 10 microseconds is more than it saves.
+PACK_FROM = 1 << 19  # codes of a matrix
+U8_ZERO = 128  # what oneDNN adds to signed codes: it multiplies unsigned by signed ones
 
 
 def token_scales(x_TI: Tensor, largest: float) -> Tensor:
@@ -53,16 +61,64 @@ def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:
     return torch._int_mm(a_TI, w_OI.t())[:rows]
 
 
+@dataclass(frozen=True)
+class Packed:
+    """INT8 weights [O, I] in oneDNN's own layout, and their scales [O]."""
+
+    blocks: Tensor  # opaque
+    scale_O: Tensor
+    zero_O: Tensor  # int32; the codes are symmetric
+
+    def times(self, codes_TI: Tensor) -> Tensor:
+        """[T, O] float32: the exact int32 product, rounded once, times the scales."""
+        shifted_TI = codes_TI.view(torch.uint8) ^ U8_ZERO  # adds 128: the same bits but the first
+        return torch.ops.onednn.qlinear_pointwise(
+            *(shifted_TI, 1.0, U8_ZERO, self.blocks, self.scale_O, self.zero_O, None),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+
+
+def pack(w_OI: Tensor, scale_O: Tensor) -> Packed | None:
+    """A copy to multiply by; None where the plain weights are as fast."""
+    if w_OI.device.type != "cpu" or w_OI.numel() < PACK_FROM or not _packed_product_is_exact():
+        return None
+    return _packed(w_OI, scale_O)
+
+
+def _packed(w_OI: Tensor, scale_O: Tensor) -> Packed:
+    blocks = torch.ops.onednn.qlinear_prepack(w_OI, None)
+    return Packed(blocks, scale_O, torch.zeros(len(w_OI), dtype=torch.int32))
+
+
+@functools.cache
+def _packed_product_is_exact() -> bool:
+    """Processors without VNNI add pairs of products in 16 bits, which overflow."""
+    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+        return False
+    largest = torch.full((64, 64), 127, dtype=torch.int8)
+    product = _packed(largest, torch.ones(64)).times(largest)
+    return bool((product == 64 * 127 * 127).all())
+
+
 def int8_linear(
     x_TI: Tensor,
     w_OI: Tensor,
     scale_O: Tensor,
     addend: Tensor | None = None,
     largest: float = INT8_MAX,
+    packed: Packed | None = None,
 ) -> Tensor:
-    """INT8 product; with a smaller ``largest`` activation code, one of fewer bits in its place."""
+    """INT8 product; with a smaller ``largest`` activation code, one of fewer bits in its place.
+
+    Args:
+        packed: the weights once more, of ``pack``; the result is the same to the last bit.
+    """
     codes_TI, scale_T1 = quantize_int8(x_TI, largest)
-    return _rescale(int8_matmul(codes_TI, w_OI), scale_T1, scale_O, addend, x_TI.dtype)
+    if packed is None:
+        scaled_TO = int8_matmul(codes_TI, w_OI).float().mul_(scale_O)
+    else:
+        scaled_TO = packed.times(codes_TI)
+    return _rescale(scaled_TO, scale_T1, addend, x_TI.dtype)
 
 
 def fp8_linear(x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -78,7 +134,8 @@ def fp8_linear(x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | Non
             codes_TI, w_OI.t(), scale_a=scale_T1, scale_b=scale_O[None], out_dtype=torch.bfloat16
         ).to(x_TI.dtype)
         return y_TO if addend is None else y_TO + addend
-    return _rescale(codes_TI.float() @ w_OI.t(), scale_T1, scale_O, addend, x_TI.dtype)
+    y_TO = (codes_TI.float() @ w_OI.t()).mul_(scale_O)
+    return _rescale(y_TO, scale_T1, addend, x_TI.dtype)
 
 
 def float_linear(x_TI: Tensor, w_OI: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -87,10 +144,7 @@ def float_linear(x_TI: Tensor, w_OI: Tensor, addend: Tensor | None = None) -> Te
     return torch.addmm(addend, x_TI, w_OI.t())
 
 
-def _rescale(
-    sum_TO: Tensor, scale_T1: Tensor, scale_O: Tensor, addend: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    y_TO = sum_TO.float().mul_(scale_O)
+def _rescale(y_TO: Tensor, scale_T1: Tensor, addend: Tensor | None, dtype: torch.dtype) -> Tensor:
     if addend is None:
         return y_TO.mul_(scale_T1).to(dtype)
     return torch.addcmul(addend.to(torch.float32), y_TO, scale_T1).to(dtype)

@@ -39,21 +39,28 @@ class Slot:
     dtypes: tuple[torch.dtype, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Matrix:
     """One (possibly fused) weight matrix and the way to multiply by it."""
 
     scheme: str
     weight_OI: Tensor
     scale_O: Tensor | None
+    packed: kernels.Packed | None = None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
         if self.scheme in CODES:
-            largest = CODES[self.scheme]
-            return kernels.int8_linear(x_TI, self.weight_OI, self.scale_O, addend, largest)
+            return kernels.int8_linear(
+                x_TI, self.weight_OI, self.scale_O, addend, CODES[self.scheme], self.packed
+            )
         if self.scheme == "fp8":
             return kernels.fp8_linear(x_TI, self.weight_OI, self.scale_O, addend)
         return kernels.float_linear(x_TI, self.weight_OI, addend)
+
+    def pack(self) -> None:
+        """Take in what was written into the weights."""
+        if self.scheme in CODES:
+            self.packed = kernels.pack(self.weight_OI, self.scale_O)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,14 @@ class Decoder:
         self.check(tensors)
         for name, slot in self.slots.items():
             slot.target.copy_(tensors[name])
+        self.pack()
+
+    @torch.inference_mode()
+    def pack(self) -> None:
+        """Take in what was written into the slots."""
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                matrix.pack()
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         for word, names in (
