@@ -85,6 +85,29 @@ def test_memory_that_ran_out_is_the_cause_of_a_kill_whoever_had_the_line_in_its_
     assert [one.who for one in cause.followed] == ["rank 1", "rank 0"]
 
 
+def test_a_task_of_the_rollout_nodes_that_was_killed_is_not_called_a_rank():
+    lines = (
+        "engines: srun: error: roll1: task 1: Killed",
+        "engines: srun: error: Node failure on roll2",
+        "srun: error: train1: task 1: Exited with exit code 1",
+    )
+    cause = first_cause(Evidence([failed(1, "EngineError", "no engine is left")], (), lines))
+    assert (cause.first.who, cause.first.node, cause.first.code) == ("rollout node 1", "roll1", 137)
+    assert cause.first.kind.name == "it was killed"
+    assert [one.kind.name for one in cause.followed] == ["the node is lost", "no engine is left"]
+    assert exit_codes(lines) == {"1": 1}
+
+
+def test_a_rank_that_was_killed_is_the_cause_though_a_rollout_task_was_too():
+    lines = ("engines: srun: error: roll1: task 0: Killed", KILLED[1])
+    assert first_cause(Evidence(srun=lines)).first.who == "rank 1"
+
+
+def test_engines_that_srun_has_ended_hide_no_rank_that_was_killed_later():
+    ended = "engines: srun: launch/slurm: _step_signal: Terminating StepId=2.1"
+    assert first_cause(Evidence(srun=(ended, KILLED[1]))).first.who == "rank 1"
+
+
 def test_ranks_that_srun_itself_has_killed_are_no_cause():
     lines = ("srun: launch/slurm: _step_signal: Terminating StepId=2.0", KILLED[1])
     assert first_cause(Evidence(srun=lines)) is None
