@@ -181,8 +181,8 @@ def _settle(
     job: BatchJob, number: int, saved: int, ended: Ending, *, late: bool = False
 ) -> Outcome:
     """Decide what follows on an attempt, and leave its record."""
-    if ended.told in PERSONS and _put_back(job):  # Slurm's own SIGTERM looks like a person's
-        failed = "Slurm has put the job back into the queue, as where a node is lost"
+    if ended.told in PERSONS and _ended_by_slurm(job):  # whose SIGTERM looks like a person's
+        failed = "Slurm has ended the job, as where a node is lost"
         ended = replace(ended, code=ended.code or LOST, told="", failed=failed)
     after = _saved(job.run_dir)
     outcome = decide(
@@ -230,25 +230,27 @@ def _whole(job: BatchJob) -> bool:
     return False
 
 
-def _put_back(job: BatchJob) -> bool:
-    """Slurm has this job in the queue once more, and ends what runs of it: of a heterogeneous job a
-    node was lost, or an operator has asked for it."""
-    return int(facts_of(job.number).get("Restarts", "0")) > job.restarts
+def _ended_by_slurm(job: BatchJob) -> bool:
+    """Slurm ends what runs of this job: of a heterogeneous one a node was lost, or the grace time of
+    a preemption is over. Where it may, it has put the job back into the queue already."""
+    facts = facts_of(job.number)
+    put_back = int(facts.get("Restarts", "0")) > job.restarts
+    return put_back or facts.get("Reason") == "NodeDown"
 
 
 def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
-    if received in PERSONS and _put_back(job):
-        if outcome.decision in GOES_ON:
-            say(f"job {job.number} is back in the queue")
-        else:
-            commands.cancel([job.number])
-        return
+    ended = received in PERSONS and _ended_by_slurm(job)
     again = outcome.decision is Decision.AGAIN or (
-        outcome.decision in GOES_ON and received in ("", WALL_TIME)
+        outcome.decision in GOES_ON and (ended or received in ("", WALL_TIME))
     )
+    requeued = job.cluster.job.again == "requeue"
     if not again:
         _cancel_chain(job)
-    elif job.cluster.job.again == "requeue":
+        if ended and requeued:
+            commands.cancel([job.number])
+    elif ended and requeued:
+        say(f"job {job.number} is back in the queue")
+    elif requeued:
         say(f"job {job.number} goes back to the queue")
         # Slurm tells a requeued job to end: neither this nor scontrol itself, before it is done.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -262,7 +264,6 @@ def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
     elif not _others(job):
         say("the chain ends here; `qurl slurm submit`, as before, goes on")
     if outcome.without:  # a job that runs cannot be kept off a node, one that waits can
-        requeued = job.cluster.job.again == "requeue"
         exclude(own_parts(os.environ) if requeued else _others(job), outcome.without)
 
 

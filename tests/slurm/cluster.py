@@ -35,7 +35,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
-AuthInfo=cred_expire=10
+AuthInfo=cred_expire=6
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -88,6 +88,11 @@ class Cluster:
         """A command that sees a node's mounts."""
         there = ["nsenter", "-t", str(self.daemons[node].pid), "--mount"]
         subprocess.run([*there, *map(str, command)], check=True)
+
+    def update(self, *words: str) -> None:
+        """``scontrol update ...``"""
+        done = self.call("scontrol", "update", *words)
+        assert done.returncode == 0, done.stderr
 
     def facts(self, job: int) -> dict[str, str]:
         """What the controller knows of a job; nothing once it has forgotten it."""
@@ -190,14 +195,18 @@ def _free_ports(count: int) -> list[int]:
 
 def _munge() -> None:
     """Have munge's daemon, which is the machine's: it stays."""
-    if subprocess.run(["munge", "--no-input"], capture_output=True).returncode == 0:
+    if _munges():
         return
     Path("/run/munge").mkdir(exist_ok=True)
     shutil.chown("/run/munge", "munge", "munge")
     as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", _found("munged")]
     done = subprocess.run(as_munge, capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode and not _munges():  # another process may have been faster
         raise CannotStart(f"munged: {done.stderr.strip()}")
+
+
+def _munges() -> bool:
+    return subprocess.run(["munge", "--no-input"], capture_output=True).returncode == 0
 
 
 @contextlib.contextmanager

@@ -262,7 +262,7 @@ def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
     called = (tmp_path / "called").read_text()
     assert "scontrol requeue" not in called and "scancel" not in called
     said = capfd.readouterr().out
-    assert "Slurm has put the job back into the queue, as where a node is lost; step 3 is" in said
+    assert "Slurm has ended the job, as where a node is lost; step 3 is" in said
 
 
 def test_a_job_that_slurm_puts_back_time_and_again_without_a_checkpoint_is_ended(
@@ -278,6 +278,17 @@ def test_a_job_that_slurm_puts_back_time_and_again_without_a_checkpoint_is_ended
     assert code == NO_PROGRESS
     assert [one.decision for one in folder.attempts(run_dir)] == ["retry", "stop"]
     assert (tmp_path / "called").read_text().splitlines()[-1] == "scancel 5"
+
+
+def test_a_chain_goes_on_behind_a_job_that_slurm_has_ended_for_a_lost_node(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run", again="chain")
+    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
+    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
+    slurm("scontrol", "echo JobId=5 JobState=COMPLETING Reason=NodeDown Requeue=0 Restarts=0")
+    slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 143")
+    attempt(run_dir)
+    assert [one.decision for one in folder.attempts(run_dir)] == ["retry"]
+    assert "scancel" not in (tmp_path / "called").read_text()
 
 
 def test_a_cancelled_job_that_slurm_has_started_anew_before_was_cancelled(
