@@ -231,8 +231,8 @@ def _whole(job: BatchJob) -> bool:
 
 
 def _ended_by_slurm(job: BatchJob) -> bool:
-    """Slurm ends what runs of this job: of a heterogeneous one a node was lost, or the grace time of
-    a preemption is over. Where it may, it has put the job back into the queue already."""
+    """Slurm ends what runs of this job: a heterogeneous one has lost a node, or the grace time of a
+    preemption is over. Where it may, it has put the job back into the queue already."""
     facts = facts_of(job.number)
     put_back = int(facts.get("Restarts", "0")) > job.restarts
     return put_back or facts.get("Reason") == "NodeDown"
