@@ -22,7 +22,8 @@ GPUS = 8
 
 # Jobs in ``high`` take the nodes of others, and ``low`` gets time to save. At preemption Slurm
 # sends SIGCONT and SIGTERM to the tasks of the steps and nothing to the job's script, whatever
-# --signal says; only PreemptParameters=send_user_signal has the script told. A script that ends in
+# --signal says; SlurmctldParameters=preempt_send_user_signal, in later releases
+# PreemptParameters=send_user_signal, has --signal's sent in place of it. A script that ends in
 # its grace time completes the job: it must requeue itself. One that does not is killed, and
 # requeued by Slurm. A node that is set down ends a heterogeneous job, --no-kill or not, and is idle
 # again at once (ReturnToService=2) while its daemon answers.
@@ -92,6 +93,23 @@ class Cluster:
     def update(self, *words: str) -> None:
         """``scontrol update ...``"""
         done = self.call("scontrol", "update", *words)
+        assert done.returncode == 0, done.stderr
+
+    @contextlib.contextmanager
+    def configured(self, line: str) -> Iterator[None]:
+        """Inside, its controller has one more line in slurm.conf."""
+        conf = self.folder / "slurm.conf"
+        before = conf.read_text()
+        try:
+            conf.write_text(f"{before}{line}\n")
+            self._reconfigure()
+            yield
+        finally:
+            conf.write_text(before)
+            self._reconfigure()
+
+    def _reconfigure(self) -> None:
+        done = self.call("scontrol", "reconfigure")
         assert done.returncode == 0, done.stderr
 
     def facts(self, job: int) -> dict[str, str]:

@@ -121,6 +121,30 @@ def test_a_preempted_run_saves_and_goes_on_once_it_has_its_nodes_back(
     assert user.footprint.left(run_dir) == []
 
 
+def test_where_slurm_tells_the_job_of_its_preemption_no_metric_is_lost_and_cancelled_it_saves(
+    user: User, undisturbed: Path
+):
+    user.describe(partition="low")
+    with user.slurm.configured("SlurmctldParameters=preempt_send_user_signal"):
+        (job,), run_dir = user.submit("told", "train.steps=400", "checkpoint.every=5")
+        reaches(user, run_dir, 7)
+        assert user.slurm.ended(urgent(user)) == "COMPLETED"
+    (first,) = folder.attempts(run_dir)
+    assert (first.signal, first.decision) == ("preempted", "again")
+    assert "preempted by another job: the ranks save and end" in said(run_dir)
+    alone = measured(undisturbed)
+    assert {step: alone[step] for step in range(first.step_after + 1)} == measured(run_dir)
+
+    reaches(user, run_dir, first.step_after + 1)
+    assert f"job {job} saves and ends" in user.told("cancel", run_dir)
+    assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
+    assert user.slurm.facts(job)["ExitCode"] == "143:0"
+    last = folder.attempts(run_dir)[-1]
+    assert (last.signal, last.code, last.decision) == ("TERM", 0, "stop")
+    assert TrainState.read(latest(run_dir)).step == last.step_after > first.step_after
+    assert user.footprint.left(run_dir) == []
+
+
 def test_a_rollout_node_that_goes_down_leaves_the_run_to_the_others(user: User):
     meeting = user.folder / "down/engines"
     user.describe(layout="split", node={"gpus": 1})  # a node for each rank and engine
