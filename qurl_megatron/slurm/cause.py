@@ -177,7 +177,9 @@ class Cause:
 def first_cause(evidence: Evidence) -> Cause | None:
     """None: nothing says that anything failed."""
     srun = [line for line in evidence.srun if not line.startswith(ENGINES_SAY)]
-    engines = [line.removeprefix(ENGINES_SAY) for line in evidence.srun if line not in srun]
+    engines = [
+        line.removeprefix(ENGINES_SAY) for line in evidence.srun if line.startswith(ENGINES_SAY)
+    ]
     codes = exit_codes(srun)
     told = {f"rank {one.rank}" for one in evidence.failures}
     events = [_of_failure(one, codes) for one in evidence.failures]
@@ -272,8 +274,8 @@ def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
         node, tasks, how = _ended(line)
         if number := _signal(how):
             said, code = f"killed by {_name(number)}", 128 + number
-            for number in tasks:
-                yield Event(kind_of(said), weight, f"{task} {number}", said, node=node, code=code)
+            for one in tasks:
+                yield Event(kind_of(said), weight, f"{task} {one}", said, node=node, code=code)
         elif re.search(SLURMS, line):
             who = f"{task} {', '.join(tasks)}" if tasks else "srun"
             yield Event(kind_of(line), weight, who, line.partition("error: ")[2] or line, node=node)
