@@ -82,7 +82,7 @@ def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -
     if cause is None or (one.ended and one.ended.decision == "done"):
         lines.append("no rank and no engine has failed")
     else:
-        lines += list(_cause(cause, "First cause" if one.ended else "Failed so far"))
+        lines += list(_cause(cause, _title(one)))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
     where = folder.attempt_folder(run_dir, one.number)
     lines += [f"  {path}  what a rank was doing" for path in sorted(where.glob("stack-*"))]
@@ -101,6 +101,13 @@ def _headline(run_dir: Path, one: Tried) -> str:
         f"{run_dir}, attempt {one.number}, job {ended.job}: ended with {ended.code} "
         f"({ended.decision}); steps {ended.step_before} to {ended.step_after} are saved"
     )
+
+
+def _title(one: Tried) -> str:
+    if one.ended is None:
+        return "Failed so far"
+    # Told by Slurm to end, the run goes on: engines that Slurm has ended before the ranks, say.
+    return "Failed while it ended" if one.ended.decision == "again" else "First cause"
 
 
 def _cause(cause: Cause, title: str) -> Iterator[str]:

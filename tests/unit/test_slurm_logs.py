@@ -306,6 +306,16 @@ def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, ca
     assert any(line.endswith("stack-1.txt  what a rank was doing") for line in said)
 
 
+def test_what_failed_when_slurm_took_the_nodes_back_is_not_called_the_cause(tmp_path, capsys):
+    where = attempted(tmp_path, KILLED[:1], code=1, decision="again", signal="preempted")
+    lost = failed(1, "EngineError", "no engine came back", phase="publish")
+    (where / "failure-1.json").write_text(json.dumps(asdict(lost)))
+    assert main(["slurm", "logs", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "First cause" not in said
+    assert "Failed while it ended: no engine is left: rank 1 on train1" in said
+
+
 def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, capsys):
     attempted(tmp_path, code=137, decision="stop")
     attempted(tmp_path, KILLED[:1], code=0, decision="done")
