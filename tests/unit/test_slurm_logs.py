@@ -306,6 +306,15 @@ def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, ca
     assert any(line.endswith("stack-1.txt  what a rank was doing") for line in said)
 
 
+@pytest.mark.parametrize(("decision", "follows"), [("retry", True), ("stop", False)])
+def test_who_need_not_submit_again_is_not_told_to(decision, follows, tmp_path, capsys):
+    attempted(tmp_path, code=137, decision=decision)
+    assert main(["slurm", "logs", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert ("on the node tells; the run goes on by itself" in said) == follows
+    assert ("submit again" in said) != follows
+
+
 def test_what_failed_when_slurm_took_the_nodes_back_is_not_called_the_cause(tmp_path, capsys):
     where = attempted(tmp_path, KILLED[:1], code=1, decision="again", signal="preempted")
     lost = failed(1, "EngineError", "no engine came back", phase="publish")
