@@ -13,6 +13,7 @@ from tests.disks import fill, small_disk
 from tests.slurm.conftest import User
 from tests.slurm.runs import (
     ENDLESS,
+    ONE_RANK,
     OPTIONS,
     STEPS,
     but_published,
@@ -81,7 +82,7 @@ def test_a_rank_that_is_killed_is_the_first_cause_and_another_attempt_follows_in
 
 
 def test_two_failures_without_a_new_checkpoint_end_the_job_with_no_progress(user: User):
-    (job,), run_dir = user.submit("twice", *ENDLESS)
+    (job,), run_dir = user.submit("twice", *ENDLESS, ONE_RANK)
     for number in (1, 2):
         attempt = f"qurl: attempt {number}, job"
         user.slurm.wait(lambda attempt=attempt: attempt in said(run_dir), 60, attempt)

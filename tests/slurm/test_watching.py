@@ -10,6 +10,7 @@ from qurl_megatron.observe.hours import hours_of
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.slurm import folder
 from tests.slurm.conftest import ROOT, SMALL, User
+from tests.slurm.runs import ONE_RANK
 
 
 def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User):
@@ -65,7 +66,7 @@ def _submit(user: User, kind: str, *words: object) -> int:
 
 def _study(where: Path, model: str) -> Path:
     """A study of one method and two seeds."""
-    overrides = [*SMALL, f"model.path={model}", "train.steps=2", "train.eval_prompts=0"]
+    overrides = [*SMALL, ONE_RANK, f"model.path={model}", "train.steps=2", "train.eval_prompts=0"]
     path = where / "study.toml"
     path.write_text(
         f'recipe = "{ROOT}/launch/recipes/quickstart.toml"\n'
