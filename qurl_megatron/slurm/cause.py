@@ -4,7 +4,8 @@ When a rank dies, every other one fails too, in the collective where it waits, a
 length. What counts first is therefore not the time but whether a failure can be a consequence:
 
     1  the traceback of a rank that names a reason of its own
-    2  a rank that the system killed, or a node that was lost: srun alone says so
+    2  a rank that the system killed, or a node that was lost: srun alone says so; or a run that
+       hung, which the supervisor says before it ends the ranks itself
     3  the traceback, or the death, of an engine, or of the task that has those of a rollout node:
        they may die without ending the run
     4  a rank that found no engine left
@@ -103,6 +104,13 @@ KINDS = (
         "the node is lost",
         r"[Nn]ode [Ff]ailure|NODE.FAIL|not responding",
         f"`sinfo -R` says why, once Slurm knows; {AGAIN}",
+    ),
+    Kind(
+        "the run hung",
+        r"^no new step for",
+        "the stacks of the ranks, below, show where each waits; one that wrote none is stopped, or "
+        "stuck in the kernel: `dmesg` on its node. Where a step may well take so long, raise "
+        f"job.hung_s in the cluster file; {AGAIN}",
     ),
     Kind(
         "Slurm ended the job",
@@ -255,7 +263,15 @@ SLURMS = (
 
 
 def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
+    found = (re.match(r"qurl: rank (\d+) did not answer", line) for line in lines)
+    silent = ", ".join(one[1] for one in found if one)
     for line in lines:
+        if line.startswith("qurl: no new step for"):
+            said, who = (
+                line.removeprefix("qurl: "),
+                f"rank {silent}" if silent else "the supervisor",
+            )
+            yield Event(kind_of(said), KILLED, who, said)
         if line.startswith("qurl: ") and kind_of(line) is FULL:  # then ranks can keep nothing
             yield Event(FULL, REASON, "the supervisor", line.removeprefix("qurl: "))
 
@@ -269,7 +285,7 @@ def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
         weight: of what ended one.
     """
     for line in lines:
-        if "Terminating StepId" in line:
+        if "Terminating StepId" in line or "Job step aborted" in line:
             return
         node, tasks, how = _ended(line)
         if number := _signal(how):

@@ -51,6 +51,7 @@ def test_a_rank_that_is_stopped_is_found_its_stacks_kept_and_the_run_goes_on(
     saved = f"step {first.step_after} is saved"
     assert re.search(rf"attempt 1: hung: no new step for \d+ s; {saved}", said(run_dir))
     assert said(run_dir).count("no new step for") == 2
+    assert "First cause: the run hung: rank 1" in user.told("logs", run_dir, "--attempt", 1)
     assert measured(run_dir) == measured(undisturbed)
     assert user.footprint.left(run_dir) == []
 

@@ -113,6 +113,31 @@ def test_ranks_that_srun_itself_has_killed_are_no_cause():
     assert first_cause(Evidence(srun=lines)) is None
 
 
+HUNG = (
+    "qurl: attempt 1, job 2, from step 0; the ranks write run/slurm/attempts/1/train-RANK.log",
+    "qurl: no new step for 46 s, where 45 are allowed (job.hung_s)",
+    "qurl: the stacks of the ranks are in run/slurm/attempts/1/stack-RANK.txt",
+    "qurl: rank 1 did not answer: it is stopped, or stuck in the kernel",
+    "srun: forcing job termination",
+    "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
+    "srun: error: roll1: task 1: Killed",
+    "srun: launch/slurm: _step_signal: Terminating StepId=2.0",
+    "srun: error: roll1: task 0: Killed",
+)
+
+
+def test_ranks_that_the_supervisor_ended_for_a_hang_were_not_killed_by_somebody():
+    cause = first_cause(Evidence(srun=HUNG))
+    assert (cause.first.kind.name, cause.first.who) == ("the run hung", "rank 1")
+    assert cause.first.said == "no new step for 46 s, where 45 are allowed (job.hung_s)"
+    assert cause.followed == []
+
+
+def test_where_all_ranks_wrote_their_stacks_a_hang_is_nobodys():
+    lines = [line for line in HUNG if "did not answer" not in line]
+    assert first_cause(Evidence(srun=lines)).first.who == "the supervisor"
+
+
 def test_a_killed_rank_is_no_cause_where_another_says_why():
     failures = [failed(0, "ValueError", "the reason")]
     assert first_cause(Evidence(failures, (), KILLED)).first.said == "ValueError: the reason"
