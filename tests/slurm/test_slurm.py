@@ -91,6 +91,7 @@ def test_the_ranks_are_told_when_what_is_left_is_what_they_need(user: User):
     third = goes_on(3)
     assert third.step_after > second.step_after
     assert said(run_dir, 3).index("time is up") and "SIGUSR1" not in said(run_dir, 3)
+    assert user.slurm.call("scancel", job).returncode == 0
     assert user.footprint.left(run_dir) == []
 
 
