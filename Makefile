@@ -26,9 +26,9 @@ test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 
 test-nodes: .venv/installed  ## several nodes as network namespaces; needs root, iproute2
 	$(BIN)/python -m pytest tests/nodes
 
-test-slurm: .venv/installed  ## jobs on a real Slurm of four nodes on this machine, 15 minutes; needs root
+test-slurm: .venv/installed  ## jobs on a real Slurm of four nodes on this machine, 10 minutes; needs root
 	$(BIN)/python -m tests.slurm.install
-	$(BIN)/python -m pytest tests/slurm
+	$(BIN)/python -m pytest -n 2 --maxschedchunk=1 tests/slurm  # each process has a Slurm of its own
 
 test-slurm-slice: .venv/installed  ## those of them that CI has time for; where there is no Slurm, none
 	-$(BIN)/python -m tests.slurm.install

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from qurl_megatron.runtime.files import refusing, wait_until_seen
-from qurl_megatron.runtime.place import address_for_others, be_reachable
 
+MEETING = ".meet-"
 PATIENCE_S = 600.0
 """For rank 0, whose node may be the last to have a container unpacked and torch imported."""
 
@@ -37,8 +37,11 @@ def mustered(folder: Path, *, key: str) -> Iterator[None]:
     if {"MASTER_ADDR", "MASTER_PORT"} <= env.keys() or "SLURM_STEP_NUM_TASKS" not in env:
         yield
         return
+    # A supervisor calls ``forget`` without what this imports.
+    from qurl_megatron.runtime.place import address_for_others, be_reachable
+
     one_node = env.get("SLURM_STEP_NUM_NODES") == "1"
-    file = folder / f".meet-{_step(env)}.json"
+    file = folder / f"{MEETING}{_step(env)}.json"
     store = None
     if env["RANK"] == "0":
         address = env.get("MASTER_ADDR") or address_for_others(one_node=one_node)
@@ -54,6 +57,12 @@ def mustered(folder: Path, *, key: str) -> Iterator[None]:
     finally:
         if store is not None:
             file.unlink(missing_ok=True)
+
+
+def forget(folder: Path) -> None:
+    """Remove what ranks have left that were killed; none must be running."""
+    for file in folder.glob(f"{MEETING}*"):
+        file.unlink(missing_ok=True)
 
 
 def _step(env: Mapping[str, str]) -> str:

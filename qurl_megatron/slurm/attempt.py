@@ -10,13 +10,14 @@ import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import failures
 from qurl_megatron.observe.attempts import tried
+from qurl_megatron.runtime.muster import forget
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.addresses import reachable
 from qurl_megatron.slurm.cluster import ClusterConfig
@@ -29,6 +30,7 @@ from qurl_megatron.slurm.supervise import Ending, Received, Supervisor, beside, 
 from qurl_megatron.slurm.verdict import (
     BAD_NODE,
     GOES_ON,
+    PERSONS,
     WALL_TIME,
     Decision,
     Outcome,
@@ -102,9 +104,14 @@ def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outco
     os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
     from_step = f"attempt {number}, job {job.number}, from step {saved}"
     say(f"{from_step}; the ranks write {logs}/train-RANK.log")
-    found = examine(job.run_dir, number, job.layout, job.cluster)
+    found = examine(
+        *(job.run_dir, number, job.layout, job.cluster),
+        cancelled=lambda: received.newest in PERSONS,
+    )
     for node, why in found.bad.items():
         say(f"node {node} is bad: {why}")
+    if received.newest in PERSONS:
+        return _settle(job, number, saved, Ending(0, received.newest))
     if found.needed and not received.newest:
         outcome = _without(job, found.needed, found.shared)
         return _record(job, number, saved, saved, Ending(BAD_NODE), outcome)
@@ -127,7 +134,9 @@ def _run(
     rank = ["qurl", "slurm", "task", str(job.run_dir)]
     if engines is not None:
         rank += ["--engines", str(layout.engines * len(engines))]
+    forget(job.run_dir)  # what a supervisor has left that was killed with its ranks
     with contextlib.ExitStack() as stack:
+        stack.callback(forget, job.run_dir)
         if layout.rollout:
             prepare(Path(job.config.rollout.rendezvous))
             here = reachable(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
@@ -172,6 +181,9 @@ def _settle(
     job: BatchJob, number: int, saved: int, ended: Ending, *, late: bool = False
 ) -> Outcome:
     """Decide what follows on an attempt, and leave its record."""
+    if ended.told in PERSONS and _ended_by_slurm(job):  # whose SIGTERM looks like a person's
+        failed = "Slurm has ended the job, as where a node is lost"
+        ended = replace(ended, code=ended.code or LOST, told="", failed=failed)
     after = _saved(job.run_dir)
     outcome = decide(
         ended.code,
@@ -218,13 +230,27 @@ def _whole(job: BatchJob) -> bool:
     return False
 
 
+def _ended_by_slurm(job: BatchJob) -> bool:
+    """Slurm ends what runs of this job: a heterogeneous one has lost a node, or the grace time of a
+    preemption is over. Where it may, it has put the job back into the queue already."""
+    facts = facts_of(job.number)
+    put_back = int(facts.get("Restarts", "0")) > job.restarts
+    return put_back or facts.get("Reason") == "NodeDown"
+
+
 def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
+    ended = received in PERSONS and _ended_by_slurm(job)
     again = outcome.decision is Decision.AGAIN or (
-        outcome.decision in GOES_ON and received in ("", WALL_TIME)
+        outcome.decision in GOES_ON and (ended or received in ("", WALL_TIME))
     )
+    requeued = job.cluster.job.again == "requeue"
     if not again:
         _cancel_chain(job)
-    elif job.cluster.job.again == "requeue":
+        if ended and requeued:
+            commands.cancel([job.number])
+    elif ended and requeued:
+        say(f"job {job.number} is back in the queue")
+    elif requeued:
         say(f"job {job.number} goes back to the queue")
         # Slurm tells a requeued job to end: neither this nor scontrol itself, before it is done.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -238,7 +264,6 @@ def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
     elif not _others(job):
         say("the chain ends here; `qurl slurm submit`, as before, goes on")
     if outcome.without:  # a job that runs cannot be kept off a node, one that waits can
-        requeued = job.cluster.job.again == "requeue"
         exclude(own_parts(os.environ) if requeued else _others(job), outcome.without)
 
 

@@ -4,8 +4,10 @@ When a rank dies, every other one fails too, in the collective where it waits, a
 length. What counts first is therefore not the time but whether a failure can be a consequence:
 
     1  the traceback of a rank that names a reason of its own
-    2  a rank that the system killed, or a node that was lost: srun alone says so
-    3  the traceback, or the death, of an engine: engines may die without ending the run
+    2  a rank that the system killed, or a node that was lost: srun alone says so; or a run that
+       hung, which the supervisor says before it ends the ranks itself
+    3  the traceback, or the death, of an engine, or of the task that has those of a rollout node:
+       they may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone
     6  a rank that ended without a word
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.observe.failures import Failure
+from qurl_megatron.slurm.steps import ENGINES_SAY
 from qurl_megatron.slurm.tracebacks import tracebacks
 
 REASON, KILLED, ENGINE, NO_ENGINE, NO_PEER, SILENT = range(1, 7)
@@ -103,6 +106,13 @@ KINDS = (
         f"`sinfo -R` says why, once Slurm knows; {AGAIN}",
     ),
     Kind(
+        "the run hung",
+        r"^no new step for",
+        "the stacks of the ranks, below, show where each waits; one that wrote none is stopped, or "
+        "stuck in the kernel: `dmesg` on its node. Where a step may well take so long, raise "
+        f"job.hung_s in the cluster file; {AGAIN}",
+    ),
+    Kind(
         "Slurm ended the job",
         r"DUE TO (TIME LIMIT|PREEMPTION)",
         f"raise job.signal_s in the cluster file, so that saving has time; {AGAIN}",
@@ -174,16 +184,22 @@ class Cause:
 
 def first_cause(evidence: Evidence) -> Cause | None:
     """None: nothing says that anything failed."""
-    codes = exit_codes(evidence.srun)
+    srun = [line for line in evidence.srun if not line.startswith(ENGINES_SAY)]
+    engines = [
+        line.removeprefix(ENGINES_SAY) for line in evidence.srun if line.startswith(ENGINES_SAY)
+    ]
+    codes = exit_codes(srun)
     told = {f"rank {one.rank}" for one in evidence.failures}
     events = [_of_failure(one, codes) for one in evidence.failures]
     for log in evidence.logs:
         events += _of_slurm(log)
         if log.who not in told:
             events += _of_log(log, codes)
-    events += _of_srun(evidence.srun)
+    events += _of_supervisor(srun)
+    events += _of_srun(srun, "rank", KILLED)
+    events += _of_srun(engines, "rollout node", ENGINE)
     if not events:
-        events += _silent(evidence.srun)
+        events += _silent(srun)
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
     events = sorted(_apart(events), key=lambda one: (one.weight, one.time or 0.0))
     return Cause(events[0], events[1:]) if events else None
@@ -246,22 +262,39 @@ SLURMS = (
 """Lines of job.log that tell of a failure without a task's exit code."""
 
 
-def _of_srun(lines: Sequence[str]) -> Iterator[Event]:
-    """Up to where srun itself begins to end tasks."""
+def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
+    found = (re.match(r"qurl: rank (\d+) did not answer", line) for line in lines)
+    silent = ", ".join(one[1] for one in found if one)
     for line in lines:
+        if line.startswith("qurl: no new step for"):
+            said, who = (
+                line.removeprefix("qurl: "),
+                f"rank {silent}" if silent else "the supervisor",
+            )
+            yield Event(kind_of(said), KILLED, who, said)
         if line.startswith("qurl: ") and kind_of(line) is FULL:  # then ranks can keep nothing
             yield Event(FULL, REASON, "the supervisor", line.removeprefix("qurl: "))
+
+
+def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
+    """Up to where srun itself begins to end tasks.
+
+    Args:
+        lines: of one step.
+        task: what one of its tasks is called.
+        weight: of what ended one.
+    """
     for line in lines:
-        if "Terminating StepId" in line:
+        if "Terminating StepId" in line or "Job step aborted" in line:
             return
         node, tasks, how = _ended(line)
         if number := _signal(how):
             said, code = f"killed by {_name(number)}", 128 + number
-            for task in tasks:
-                yield Event(kind_of(said), KILLED, f"rank {task}", said, node=node, code=code)
+            for one in tasks:
+                yield Event(kind_of(said), weight, f"{task} {one}", said, node=node, code=code)
         elif re.search(SLURMS, line):
-            who = f"rank {', '.join(tasks)}" if tasks else "srun"
-            yield Event(kind_of(line), KILLED, who, line.partition("error: ")[2] or line, node=node)
+            who = f"{task} {', '.join(tasks)}" if tasks else "srun"
+            yield Event(kind_of(line), weight, who, line.partition("error: ")[2] or line, node=node)
 
 
 def _silent(lines: Sequence[str]) -> Iterator[Event]:

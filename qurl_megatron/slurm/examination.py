@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from qurl_megatron.slurm.measure import CANARY, from_json
 from qurl_megatron.slurm.steps import examining_steps
 
 VERDICT = "verdict.json"
+POLL_S = 0.1
 GRACE_S = 10.0
 MOST = 3
 """Attempts of a submitted run that may end for bad nodes: beyond, it is hardly the nodes."""
@@ -42,10 +43,17 @@ class Found:
     shared: str = ""  # that all are bad, so that none of them is to be excluded; "": not all are
 
 
-def examine(run_dir: Path, number: int, layout: Allocation, cluster: ClusterConfig) -> Found:
+def examine(
+    run_dir: Path,
+    number: int,
+    layout: Allocation,
+    cluster: ClusterConfig,
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Found:
     """Have every node of the job measure itself, and judge what they say.
 
-    Leaves attempts/N/nodes/NODE.json and verdict.json.
+    Leaves attempts/N/nodes/NODE.json and verdict.json; ends without them once it is cancelled.
 
     Raises:
         ConfigError: the run's folder cannot be written from here, or srun cannot be run.
@@ -58,7 +66,9 @@ def examine(run_dir: Path, number: int, layout: Allocation, cluster: ClusterConf
     command = ["qurl", "slurm", "examine", str(nodes)]
     steps = examining_steps(layout, cluster, command, workdir=os.getcwd())
     began = time.monotonic()
-    heard = _ask(steps, cluster.job.examine_s)
+    heard = _ask(steps, cluster.job.examine_s, cancelled)
+    if cancelled():
+        return Found({})
     if not heard and time.monotonic() - began < cluster.job.examine_s:
         # All have ended without a word: it must be the examination's own fault.
         print(
@@ -162,19 +172,22 @@ def _exclusions(run_dir: Path) -> int:
     return max(0, sum(map(bool, ended)) - 1)
 
 
-def _ask(steps: list[list[str]], seconds: float) -> dict[str, Report]:
-    """Run the steps; what nodes say until they end, or for so long."""
+def _ask(
+    steps: list[list[str]], seconds: float, cancelled: Callable[[], bool]
+) -> dict[str, Report]:
+    """Run the steps; what nodes say until they end, for so long, or until it is cancelled."""
     heard: dict[str, Report] = {}
     running = [_start(step) for step in steps]
     listeners = [threading.Thread(target=_listen, args=(one.stdout, heard)) for one in running]
     for listener in listeners:
         listener.start()
     end = time.monotonic() + seconds
-    for process in running:
-        try:
-            process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # srun ends its tasks itself then
+    while (left := [one for one in running if one.poll() is None]) and not cancelled():
+        if time.monotonic() > end:
+            break
+        time.sleep(POLL_S)
+    for process in left:
+        process.terminate()  # srun ends its tasks itself then
     for process in running:
         try:
             process.wait(GRACE_S)

@@ -11,7 +11,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import Attempt, Tried, tried
 from qurl_megatron.observe.failures import read_failures
 from qurl_megatron.slurm import folder
-from qurl_megatron.slurm.cause import Cause, Event, Evidence, Log, first_cause
+from qurl_megatron.slurm.cause import AGAIN, Cause, Event, Evidence, Log, first_cause
+from qurl_megatron.slurm.verdict import GOES_ON, Decision
 
 TAIL = 4 << 20
 """Bytes that are read of a log, of its end."""
@@ -82,7 +83,7 @@ def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -
     if cause is None or (one.ended and one.ended.decision == "done"):
         lines.append("no rank and no engine has failed")
     else:
-        lines += list(_cause(cause, "First cause" if one.ended else "Failed so far"))
+        lines += list(_cause(cause, _title(one), _goes_on(one)))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
     where = folder.attempt_folder(run_dir, one.number)
     lines += [f"  {path}  what a rank was doing" for path in sorted(where.glob("stack-*"))]
@@ -103,12 +104,27 @@ def _headline(run_dir: Path, one: Tried) -> str:
     )
 
 
-def _cause(cause: Cause, title: str) -> Iterator[str]:
+def _title(one: Tried) -> str:
+    if one.ended is None:
+        return "Failed so far"
+    # Told by Slurm to end, the run goes on: engines that Slurm has ended before the ranks, say.
+    return "Failed while it ended" if one.ended.decision == Decision.AGAIN else "First cause"
+
+
+def _goes_on(one: Tried) -> bool:
+    """Another attempt follows by itself."""
+    return one.ended is not None and one.ended.decision in GOES_ON
+
+
+def _cause(cause: Cause, title: str, goes_on: bool) -> Iterator[str]:
     first = cause.first
     yield ""
     yield f"{title}: {first.kind.name}: {_where(first, cause.followed)}"
     yield f"  {first.said}"
-    yield f"What to do: {first.kind.advice}"
+    advice = first.kind.advice
+    if goes_on and advice.endswith(AGAIN):
+        advice = f"{advice.removesuffix(AGAIN)}the run goes on by itself"
+    yield f"What to do: {advice}"
     if first.traceback.strip():
         yield from ("", first.traceback.rstrip())
     if cause.followed:

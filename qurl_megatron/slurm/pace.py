@@ -4,7 +4,8 @@ Everything is read from the run's folder, so the supervisor sees it without aski
 """
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ TAIL = 1 << 20
 """Bytes at a file's end that are read; files of long runs have many times that."""
 MARGIN_S = 30.0
 """For what is not measured: goodbyes of ranks and engines, a busy file system."""
+SEEN_S = 10.0
+"""The most that one look at the clock adds to a run's stillness: looks are a second apart, and what
+is longer is a supervisor that was suspended together with its job."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,32 @@ class Pace:
     def patience_s(self, floor_s: float, factor: float) -> float:
         """Seconds without a new step after which a run is stuck."""
         return max(floor_s, factor * median(self.steps)) if self.steps else floor_s
+
+    def without_pauses(self, floor_s: float, factor: float) -> "Pace":
+        """Without what took longer than a supervisor has patience for: the job was suspended then,
+        by gang scheduling or an operator, and a night of that says nothing of the next step."""
+        most = self.patience_s(floor_s, factor)
+        return Pace(
+            tuple(one for one in self.steps if one <= most),
+            tuple(one for one in self.saves if one <= most),
+        )
+
+
+class Stillness:
+    """For how long a run has not moved, while its supervisor could have seen it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._at, self._seconds = clock, clock(), 0.0
+
+    def seconds(self) -> float:
+        """Up to now; to be asked more often than every ``SEEN_S``."""
+        before, self._at = self._at, self._clock()
+        self._seconds += min(self._at - before, SEEN_S)
+        return self._seconds
+
+    def moved(self) -> None:
+        """It has, by what was seen last."""
+        self._seconds = 0.0
 
 
 def measured(run_dir: Path, since: float) -> Pace:

@@ -8,6 +8,8 @@ from qurl_megatron.slurm.layout import Allocation, Component
 
 TRAINING, ROLLOUT, EXAMINATION = "train", "engines", "examine"
 """Names of the steps of a run, which are also those of their logs."""
+ENGINES_SAY = f"{ROLLOUT}: "
+"""Before each line of job.log that comes from the engines' srun: task 1 is no rank there."""
 
 
 def training_step(

@@ -22,7 +22,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import JobConfig
-from qurl_megatron.slurm.pace import mark, measured
+from qurl_megatron.slurm.pace import Pace, Stillness, mark, measured
+from qurl_megatron.slurm.steps import ENGINES_SAY
 from qurl_megatron.slurm.verdict import FINAL, PERSONS, PREEMPTED, TAKEN, WALL_TIME
 
 POLL_S = 0.5
@@ -71,7 +72,12 @@ class Received:
 class Step:
     """A running ``srun``, whose own words go on to the log and are listened to."""
 
-    def __init__(self, argv: list[str]) -> None:
+    def __init__(self, argv: list[str], prefix: str = "") -> None:
+        """
+        Args:
+            prefix: goes before each of its lines.
+        """
+        self._prefix = prefix
         # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
         env = {"PYTHONWARNINGS": "ignore", **os.environ}
         try:
@@ -87,7 +93,7 @@ class Step:
 
     def _listen(self) -> None:
         for line in self._process.stderr:
-            sys.stderr.write(line)
+            sys.stderr.write(self._prefix + line)
             sys.stderr.flush()
             self._final = self._final or final_code(line)
 
@@ -121,7 +127,7 @@ def final_code(line: str) -> int:
 @contextlib.contextmanager
 def beside(argv: list[str]) -> Iterator[None]:
     """Run the engines' step while the ranks run. Its end is no reason to end: engines may go."""
-    step = Step(argv)
+    step = Step(argv, ENGINES_SAY)
     try:
         yield
     finally:
@@ -170,17 +176,18 @@ class Supervisor:
     _heard: str = ""
 
     def __post_init__(self) -> None:
-        self._began, self._moved = now(), time.monotonic()
-        self._mark, self._pace = mark(self.run_dir), measured(self.run_dir, self._began)
+        self._began, self._still = now(), Stillness()
+        self._mark, self._pace = mark(self.run_dir), self._measured()
         self._end = end_of(facts_of(self.job))
 
     def watch(self, argv: list[str]) -> Ending:
         """Run the step to its end."""
         step, looked, failed = Step(argv), time.monotonic(), ""
         while (code := step.wait(POLL_S)) is None:
+            still = self._still.seconds()
             if not failed and time.monotonic() - looked > WATCH_S:
                 looked = time.monotonic()
-                if failed := self._stuck(step):
+                if failed := self._stuck(step, still):
                     step.end()
             if not self._told and (why := self._due()):
                 self._told = why
@@ -215,17 +222,32 @@ class Supervisor:
         self._heard = heard
         return why
 
+    def _over(self) -> bool:
+        """The job is about to run into its limit, which moves while a job is suspended."""
+        if self._end is None or now() <= self._end - LAST_S:
+            return False
+        self._end = end_of(facts_of(self.job)) or self._end
+        return now() > self._end - LAST_S
+
     def _times(self) -> "Times":
         return Times(self._end, self._pace.stop_s, self.limits.signal_s)
 
-    def _stuck(self, step: Step) -> str:
-        """Why the step has to be ended; "" where it need not."""
-        if self._told == WALL_TIME and self._end and now() > self._end - LAST_S:
+    def _measured(self) -> Pace:
+        pace = measured(self.run_dir, self._began)
+        return pace.without_pauses(self.limits.hung_s, self.limits.hung_steps)
+
+    def _stuck(self, step: Step, still: float) -> str:
+        """Why the step has to be ended; "" where it need not.
+
+        Args:
+            still: seconds since the run has moved, by the last look.
+        """
+        if self._told == WALL_TIME and self._over():
             return f"the ranks had not ended {LAST_S:.0f} s before the time limit"
         if (seen := mark(self.run_dir)) != self._mark:
-            self._mark, self._moved = seen, time.monotonic()
-            self._pace = measured(self.run_dir, self._began)
-        still = time.monotonic() - self._moved
+            self._mark, self._pace = seen, self._measured()
+            self._still.moved()
+            return ""
         patience = self._pace.patience_s(self.limits.hung_s, self.limits.hung_steps)
         if still <= patience:
             return ""

@@ -22,7 +22,8 @@ GPUS = 8
 
 # Jobs in ``high`` take the nodes of others, and ``low`` gets time to save. At preemption Slurm
 # sends SIGCONT and SIGTERM to the tasks of the steps and nothing to the job's script, whatever
-# --signal says; only PreemptParameters=send_user_signal has the script told. A script that ends in
+# --signal says; SlurmctldParameters=preempt_send_user_signal, in later releases
+# PreemptParameters=send_user_signal, has --signal's sent in place of it. A script that ends in
 # its grace time completes the job: it must requeue itself. One that does not is killed, and
 # requeued by Slurm. A node that is set down ends a heterogeneous job, --no-kill or not, and is idle
 # again at once (ReturnToService=2) while its daemon answers.
@@ -35,7 +36,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
-AuthInfo=cred_expire=10
+AuthInfo=cred_expire=6
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -88,6 +89,28 @@ class Cluster:
         """A command that sees a node's mounts."""
         there = ["nsenter", "-t", str(self.daemons[node].pid), "--mount"]
         subprocess.run([*there, *map(str, command)], check=True)
+
+    def update(self, *words: str) -> None:
+        """``scontrol update ...``"""
+        done = self.call("scontrol", "update", *words)
+        assert done.returncode == 0, done.stderr
+
+    @contextlib.contextmanager
+    def configured(self, line: str) -> Iterator[None]:
+        """Inside, its controller has one more line in slurm.conf."""
+        conf = self.folder / "slurm.conf"
+        before = conf.read_text()
+        try:
+            conf.write_text(f"{before}{line}\n")
+            self._reconfigure()
+            yield
+        finally:
+            conf.write_text(before)
+            self._reconfigure()
+
+    def _reconfigure(self) -> None:
+        done = self.call("scontrol", "reconfigure")
+        assert done.returncode == 0, done.stderr
 
     def facts(self, job: int) -> dict[str, str]:
         """What the controller knows of a job; nothing once it has forgotten it."""
@@ -190,14 +213,18 @@ def _free_ports(count: int) -> list[int]:
 
 def _munge() -> None:
     """Have munge's daemon, which is the machine's: it stays."""
-    if subprocess.run(["munge", "--no-input"], capture_output=True).returncode == 0:
+    if _munges():
         return
     Path("/run/munge").mkdir(exist_ok=True)
     shutil.chown("/run/munge", "munge", "munge")
     as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", _found("munged")]
     done = subprocess.run(as_munge, capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode and not _munges():  # another process may have been faster
         raise CannotStart(f"munged: {done.stderr.strip()}")
+
+
+def _munges() -> bool:
+    return subprocess.run(["munge", "--no-input"], capture_output=True).returncode == 0
 
 
 @contextlib.contextmanager

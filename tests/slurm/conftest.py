@@ -1,6 +1,7 @@
-"""One Slurm for all tests here, and a small model that their runs begin with."""
+"""One Slurm for all tests of a process, and a small model that their runs begin with."""
 
 import contextlib
+import fcntl
 import json
 import subprocess
 import sys
@@ -69,6 +70,21 @@ class User:
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads((run_dir / "slurm/job.json").read_text())["jobs"], run_dir
 
+    def told(self, *words: object) -> str:
+        """What ``qurl slurm ...`` says where it ends well."""
+        done = self.slurms(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def assert_key_is_kept(self, job: int, run_dir: Path, meeting: Path) -> None:
+        """The engines' key is in one file, for its owner; and no engine is offered any more."""
+        assert list(meeting.glob("*.json")) == []
+        key = (meeting / "key").read_text()
+        assert (meeting / "key").stat().st_mode & 0o777 == 0o600
+        for path in (run_dir / "slurm").rglob("*"):
+            assert not path.is_file() or key not in path.read_text()
+        assert key not in self.slurm.call("scontrol", "show", "job", job).stdout
+
     def log(self, run_dir: Path) -> str:
         """What an operator reads when something is wrong."""
         files = [run_dir / "slurm/job.log", *sorted(run_dir.glob("slurm/attempts/*/*.log"))]
@@ -90,14 +106,25 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As an operator makes it: with no steps to train, on this machine."""
-    root = tmp_path_factory.mktemp("model")
-    path = root / "model"
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A run that ``qurl train`` did on this machine, without Slurm, and beside it its model."""
+    from tests.slurm.runs import OPTIONS
+
+    own = tmp_path_factory.getbasetemp()
+    root = (own if worker_id == "master" else own.parent) / "undisturbed"  # one for all processes
+    root.mkdir(exist_ok=True)
     recipe = ROOT / "launch/recipes/quickstart.toml"
-    words = (*SMALL, f"model.path={path}", f"train.run_dir={root}/run", "train.steps=0")
-    subprocess.run([*QURL, "train", str(recipe), *words], check=True, capture_output=True)
-    return path
+    words = (*SMALL, *OPTIONS, f"model.path={root}/model", f"train.run_dir={root}/run")
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "run/report.html").exists():
+            subprocess.run([*QURL, "train", str(recipe), *words], check=True, capture_output=True)
+    return root / "run"
+
+
+@pytest.fixture(scope="session")
+def model(undisturbed: Path) -> Path:
+    return undisturbed.with_name("model")
 
 
 # Of the whole session, since a run takes half a minute: tests give theirs names of their own.

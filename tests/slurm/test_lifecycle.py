@@ -4,56 +4,64 @@ import re
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from qurl_megatron.slurm import folder, pace
 from qurl_megatron.slurm.verdict import NO_PROGRESS
 from qurl_megatron.training.state import TrainState, latest
 from tests.disks import fill, small_disk
-from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import User
-from tests.slurm.test_slurm import is_rank, measured, steps_done
+from tests.slurm.runs import (
+    ENDLESS,
+    ONE_RANK,
+    OPTIONS,
+    STEPS,
+    but_published,
+    measured,
+    rank,
+    reaches,
+    said,
+    steps_done,
+)
 
-STEPS = 16
-OPTIONS = (f"train.steps={STEPS}", "checkpoint.every=5")
-ENDLESS = ("train.steps=100000", "checkpoint.every=0")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    slurm: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, dict[str, float]]:
-    """What a run measures that is left alone."""
-    user = User(slurm, tmp_path_factory.mktemp("undisturbed"), model)
-    (job,), run_dir = user.submit("run", *OPTIONS)
-    assert slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    return measured(run_dir)
-
-
-def rank(user: User, number: int) -> psutil.Process:
-    """The process of a rank of the user's only run, once there is one."""
-    found: list[psutil.Process] = []
-
-    def there() -> bool:
-        found[:] = [p for p in user.footprint.look() if is_rank(p, number)]
-        return bool(found)
-
-    user.slurm.wait(there, 60, f"rank {number}")
-    return found[0]
+HUNG_S = 45
+"""As long as a set-up takes on a busy machine."""
 
 
-def said(run_dir: Path) -> str:
-    path = run_dir / "slurm/job.log"
-    return path.read_text() if path.exists() else ""
+def test_a_rank_that_is_stopped_is_found_its_stacks_kept_and_the_run_goes_on(
+    user: User, undisturbed: Path
+):
+    user.describe(hung_s=HUNG_S)
+    (job,), run_dir = user.submit("stopped", *OPTIONS)
+    reaches(user, run_dir, 6)
+    # First the whole job, as gang scheduling does: that is no reason to end anything.
+    assert user.slurm.call("scontrol", "suspend", job).returncode == 0
+    before = steps_done(run_dir)
+    time.sleep(HUNG_S + 2)
+    assert user.slurm.call("scontrol", "resume", job).returncode == 0
+    reaches(user, run_dir, before + 1)
+    rank(user, 1).suspend()
+    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
+    first, second = folder.attempts(run_dir)
+    assert first.step_after >= 5
+    assert (first.code, first.decision, second.decision) == (137, "retry", "done")
+    stacks = [folder.stack_file(run_dir / "slurm/attempts/1", n).read_text() for n in (0, 1)]
+    assert "in train" in stacks[0] and stacks[1] == ""
+    assert "rank 1 did not answer: it is stopped, or stuck in the kernel" in said(run_dir)
+    saved = f"step {first.step_after} is saved"
+    assert re.search(rf"attempt 1: hung: no new step for \d+ s; {saved}", said(run_dir))
+    assert said(run_dir).count("no new step for") == 2
+    assert "First cause: the run hung: rank 1" in user.told("logs", run_dir, "--attempt", 1)
+    assert measured(run_dir) == measured(undisturbed)
+    assert user.footprint.left(run_dir) == []
 
 
 @pytest.mark.slice
-def test_a_rank_that_is_killed_is_followed_by_an_attempt_in_the_same_job(
-    user: User, undisturbed: dict
+def test_a_rank_that_is_killed_is_the_first_cause_and_another_attempt_follows_in_the_same_job(
+    user: User, undisturbed: Path
 ):
     (job,), run_dir = user.submit("killed", *OPTIONS)
-    user.slurm.wait(lambda: steps_done(run_dir) >= 7, 120)
+    reaches(user, run_dir, 7)
     rank(user, 1).kill()
     began = time.monotonic()
     user.slurm.wait(lambda: "attempt 2" in said(run_dir), 60)
@@ -64,30 +72,18 @@ def test_a_rank_that_is_killed_is_followed_by_an_attempt_in_the_same_job(
     assert (first.signal, first.code, first.decision, first.step_after) == ("", 137, "retry", 5)
     assert (second.job, second.step_before, second.step_after) == (job, 5, STEPS)
     assert len(pace.measured(run_dir, since=0.0).saves) == len([5, 10, 15, STEPS])
-    assert measured(run_dir) == undisturbed
-    assert user.footprint.left(run_dir) == []
-
-
-def test_a_rank_that_is_stopped_is_found_its_stacks_kept_and_the_run_goes_on(
-    user: User, undisturbed: dict
-):
-    user.describe(hung_s=60)  # as long as a set-up takes on a busy machine
-    (job,), run_dir = user.submit("stopped", *OPTIONS)
-    user.slurm.wait(lambda: steps_done(run_dir) >= 7, 120)
-    rank(user, 1).suspend()
-    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    first, second = folder.attempts(run_dir)
-    assert (first.code, first.decision, second.decision) == (137, "retry", "done")
-    stacks = [folder.stack_file(run_dir / "slurm/attempts/1", n).read_text() for n in (0, 1)]
-    assert "in train" in stacks[0] and stacks[1] == ""
-    assert "rank 1 did not answer: it is stopped, or stuck in the kernel" in said(run_dir)
-    assert re.search(r"attempt 1: hung: no new step for \d+ s; step 5 is saved", said(run_dir))
-    assert measured(run_dir) == undisturbed
+    assert measured(run_dir) == measured(undisturbed)
+    text = user.told("logs", run_dir, "--attempt", 1)
+    head, followed = text.split("followed from it")
+    assert "First cause: it was killed: rank 1 on " in head, text
+    assert "exit code 137" in head and "killed by SIGKILL" in head
+    assert "rank 0 on " in followed and "another rank is gone" in followed
+    assert list(run_dir.glob(".meet-*")) == []
     assert user.footprint.left(run_dir) == []
 
 
 def test_two_failures_without_a_new_checkpoint_end_the_job_with_no_progress(user: User):
-    (job,), run_dir = user.submit("twice", *ENDLESS)
+    (job,), run_dir = user.submit("twice", *ENDLESS, ONE_RANK)
     for number in (1, 2):
         attempt = f"qurl: attempt {number}, job"
         user.slurm.wait(lambda attempt=attempt: attempt in said(run_dir), 60, attempt)
@@ -99,33 +95,56 @@ def test_two_failures_without_a_new_checkpoint_end_the_job_with_no_progress(user
     assert user.footprint.left(run_dir) == []
 
 
-def test_a_preempted_run_saves_and_goes_on_once_it_has_its_nodes_back(
-    user: User, undisturbed: dict
-):
-    user.describe(partition="low")
-    (job,), run_dir = user.submit("preempted", *OPTIONS)
-    user.slurm.wait(lambda: steps_done(run_dir) >= 7, 120)
-    urgent = user.slurm.call(
+def urgent(user: User) -> int:
+    """A job of higher priority that wants all nodes."""
+    done = user.slurm.call(
         *("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive"),
         *("--output=/dev/null", "--wrap=sleep 1"),
     )
-    assert urgent.returncode == 0, urgent.stderr
-    assert user.slurm.ended(int(urgent.stdout)) == "COMPLETED"
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_a_preempted_run_saves_and_goes_on_once_it_has_its_nodes_back(
+    user: User, undisturbed: Path
+):
+    user.describe(partition="low")
+    (job,), run_dir = user.submit("preempted", *OPTIONS)
+    reaches(user, run_dir, 7)
+    assert user.slurm.ended(urgent(user)) == "COMPLETED"
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     first, second = folder.attempts(run_dir)
     assert (first.signal, first.decision, second.decision) == ("preempted", "again", "done")
     assert first.step_after >= 7  # it was saved, not lost
     # Engines get Slurm's SIGTERM as well: the last step may not have been published.
-    assert _but_published(measured(run_dir), first.step_after) == _but_published(
-        undisturbed, first.step_after
+    assert but_published(measured(run_dir), first.step_after) == but_published(
+        measured(undisturbed), first.step_after
     )
     assert user.footprint.left(run_dir) == []
 
 
-def _but_published(steps: dict[int, dict[str, float]], step: int) -> dict[int, dict[str, float]]:
-    """The metrics, but for those of one step's publication."""
-    rest = {k: v for k, v in steps[step].items() if not re.match("quant/|sync/|fleet/", k)}
-    return {**steps, step: rest}
+def test_where_slurm_tells_the_job_of_its_preemption_no_metric_is_lost_and_cancelled_it_saves(
+    user: User, undisturbed: Path
+):
+    user.describe(partition="low")
+    with user.slurm.configured("SlurmctldParameters=preempt_send_user_signal"):
+        (job,), run_dir = user.submit("told", "train.steps=400", "checkpoint.every=5")
+        reaches(user, run_dir, 7)
+        assert user.slurm.ended(urgent(user)) == "COMPLETED"
+    (first,) = folder.attempts(run_dir)
+    assert (first.signal, first.decision) == ("preempted", "again")
+    assert "preempted by another job: the ranks save and end" in said(run_dir)
+    alone = measured(undisturbed)
+    assert {step: alone[step] for step in range(first.step_after + 1)} == measured(run_dir)
+
+    reaches(user, run_dir, first.step_after + 1)
+    assert f"job {job} saves and ends" in user.told("cancel", run_dir)
+    assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
+    assert user.slurm.facts(job)["ExitCode"] == "143:0"
+    last = folder.attempts(run_dir)[-1]
+    assert (last.signal, last.code, last.decision) == ("TERM", 0, "stop")
+    assert TrainState.read(latest(run_dir)).step == last.step_after > first.step_after
+    assert user.footprint.left(run_dir) == []
 
 
 def test_a_rollout_node_that_goes_down_leaves_the_run_to_the_others(user: User):
@@ -134,12 +153,11 @@ def test_a_rollout_node_that_goes_down_leaves_the_run_to_the_others(user: User):
     (job,), run_dir = user.submit(
         "down", *OPTIONS, f"rollout.rendezvous={meeting}", "rollout.engines=2"
     )
-    user.slurm.wait(lambda: steps_done(run_dir) >= 3, 120)
+    reaches(user, run_dir, 3)
     assert user.slurm.facts(job)["NumNodes"] == "4"
     user.footprint.look()
     node = sorted(path.name.partition("-")[0] for path in meeting.glob("*.json"))[-1]
-    down = user.slurm.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=a test")
-    assert down.returncode == 0, down.stderr
+    user.slurm.update(f"NodeName={node}", "State=DOWN", "Reason=a test")
     user.slurm.wait(lambda: user.slurm.facts(job)["NumNodes"] == "3", 30)
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     (only,) = folder.attempts(run_dir)
@@ -149,11 +167,11 @@ def test_a_rollout_node_that_goes_down_leaves_the_run_to_the_others(user: User):
 
 
 def test_a_disk_that_is_full_ends_the_job_with_a_sentence_and_with_room_it_goes_on(
-    user: User, undisturbed: dict
+    user: User, undisturbed: Path
 ):
     with small_disk(user.folder / "disk", "60m") as disk:
         (job,), run_dir = user.submit("disk/full", *OPTIONS)
-        user.slurm.wait(lambda: steps_done(run_dir) >= 6, 120)
+        reaches(user, run_dir, 6)
         filler = fill(disk, leave=300_000)
         assert user.slurm.ended(job, 120) == "FAILED", user.log(run_dir)
         assert user.slurm.facts(job)["ExitCode"] == "2:0", user.log(run_dir)
@@ -173,5 +191,5 @@ def test_a_disk_that_is_full_ends_the_job_with_a_sentence_and_with_room_it_goes_
         (job,), _ = user.submit("disk/full", *OPTIONS)
         assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
         assert TrainState.read(latest(run_dir)).step == STEPS
-        assert measured(run_dir) == undisturbed
+        assert measured(run_dir) == measured(undisturbed)
         assert user.footprint.left(run_dir) == []

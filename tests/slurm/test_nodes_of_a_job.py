@@ -9,10 +9,17 @@ import pytest
 from qurl_megatron.slurm import folder
 from tests.slurm.cluster import NODES
 from tests.slurm.conftest import User
-from tests.slurm.test_slurm import measured, steps_done
+from tests.slurm.runs import (
+    FEW,
+    OPTIONS,
+    STEPS,
+    decisions,
+    measured,
+    reaches,
+    steps_done,
+    time_is_up,
+)
 
-STEPS = 6
-FEW = (f"train.steps={STEPS}", "checkpoint.every=0")
 EXAMINE_S = 60
 
 
@@ -34,45 +41,70 @@ def verdict(run_dir: Path, attempt: int = 1) -> dict:
     return json.loads((run_dir / f"slurm/attempts/{attempt}/nodes/verdict.json").read_text())
 
 
-def test_two_jobs_of_one_user_at_once_on_the_same_two_nodes_end_as_each_alone_would(user: User):
+def test_two_jobs_of_one_user_at_once_on_the_same_two_nodes_end_as_each_alone_would(
+    user: User, undisturbed: Path
+):
     for node in NODES:
         with pytest.raises(OSError):
             socket.getaddrinfo(node, None)
     # A rank on each node, of which both jobs have half.
     user.describe({"gpus": 1, "cpus": 64}, extra=["--nodelist=train1,train2"])
-    (first,), first_dir = user.submit("first", *FEW)
-    (second,), second_dir = user.submit("second", *FEW)
-    user.slurm.wait(lambda: min(steps_done(first_dir), steps_done(second_dir)) >= 1, 120)
+    (first,), first_dir = user.submit("first", *OPTIONS)
+    (second,), second_dir = user.submit("second", *OPTIONS)
+    user.slurm.wait(lambda: min(steps_done(first_dir), steps_done(second_dir)) >= 1, 180)
     for job, where in ((first, first_dir), (second, second_dir)):
         assert user.slurm.facts(job)["NodeList"] == "train[1-2]"
         assert user.slurm.ended(job) == "COMPLETED", user.log(where)
-    (alone,), alone_dir = user.submit("alone", *FEW)
-    assert user.slurm.ended(alone) == "COMPLETED", user.log(alone_dir)
-    assert measured(first_dir) == measured(second_dir) == measured(alone_dir)
-    assert len(measured(alone_dir)) == STEPS + 1
+    alone = measured(undisturbed)
+    assert measured(first_dir) == measured(second_dir) == alone
+    assert len(alone) == STEPS + 1
     for where in (first_dir, second_dir):
         assert list(where.glob(".meet-*")) == []
         assert user.footprint.left(where) == []
 
 
-@pytest.mark.parametrize(("layout", "bad"), [("hetjob", ["train2"]), ("split", ["train1"])])
 def test_a_bad_rollout_node_is_left_out_and_the_run_goes_on_with_the_other(
-    layout: str, bad: list[str], user: User, little_shared_memory
+    user: User, little_shared_memory
 ):
     # A rank or an engine for each of all four nodes.
-    user.describe({"gpus": 1, "cpus": 128}, layout=layout, examine_s=EXAMINE_S)
-    for node in bad:
-        little_shared_memory(node)
+    user.describe({"gpus": 1, "cpus": 128}, layout="split", examine_s=EXAMINE_S)
+    little_shared_memory("train1")
     meeting = user.folder / "apart/engines"
     (job,), run_dir = user.submit(
         "apart", *FEW, f"rollout.rendezvous={meeting}", "rollout.engines=2"
     )
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    assert steps_done(run_dir) == STEPS
-    assert set(verdict(run_dir)["bad"]) == set(bad)
-    said = (run_dir / "slurm/latest/nodes").glob("*[12].json")
+    assert decisions(run_dir) == ["done"]
+    assert_one_engine_is_left_out(run_dir, "train1")
+    user.assert_key_is_kept(job, run_dir, meeting)
+    assert user.footprint.left(run_dir) == []
+
+
+def test_a_heterogeneous_job_leaves_out_a_bad_rollout_node_and_survives_the_loss_of_the_other(
+    user: User, little_shared_memory
+):
+    user.describe({"gpus": 1, "cpus": 128}, examine_s=EXAMINE_S)
+    little_shared_memory("train2")
+    meeting = user.folder / "apart/engines"
+    (job,), run_dir = user.submit(
+        "apart", *OPTIONS, f"rollout.rendezvous={meeting}", "rollout.engines=2"
+    )
+    reaches(user, run_dir, 3)
+    user.slurm.update("NodeName=train1", "State=DOWN", "Reason=a test")
+    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
+    assert decisions(run_dir) == ["retry", "done"]
+    assert user.slurm.facts(job)["Restarts"] == "1"
+    for attempt in (1, 2):
+        assert_one_engine_is_left_out(run_dir, "train2", attempt)
+    assert user.footprint.left(run_dir) == []
+
+
+def assert_one_engine_is_left_out(run_dir: Path, node: str, attempt: int = 1) -> None:
+    where = folder.attempt_folder(run_dir, attempt)
+    assert list(verdict(run_dir, attempt)["bad"]) == [node]
+    said = (where / "nodes").glob("*[12].json")
     assert {json.loads(path.read_text())["node"] for path in said} == set(NODES)
-    offered = "\n".join(p.read_text() for p in run_dir.glob("slurm/latest/engines-*.log"))
+    offered = "\n".join(path.read_text() for path in where.glob("engines-*.log"))
     assert offered.count("listens at") == 1
 
 
@@ -84,14 +116,34 @@ def test_a_bad_training_node_is_excluded_and_the_job_goes_on_elsewhere(
         little_shared_memory(node)
     (job,), run_dir = user.submit("moved", *FEW)
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    moved = [a for a in folder.attempts(run_dir) if a.decision == "without"]
-    assert 1 <= len(moved) <= 2
-    assert folder.attempts(run_dir)[-1].decision == "done"
+    *moved, last = decisions(run_dir)
+    assert 1 <= len(moved) <= 2 and {*moved} == {"without"} and last == "done"
     assert user.slurm.facts(job)["NodeList"] == "roll2,train1"
     bad = verdict(run_dir)["bad"]
     assert set(bad) <= {"roll1", "train2"}
     assert all("/dev/shm has 0.06 GiB free, and 1 are needed" in why for why in bad.values())
-    assert steps_done(run_dir) == STEPS
+    assert steps_done(run_dir) == 6
+
+
+def test_a_chain_keeps_off_a_bad_node_goes_on_when_time_is_up_and_ends_with_the_run(
+    user: User, undisturbed: Path, little_shared_memory
+):
+    user.describe(again="chain", chain=4, examine_s=EXAMINE_S)
+    little_shared_memory("roll1")  # Slurm's first choice
+    jobs, run_dir = user.submit("chained", *OPTIONS)
+    reaches(user, run_dir, 3)
+    time_is_up(user, jobs[1])
+    ended = [user.slurm.ended(job) for job in jobs]
+    assert ended == ["COMPLETED", "COMPLETED", "COMPLETED", "CANCELLED"], user.log(run_dir)
+    assert [(one.job, one.decision) for one in folder.attempts(run_dir)] == [
+        (jobs[0], "without"),
+        (jobs[1], "again"),
+        (jobs[2], "done"),
+    ]
+    places = [user.slurm.facts(job)["NodeList"] for job in jobs[:3]]
+    assert places[0] == "roll1" and "roll1" not in places[1:]
+    assert measured(run_dir) == measured(undisturbed)
+    assert user.footprint.left(run_dir) == []
 
 
 def test_a_bad_node_without_another_in_its_place_ends_the_job_with_a_sentence(

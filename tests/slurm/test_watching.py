@@ -1,58 +1,29 @@
-"""What an operator sees of a run on a real Slurm: status, first cause, hours; and other jobs."""
+"""What an operator sees of a run on a real Slurm: first cause, hours; and other jobs."""
 
-import contextlib
 import json
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from qurl_megatron.observe.hours import hours_of
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.slurm import folder
 from tests.slurm.conftest import ROOT, SMALL, User
-from tests.slurm.test_slurm import steps_done
-
-OPTIONS = ("checkpoint.every=8", "train.eval_prompts=0")
-
-
-def said(user: User, *words: object) -> str:
-    done = user.slurms(*words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_killed_rank_is_the_first_cause_and_the_collective_that_failed_follows(user: User):
-    (job,), run_dir = user.submit("watched", "train.steps=400", *OPTIONS)
-    user.slurm.wait(lambda: steps_done(run_dir) >= 9, 120)
-    running = json.loads(said(user, "status", run_dir, "--json"))
-    assert (running["state"], running["job"], running["attempt"]) == ("running", job, 1)
-    assert (running["steps"], running["checkpoint"], running["serving"]) == (400, 8, 1)
-    assert 0 < running["steps_fit"] <= 400 and running["job_left_s"] < 20 * 60
-    assert "step" in said(user, "status", run_dir)
-    _rank(user, 1).kill()
-    ended = folder.attempt_folder(run_dir, 1) / "attempt.json"
-    user.slurm.wait(ended.exists, 60)
-    user.slurms("cancel", run_dir)
-    text = said(user, "logs", run_dir, "--attempt", 1)
-    head, followed = text.split("followed from it")
-    assert "First cause: it was killed: rank 1 on " in head, text
-    assert "exit code 137" in head and "killed by SIGKILL" in head
-    assert "rank 0 on " in followed and "another rank is gone" in followed
-    user.slurm.ended(job, 90)
-    assert user.footprint.left(run_dir) == []
+from tests.slurm.runs import ONE_RANK
 
 
 def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User):
-    (job,), run_dir = user.submit("broken", "train.steps=20", *OPTIONS, "optimizer.lr=1e30")
+    (job,), run_dir = user.submit(
+        "broken", "train.steps=20", "train.eval_prompts=0", "optimizer.lr=1e30"
+    )
     assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
     assert user.slurm.facts(job)["ExitCode"] == "3:0"
-    text = said(user, "logs", run_dir)
+    text = user.told("logs", run_dir)
     assert "First cause: numbers, or the guard, halted the run: rank " in text
     assert "train of step 2 with weights 1, exit code 3" in text
     assert "Collapse: step 2 broke the policy" in text and "NotFinite" in text
-    ended = json.loads(said(user, "status", run_dir, "--json"))
+    ended = json.loads(user.told("status", run_dir, "--json"))
     assert (ended["state"], ended["job"]) == ("ended", job)
     assert "the guard" in ended["what"] and "slurm logs" in ended["next"]
     (attempt,) = folder.attempts(run_dir)
@@ -61,7 +32,7 @@ def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User
     found = hours_of(run_dir).total
     assert found.total == pytest.approx(2 * seconds / 3600)
     assert found.set_up > 0 and found.lost > 0
-    assert "attempt 1" in said(user, "hours", run_dir)
+    assert "attempt 1" in user.told("hours", run_dir)
 
 
 def test_converters_evaluations_and_studies_run_as_jobs_of_their_own(user: User):
@@ -90,12 +61,12 @@ def test_converters_evaluations_and_studies_run_as_jobs_of_their_own(user: User)
 
 def _submit(user: User, kind: str, *words: object) -> int:
     given = ("--kind", kind, "--cluster", user.cluster_file, "--", *words)
-    return int(said(user, "submit", *given).rpartition("job ")[2].partition(";")[0])
+    return int(user.told("submit", *given).rpartition("job ")[2].partition(";")[0])
 
 
 def _study(where: Path, model: str) -> Path:
     """A study of one method and two seeds."""
-    overrides = [*SMALL, f"model.path={model}", "train.steps=2", "train.eval_prompts=0"]
+    overrides = [*SMALL, ONE_RANK, f"model.path={model}", "train.steps=2", "train.eval_prompts=0"]
     path = where / "study.toml"
     path.write_text(
         f'recipe = "{ROOT}/launch/recipes/quickstart.toml"\n'
@@ -107,13 +78,3 @@ def _study(where: Path, model: str) -> Path:
 
 def _logs(user: User) -> str:
     return "\n".join(path.read_text() for path in user.folder.glob("runs/slurm/*"))
-
-
-def _rank(user: User, rank: int) -> psutil.Process:
-    """The process that srun has started for a rank."""
-    for process in user.footprint.look():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            task = process.cmdline()[-3:-1] == ["slurm", "task"]
-            if task and process.environ()["SLURM_PROCID"] == str(rank):
-                return process
-    raise AssertionError(f"no rank {rank}")

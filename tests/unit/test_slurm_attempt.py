@@ -163,6 +163,31 @@ def measured_run(slurm, tmp_path) -> Path:
     return run_dir
 
 
+def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_starting_ranks(
+    slurm, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
+    run_dir = submitted(tmp_path / "run", examine_s=2)
+    slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
+    slurm("srun", "kill -TERM $PPID; exec sleep 60")
+    assert attempt(run_dir) == STOPPED
+    assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("TERM", "stop")]
+    assert "slurm task" not in (tmp_path / "called").read_text()
+    assert "bad" not in capfd.readouterr().out
+
+
+def test_where_ranks_that_were_killed_had_met_is_not_left_in_the_runs_folder(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run")
+    (run_dir / ".meet-5-0-0-1.json").write_text("of a supervisor that was killed itself")
+    slurm(
+        "srun",
+        f"ls {run_dir}/.meet* >> {tmp_path}/seen; echo {{}} > {run_dir}/.meet-5-1.json; false",
+    )
+    assert attempt(run_dir) == NO_PROGRESS
+    assert list(run_dir.glob(".meet-*")) == []
+    assert (tmp_path / "seen").read_text() == ""
+
+
 def ends_in(slurm, seconds: float) -> None:
     """The job's time is up then, as Slurm says."""
     end = datetime.now() + timedelta(seconds=seconds)
@@ -217,6 +242,63 @@ def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, tmp_path, ca
     assert "scontrol requeue 5" in (tmp_path / "called").read_text()
     assert "job 5 has 0 of its 1 nodes left" in capfd.readouterr().out
     assert len(folder.attempts(run_dir)) == 1
+
+
+def back_in_the_queue(restarts: int) -> str:
+    """What scontrol says of a heterogeneous job that Slurm has ended for a node that was lost."""
+    first = f"JobId=5 HetJobOffset=0 JobState=COMPLETING Requeue=1 Restarts={restarts} NumNodes=1"
+    return f"echo {first}; echo JobId=6 HetJobOffset=1 JobState=PENDING Restarts={restarts}"
+
+
+def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
+    slurm, tmp_path, capfd
+):
+    run_dir = submitted(tmp_path / "run")
+    slurm("scontrol", back_in_the_queue(restarts=1))
+    slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 143")
+    attempt(run_dir)
+    (record,) = folder.attempts(run_dir)
+    assert (record.signal, record.decision, record.step_after) == ("", "retry", 3)
+    called = (tmp_path / "called").read_text()
+    assert "scontrol requeue" not in called and "scancel" not in called
+    said = capfd.readouterr().out
+    assert "Slurm has ended the job, as where a node is lost; step 3 is" in said
+
+
+def test_a_job_that_slurm_puts_back_time_and_again_without_a_checkpoint_is_ended(
+    slurm, tmp_path, monkeypatch
+):
+    run_dir = submitted(tmp_path / "run")
+    slurm("srun", "kill -TERM $PPID; sleep 0.1; exit 143")
+    slurm("scancel", "")
+    for restarts in (0, 1):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        slurm("scontrol", back_in_the_queue(restarts + 1))
+        code = attempt(run_dir)
+    assert code == NO_PROGRESS
+    assert [one.decision for one in folder.attempts(run_dir)] == ["retry", "stop"]
+    assert (tmp_path / "called").read_text().splitlines()[-1] == "scancel 5"
+
+
+def test_a_chain_goes_on_behind_a_job_that_slurm_has_ended_for_a_lost_node(slurm, tmp_path):
+    run_dir = submitted(tmp_path / "run", again="chain")
+    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
+    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
+    slurm("scontrol", "echo JobId=5 JobState=COMPLETING Reason=NodeDown Requeue=0 Restarts=0")
+    slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 143")
+    attempt(run_dir)
+    assert [one.decision for one in folder.attempts(run_dir)] == ["retry"]
+    assert "scancel" not in (tmp_path / "called").read_text()
+
+
+def test_a_cancelled_job_that_slurm_has_started_anew_before_was_cancelled(
+    slurm, tmp_path, monkeypatch
+):
+    run_dir = submitted(tmp_path / "run")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    slurm("scontrol", "echo JobId=5 JobState=RUNNING Restarts=1 NumNodes=1")
+    slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}")
+    assert attempt(run_dir) == STOPPED
 
 
 def test_a_preempted_run_goes_on_in_another_job_though_only_its_ranks_were_told(slurm, tmp_path):

@@ -85,9 +85,57 @@ def test_memory_that_ran_out_is_the_cause_of_a_kill_whoever_had_the_line_in_its_
     assert [one.who for one in cause.followed] == ["rank 1", "rank 0"]
 
 
+def test_a_task_of_the_rollout_nodes_that_was_killed_is_not_called_a_rank():
+    lines = (
+        "engines: srun: error: roll1: task 1: Killed",
+        "engines: srun: error: Node failure on roll2",
+        "srun: error: train1: task 1: Exited with exit code 1",
+    )
+    cause = first_cause(Evidence([failed(1, "EngineError", "no engine is left")], (), lines))
+    assert (cause.first.who, cause.first.node, cause.first.code) == ("rollout node 1", "roll1", 137)
+    assert cause.first.kind.name == "it was killed"
+    assert [one.kind.name for one in cause.followed] == ["the node is lost", "no engine is left"]
+    assert exit_codes(lines) == {"1": 1}
+
+
+def test_a_rank_that_was_killed_is_the_cause_though_a_rollout_task_was_too():
+    lines = ("engines: srun: error: roll1: task 0: Killed", KILLED[1])
+    assert first_cause(Evidence(srun=lines)).first.who == "rank 1"
+
+
+def test_engines_that_srun_has_ended_hide_no_rank_that_was_killed_later():
+    ended = "engines: srun: launch/slurm: _step_signal: Terminating StepId=2.1"
+    assert first_cause(Evidence(srun=(ended, KILLED[1]))).first.who == "rank 1"
+
+
 def test_ranks_that_srun_itself_has_killed_are_no_cause():
     lines = ("srun: launch/slurm: _step_signal: Terminating StepId=2.0", KILLED[1])
     assert first_cause(Evidence(srun=lines)) is None
+
+
+HUNG = (
+    "qurl: attempt 1, job 2, from step 0; the ranks write run/slurm/attempts/1/train-RANK.log",
+    "qurl: no new step for 46 s, where 45 are allowed (job.hung_s)",
+    "qurl: the stacks of the ranks are in run/slurm/attempts/1/stack-RANK.txt",
+    "qurl: rank 1 did not answer: it is stopped, or stuck in the kernel",
+    "srun: forcing job termination",
+    "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
+    "srun: error: roll1: task 1: Killed",
+    "srun: launch/slurm: _step_signal: Terminating StepId=2.0",
+    "srun: error: roll1: task 0: Killed",
+)
+
+
+def test_ranks_that_the_supervisor_ended_for_a_hang_were_not_killed_by_somebody():
+    cause = first_cause(Evidence(srun=HUNG))
+    assert (cause.first.kind.name, cause.first.who) == ("the run hung", "rank 1")
+    assert cause.first.said == "no new step for 46 s, where 45 are allowed (job.hung_s)"
+    assert cause.followed == []
+
+
+def test_where_all_ranks_wrote_their_stacks_a_hang_is_nobodys():
+    lines = [line for line in HUNG if "did not answer" not in line]
+    assert first_cause(Evidence(srun=lines)).first.who == "the supervisor"
 
 
 def test_a_killed_rank_is_no_cause_where_another_says_why():
@@ -281,6 +329,25 @@ def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, ca
     assert "1 followed from it, or came later" in said
     assert any(line.endswith("train-0.log  rank 0") for line in said)
     assert any(line.endswith("stack-1.txt  what a rank was doing") for line in said)
+
+
+@pytest.mark.parametrize(("decision", "follows"), [("retry", True), ("stop", False)])
+def test_who_need_not_submit_again_is_not_told_to(decision, follows, tmp_path, capsys):
+    attempted(tmp_path, code=137, decision=decision)
+    assert main(["slurm", "logs", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert ("on the node tells; the run goes on by itself" in said) == follows
+    assert ("submit again" in said) != follows
+
+
+def test_what_failed_when_slurm_took_the_nodes_back_is_not_called_the_cause(tmp_path, capsys):
+    where = attempted(tmp_path, KILLED[:1], code=1, decision="again", signal="preempted")
+    lost = failed(1, "EngineError", "no engine came back", phase="publish")
+    (where / "failure-1.json").write_text(json.dumps(asdict(lost)))
+    assert main(["slurm", "logs", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "First cause" not in said
+    assert "Failed while it ended: no engine is left: rank 1 on train1" in said
 
 
 def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, capsys):

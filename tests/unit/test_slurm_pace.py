@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from qurl_megatron.slurm.pace import MARGIN_S, Pace, mark, measured
+from qurl_megatron.slurm.pace import MARGIN_S, SEEN_S, Pace, Stillness, mark, measured
 
 
 def step(number: int, at: float, seconds: float) -> str:
@@ -70,3 +70,24 @@ def test_every_step_and_every_checkpoint_is_a_sign_of_life(tmp_path):
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text("{}")
     assert len({first, second, mark(tmp_path)}) == 3
+
+
+def test_time_for_which_the_watcher_was_itself_suspended_is_not_stillness():
+    clock = iter([0.0, 1.0, 2.0, 602.0, 603.0])
+    still = Stillness(lambda: next(clock))
+    assert [still.seconds() for _ in range(4)] == [1.0, 2.0, 2.0 + SEEN_S, 3.0 + SEEN_S]
+
+
+def test_stillness_ends_with_a_step():
+    clock = iter([0.0, 1.0, 2.0, 3.0])
+    still = Stillness(lambda: next(clock))
+    still.seconds()
+    still.moved()
+    assert still.seconds() == 1.0
+
+
+def test_a_step_that_would_have_counted_as_hung_was_suspended_and_is_no_measure():
+    pace = Pace((10.0, 7200.0, 12.0), (5.0, 7300.0))
+    assert pace.without_pauses(1800, 10.0) == Pace((10.0, 12.0), (5.0,))
+    slow = Pace((3000.0, 2000.0), (5.0,))
+    assert slow.without_pauses(1800, 10.0) == slow

@@ -8,7 +8,7 @@ from datetime import datetime
 import psutil
 import pytest
 
-from qurl_megatron.slurm.supervise import Step, Times, end_of, final_code, preempted
+from qurl_megatron.slurm.supervise import Step, Times, beside, end_of, final_code, preempted
 
 END = 10_000.0
 
@@ -75,6 +75,15 @@ def test_a_program_ended_by_a_signal_ends_with_128_and_it():
     assert step.wait(0.01) is None
     step.end()
     assert step.wait(10) == 128 + signal.SIGTERM
+
+
+def test_what_the_engines_srun_says_is_told_from_what_the_ranks_says(tmp_path, capfd):
+    line = "srun: error: roll1: task 1: Killed"
+    Step(["sh", "-c", f"echo '{line}' >&2"]).wait(10)
+    with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"]):
+        while not (tmp_path / "said").exists():
+            time.sleep(0.01)
+    assert capfd.readouterr().err == f"{line}\nengines: {line}\n"
 
 
 # ---- a rank's stacks
