@@ -22,11 +22,12 @@ from qurl_megatron.convert.source import (
     with_dtype,
 )
 from qurl_megatron.weights.arch import Arch
-from qurl_megatron.weights.checkpoint import Checkpoint, describe, hf_shapes
+from qurl_megatron.weights.checkpoint import Checkpoint, describe
 from qurl_megatron.weights.families import is_vocabulary, stage_ops
 from qurl_megatron.weights.megatron_reader import disk_key, stacked_parts
 from qurl_megatron.weights.ops import GateUp, Op
 from qurl_megatron.weights.places import DESCRIPTION
+from qurl_megatron.weights.shapes import hf_shapes
 from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.weights.uaq import refuse_second_fold
 

@@ -6,7 +6,6 @@ Slurm, and a few seconds.
 
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from qurl_megatron.runtime.files import free, refusing
 from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, seconds
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.pace import Pace
+from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.state import refuse_other_run
 from qurl_megatron.weights.arch import Arch, read_arch, read_config
-from qurl_megatron.weights.checkpoint import description_of
+from qurl_megatron.weights.places import description_of
+from qurl_megatron.weights.shapes import parameter_count
 
 GIB = 1 << 30
 
@@ -176,12 +177,8 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
-    """By the sums of ``qurl show --dry-run``, for the cluster's GPUs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
-        from qurl_megatron.training.dry_run import dry_run
-
-        found = dry_run(config, gpu_gib=cluster.node.gpu_gib)
+    """By the sums of ``qurl show --dry-run`` from shapes alone, for the cluster's GPUs."""
+    found = footprint(config, find_models(config), gpu_gib=cluster.node.gpu_gib)
     _, phase, needed = found.fullest
     if needed > found.gpu:
         raise ConfigError(f"node.gpu_gib: {found.notes[0]}")
@@ -211,8 +208,6 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
 
 def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
     """Weights, their FP32 masters where they are not FP32 themselves, and Adam's two moments."""
-    from qurl_megatron.model import memory
-
     each = 12 if config.model.dtype == "float32" else 14
     models = 2 if config.algo.advantage == "gae" else 1  # about as much again for a critic
-    return models * each * memory.parameters(arch)
+    return models * each * parameter_count(arch)
