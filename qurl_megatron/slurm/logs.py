@@ -135,9 +135,7 @@ def _where(event: Event, others: list[Event] = ()) -> str:
 def _chosen(run_dir: Path, number: int | None) -> Tried:
     found = {one.number: one for one in tried(run_dir)}
     if not found:
-        raise ConfigError(
-            f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
-        )
+        raise folder.no_attempt(run_dir)
     if number is not None and number not in found:
         raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {max(found)}")
     return found[number or max(found)]

@@ -50,6 +50,7 @@ class Facts:
     queue: dict[int, Queued] | None  # None: it cannot be asked
     unasked: str = ""  # why not
     attempts: Sequence[Tried] = ()
+    logged: bool = False  # job.log has something
     word: str = ""  # the supervisor's, on how the newest attempt ended
     records: Sequence[Record] = ()
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
@@ -105,15 +106,13 @@ def status(run_dir: Path, *, as_json: bool = False) -> int:
 def gather(run_dir: Path) -> Facts:
     submitted = folder.submitted(run_dir)
     if submitted is None:
-        raise ConfigError(
-            f"{run_dir}: nothing was submitted for this folder (RUN_DIR/slurm/job.json)"
-        )
+        raise folder.no_job(run_dir)
     queue, unasked = None, ""
     try:
         queue = commands.queued(submitted.jobs)
     except ConfigError as error:  # the folder tells what is known without it
         unasked = str(error)
-    newest, attempts = latest(run_dir), tried(run_dir)
+    newest, attempts, log = latest(run_dir), tried(run_dir), job_log(run_dir)
     number = attempts[-1].number if attempts else 0
     return Facts(
         run_dir,
@@ -123,7 +122,8 @@ def gather(run_dir: Path) -> Facts:
         queue,
         unasked,
         attempts,
-        word(section(job_log(run_dir), number), number),
+        bool(log),
+        word(section(log, number), number),
         run_metrics(run_dir),
         (int(newest.name.removeprefix("step_")), newest.stat().st_mtime) if newest else None,
     )
@@ -283,7 +283,13 @@ def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) ->
     if state == "unknown":
         return f"`qurl slurm status {run_dir}` on a login node of the cluster"
     if newest is None:
-        return f"{run_dir}/slurm/job.log says why, else `scontrol show job {facts.jobs[0]}`"
+        if facts.logged:
+            return f"{run_dir}/slurm/job.log says why"
+        number = facts.jobs[0]
+        return (
+            f"`scontrol show job {number}`, or later `sacct -j {number}`, says why; "
+            "`qurl slurm submit`, as before, submits it again"
+        )
     if newest.ended and newest.ended.decision == "done":
         return f"{run_dir}/report.html; `qurl slurm hours {run_dir}`"
     if newest.ended and newest.ended.decision == "stop" and newest.ended.signal == WALL_TIME:

@@ -296,11 +296,6 @@ def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, c
     assert "--attempt 3: " in capsys.readouterr().err
 
 
-def test_a_run_that_has_not_begun_has_no_logs(tmp_path, capsys):
-    assert main(["slurm", "logs", str(tmp_path)]) == 2
-    assert "has no attempt yet; `qurl slurm status" in capsys.readouterr().err
-
-
 def test_engines_logs_of_a_later_attempt_are_not_read_for_an_earlier_one(tmp_path, capsys):
     attempted(tmp_path, KILLED[:1], code=1, decision="stop")
     log = tmp_path / "logs/engine-0.log"
