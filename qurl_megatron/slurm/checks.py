@@ -13,7 +13,7 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import free, refusing
-from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, seconds
+from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.training.footprint import find_models, footprint
@@ -36,6 +36,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     """
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     check_container(cluster)
+    check_mounts(config, cluster.container)
     run_dir = Path(config.train.run_dir)
     check_shared("train.run_dir", run_dir, cluster)
     refuse_other_run(run_dir, config)
@@ -96,6 +97,30 @@ def check_container(cluster: ClusterConfig) -> None:
             f"container.image={container.image} does not exist or cannot be read; make it, or set "
             "container.image in the cluster file to one that is there"
         )
+
+
+def check_mounts(config: RunConfig, container: ContainerConfig) -> None:
+    """The container has what the recipe names, under the same names."""
+    if container.kind == "none":
+        return
+    needed = {
+        "the working folder": ".",
+        "train.run_dir": config.train.run_dir,
+        "model.path": config.model.path,
+        "critic.path": config.critic.path,
+        "data.path": config.data.path,
+        "data.eval_path": config.data.eval_path,
+        "sync.dir": config.sync.dir,
+    }
+    ends = [mount.split(":")[:2] for mount in container.mounts]
+    same = [Path(outside) for outside, *inside in ends if inside in ([], [outside])]
+    for key, path in needed.items():
+        there = Path(path).absolute()
+        if path and not any(there.is_relative_to(mount) for mount in same):
+            raise ConfigError(
+                f"{key}, {there}, is in none of container.mounts, and the ranks would not find it; "
+                "add it, or a folder around it, to container.mounts in the cluster file"
+            )
 
 
 def check_script(command: Sequence[str]) -> None:

@@ -74,10 +74,11 @@ _ENDED = (
 def _queued(entry: dict) -> Queued:
     state = entry["job_state"]  # a word up to Slurm 23.02, a list since
     words = [state] if isinstance(state, str) else list(state)
+    reason = str(entry.get("state_reason") or "")
     return Queued(
         int(entry["job_id"]),
         str(words[0]),
-        str(entry.get("state_reason") or ""),
+        "" if reason == "None" else reason,
         str(entry.get("nodes") or ""),
         _seconds(entry.get("start_time")),
         _seconds(entry.get("end_time")),

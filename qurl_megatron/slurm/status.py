@@ -236,10 +236,8 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
     tries = f", attempt {newest.number}" if newest else ""
     if job and job.state == "PENDING":
         starts = f", expected to start in {duration(job.starts - at)}" if job.starts > at else ""
-        return (
-            "waiting",
-            f"waiting, job {job.job} ({job.reason or 'no reason told'}){starts}{tries}",
-        )
+        reason = f" ({job.reason})" if job.reason else ""
+        return "waiting", f"waiting, job {job.job}{reason}{starts}{tries}"
     if job:
         word = "running" if job.state == "RUNNING" else job.state.lower()
         return "running", f"{word}, job {job.job} on {job.nodes}{tries}"

@@ -76,7 +76,7 @@ def test_the_queue_of_old_and_new_slurms(state, program, tmp_path):
     (tmp_path / "queue.json").write_text(json.dumps({"jobs": jobs}))
     program("squeue", f"cat {tmp_path}/queue.json")
     found = commands.queued([5, 6, 8])
-    assert found == {5: commands.Queued(5, "RUNNING", "None", "n[1-2]")}
+    assert found == {5: commands.Queued(5, "RUNNING", "", "n[1-2]")}
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,12 @@ def test_what_was_never_a_job_is_told_from_a_wrong_name(action, tmp_path, capsys
         assert capsys.readouterr().err == f"qurl: {said}\n"
 
 
+def test_a_job_that_waits_for_no_reason_is_given_none(facts):
+    pending = Queued(7, "PENDING", "", "", 0.0, 0.0)
+    waits = replace(facts, queue={7: pending}, attempts=(), records=())
+    assert describe(waits, NOW).what == "waiting, job 7"
+
+
 @pytest.mark.parametrize("action", ["logs", "hours"])
 def test_a_run_that_waits_has_no_attempt_to_look_at(action, tmp_path, capsys):
     folder.write_submitted(tmp_path, folder.Submitted([7], ""))

@@ -266,6 +266,28 @@ def test_a_container_of_a_registry_is_taken_at_its_word():
     checks.check_container(ClusterConfig(container=container))
 
 
+@pytest.mark.parametrize(
+    ("key", "mounts"),
+    [
+        ("the working folder", ["/run", "/model"]),
+        ("train.run_dir", ["/work", "/model"]),
+        ("model.path", ["/work", "/run"]),
+        ("model.path", ["/work", "/run", "/model:/elsewhere"]),
+    ],
+)
+def test_what_the_container_would_not_have_is_named(key, mounts, tmp_path, monkeypatch):
+    for name in ("work", "run", "model"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    config = load(QUICK, [f"train.run_dir={tmp_path}/run/a", f"model.path={tmp_path}/model"])
+    mounts = tuple(mount.replace("/", f"{tmp_path}/", 1) for mount in mounts)
+    whole = ContainerConfig(kind="pyxis", image="me/qurl", mounts=(str(tmp_path),))
+    checks.check_mounts(config, whole)
+    with pytest.raises(ConfigError, match=f"{key}.* is in none of container.mounts"):
+        checks.check_mounts(config, replace(whole, mounts=mounts))
+    checks.check_mounts(config, ContainerConfig())
+
+
 def test_a_cluster_file_must_say_which_folders_are_shared(tmp_path):
     with pytest.raises(ConfigError, match="site.shared is missing in the cluster file"):
         checks.check_shared(
