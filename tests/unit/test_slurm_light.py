@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.slurm.ready import ROOT
-from qurl_megatron.testing.models import tiny_checkpoint
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
-PLANNED = ROOT / "launch/recipes/grpo_qwen2.5_14b.toml"
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+}
 ASK = """
 import contextlib, io, json, sys
 from qurl_megatron.cli import main
@@ -32,6 +35,15 @@ def called(here: Path, *words: object) -> str:
     return done.stdout.strip()
 
 
+def described(where: Path, family: str) -> Path:
+    """A model that is looked at, and not read."""
+    folder = where / family
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **SIZES}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory) -> Path:
     """A folder with a cluster file, a model, a Slurm that takes everything, and a run."""
@@ -47,8 +59,13 @@ def here(tmp_path_factory) -> Path:
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
         (folder / "bin" / name).chmod(0o755)
     (folder / "cluster.toml").write_text(f'[site]\nshared = ["{folder}"]\n')
-    model = tiny_checkpoint(folder / "model", "qwen2")
-    words = (QUICK, f"model.path={model}", "train.run_dir=run", "--cluster", "cluster.toml")
+    words = (
+        QUICK,
+        f"model.path={described(folder, 'qwen2')}",
+        "train.run_dir=run",
+        "--cluster",
+        "cluster.toml",
+    )
     assert called(folder, "slurm", "submit", *words) == "0"
     return folder
 
@@ -60,18 +77,24 @@ def here(tmp_path_factory) -> Path:
         ["slurm", "status", "run"],
         ["slurm", "hours", "run", "--json"],
         ["slurm", "cancel", "run"],
-        ["plan", PLANNED, "--gpus", "8", "--gpu", "h100"],
+        ["show", QUICK],
     ],
-    ids=lambda words: " ".join(words[:2]) if words[0] == "slurm" else words[0],
+    ids=lambda words: " ".join(map(str, words[:2])),
 )
 def test_a_command_of_the_login_node_imports_neither_torch_nor_megatron(words, here):
     assert called(here, *words) in ("0", "2")
 
 
-def test_submit_knows_the_memory_of_every_family_without_torch(here):
-    """...and so does it where a critic is trained as well."""
-    made = [tiny_checkpoint(here / name, name) for name in ("qwen3_moe", "gemma")]
-    for index, model in enumerate(made):
-        words = (QUICK, f"model.path={model}", f"train.run_dir=run{index}", "algo.advantage=gae")
+def test_submit_knows_the_memory_of_a_critic_and_of_experts_without_torch(here):
+    for family in ("qwen3_moe", "gemma"):
+        model = described(here, family)
+        words = (QUICK, f"model.path={model}", f"train.run_dir={family}", "algo.advantage=gae")
         asked = (*words, "--cluster", "cluster.toml", "--dry-run")
         assert called(here, "slurm", "submit", *asked) == "0"
+
+
+def test_the_planner_imports_neither_torch_nor_megatron():
+    looks = "import sys, qurl_megatron.planning.command"
+    heavy = "sorted({'torch', 'megatron'} & set(sys.modules))"
+    command = [sys.executable, "-c", f"{looks}; print({heavy})"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
