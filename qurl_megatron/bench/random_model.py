@@ -20,9 +20,8 @@ def main(size: str, folder: Path) -> int:
     import torch  # not for those who want to know the sizes
 
     from qurl_megatron.weights import read_arch
-    from qurl_megatron.weights.checkpoint import write_json
+    from qurl_megatron.weights.checkpoint import hf_shapes, write_json
     from qurl_megatron.weights.hf_writer import Group, TensorSpec, plan_files, write_safetensors
-    from qurl_megatron.weights.shapes import hf_shapes
 
     layers, hidden, heads, kv_heads, intermediate, vocab = SIZES[size]
     config = {

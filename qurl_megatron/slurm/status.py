@@ -215,11 +215,13 @@ def _row(name: str, text: str) -> str:
 
 def _left(found: Status) -> str:
     text = f"{duration(max(found.job_left_s, 0.0))} left"
+    missing = found.steps - found.step
+    if missing <= 0:
+        return f"{text}; all steps are done"
     if found.steps_fit is None:
         return text
     saving = f" and {duration(found.save_s)} for saving" if found.save_s else ""
     text += f", room for {how_many(found.steps_fit, 'more step')}{saving}"
-    missing = found.steps - found.step
     if not found.jobs_more:
         return f"{text}: enough for the {missing} that are missing"
     return f"{text}, of {missing} that are missing: {how_many(found.jobs_more, 'more job')}"

@@ -266,7 +266,8 @@ def attempted(run_dir: Path, srun: tuple[str, ...] = KILLED, **ended) -> Path:
 def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, capsys):
     outcome = "qurl: attempt 1: the training step ended with 137"
     where = attempted(tmp_path, (*KILLED, outcome), code=137, decision="stop")
-    (where / "stack-1.txt").write_text("")
+    (where / "stack-0.txt").write_text("")  # made in advance, for a rank that is asked
+    (where / "stack-1.txt").write_text("Thread 0x00007f (most recent call first):\n")
     (where / "failure-0.json").write_text(json.dumps(asdict(failed(0, "RuntimeError", GLOO))))
     assert main(["slurm", "logs", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -281,6 +282,7 @@ def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, ca
     assert "1 followed from it, or came later" in said
     assert any(line.endswith("train-0.log  rank 0") for line in said)
     assert any(line.endswith("stack-1.txt  what a rank was doing") for line in said)
+    assert not any("stack-0.txt" in line for line in said)
 
 
 def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, capsys):

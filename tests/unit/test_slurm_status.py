@@ -78,6 +78,11 @@ def test_a_job_with_room_for_all_steps_says_that_it_is_enough(facts):
     assert "enough for the 180 that are missing" in render(found)
 
 
+def test_of_a_run_that_ends_it_is_not_said_how_many_steps_fit(facts):
+    found = render(describe(replace(facts, records=records(200)), NOW))
+    assert "11m40s left; all steps are done" in found
+
+
 def test_where_a_step_spends_its_time_is_shown_longest_first(facts):
     text = render(describe(facts, NOW))
     assert "10.0 s: rollout 6.00 s, train 3.00 s (medians)" in text

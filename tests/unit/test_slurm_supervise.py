@@ -8,7 +8,6 @@ from datetime import datetime
 import psutil
 import pytest
 
-from qurl_megatron.slurm import task
 from qurl_megatron.slurm.supervise import Step, Times, end_of, final_code, preempted
 
 END = 10_000.0
@@ -119,17 +118,3 @@ def test_a_stuck_rank_writes_its_stacks_and_its_children_do_not_mind(where, tmp_
     assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
     rank.kill()
     rank.communicate()
-
-
-@pytest.mark.parametrize(
-    ("found", "left"),
-    [
-        ({"RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "61007"}, {}),
-        ({"MASTER_ADDR": "10.0.0.1"}, {"MASTER_ADDR": "10.0.0.1"}),
-    ],
-    ids=["enroot's hook", "the site"],
-)
-def test_ranks_of_srun_do_not_meet_where_enroots_hook_for_pytorch_says(found, left):
-    env = {"PATH": "/bin", **found}
-    task.forget_hook(env)
-    assert env == {"PATH": "/bin", **left}
