@@ -75,6 +75,7 @@ def here(tmp_path_factory) -> Path:
     [
         ["slurm", "render", QUICK, "--cluster", "cluster.toml"],
         ["slurm", "status", "run"],
+        ["slurm", "logs", "run"],
         ["slurm", "hours", "run", "--json"],
         ["slurm", "cancel", "run"],
         ["show", QUICK],
