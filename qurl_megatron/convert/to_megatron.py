@@ -71,24 +71,20 @@ def to_megatron(
         return dtype or (own if folds_exactly(op, uaq_scale, own) else torch.float32)
 
     stages = _stages(source.arch, pipeline)
-    shapes = hf_shapes(source.arch)
-    chunks = {
-        op.megatron: _chunks(source.arch, op, shapes, tensor, stored(op))
-        for ops in stages
-        for op in ops
-    }
+    shapes, all_ops = hf_shapes(source.arch), [op for ops in stages for op in ops]
+    chunks = {op.megatron: _chunks(source.arch, op, shapes, tensor, stored(op)) for op in all_ops}
 
     def tensors(ops: Iterable[Op]) -> Iterator[tuple[Chunk, Tensor]]:
         for op in ops:
             made = read_tensors(source, op, folding(uaq_scale), stored(op))
             yield from _cut(op, made, chunks[op.megatron])
 
-    config = source.folded_config(source.uaq_scale * uaq_scale)
-    widest = max((stored(op) for ops in stages for op in ops), key=lambda form: form.itemsize)
+    widest = max(map(stored, all_ops), key=lambda form: form.itemsize)
+    config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), widest)
 
     def finish(folder: Path, rows: dict[str, Any]) -> None:
         write_table(folder, rows)
-        describe(source, folder / DESCRIPTION, with_dtype(config, widest))
+        describe(source, folder / DESCRIPTION, config)
 
     request = {
         "kind": "megatron",
@@ -99,11 +95,8 @@ def to_megatron(
         "pipeline": pipeline,
         "file_bytes": file_bytes,
     }
-    files = [
-        *_weight_files(stages, chunks, tensors, file_bytes),
-        _state_file(source.arch, pipeline),
-    ]
-    return Job(out, request, files, finish)
+    weights = _weight_files(stages, chunks, tensors, file_bytes)
+    return Job(out, request, [*weights, _state_file(source.arch, pipeline)], finish)
 
 
 def _weight_files(
