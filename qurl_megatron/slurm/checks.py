@@ -71,6 +71,11 @@ def check_limits(job: JobConfig, facts: Mapping[str, str], pace: Pace) -> str:
     if facts.get("PreemptMode", "OFF") == "OFF" or not grace.isdecimal():
         return ""
     name = facts["PartitionName"]
+    if int(grace) == 0:
+        return (
+            f"preemption: partition {name} leaves no time to save; steps since the newest "
+            "checkpoint are done again"
+        )
     leaves = f"preemption: partition {name} leaves {grace} s to finish a step and save"
     if pace.stop_s is None:
         return (

@@ -82,6 +82,11 @@ def test_a_submitted_run_leaves_all_that_its_job_will_read(here, slurm, model, c
         ({"MaxTime": "UNLIMITED", "GraceTime": "0", "PreemptMode": "OFF"}, Pace(), ""),
         ({"MaxTime": "1-00:00:00", "GraceTime": "0"}, Pace(), ""),
         (
+            {"GraceTime": "0", "PreemptMode": "REQUEUE"},
+            Pace((10.0,), (5.0,)),
+            "main leaves no time to save; steps since the newest checkpoint are done again",
+        ),
+        (
             {"GraceTime": "60", "PreemptMode": "REQUEUE"},
             Pace(),
             "leaves 60 s to finish a step and save; where that is too short",
