@@ -44,7 +44,7 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.weights import read_arch, read_config
-from qurl_megatron.weights.checkpoint import parameter_count
+from qurl_megatron.weights.shapes import parameter_count
 
 SCHEMES = ("int8", "fp8", "none")
 OURS = ("memory", "files", "files, staged", "files on disk", "group")

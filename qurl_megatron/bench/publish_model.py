@@ -26,7 +26,7 @@ from qurl_megatron.bench.random_model import SIZES
 from qurl_megatron.rollout import plan
 from qurl_megatron.weights import is_quantized
 from qurl_megatron.weights.arch import Arch, read_arch
-from qurl_megatron.weights.checkpoint import hf_shapes
+from qurl_megatron.weights.shapes import hf_shapes
 
 TRANSPORTS = ("memory", "files", "group", "gathered")
 MIB, GB = 1 << 20, 1e9

@@ -34,6 +34,11 @@ class ModelConfig:
     """Compute logits in FP32 from the BF16 output layer: BF16 rounds a logit of 20 by up to 0.06.
     SGLang engines want --enable-fp32-lm-head among rollout.engine_args then, and only then."""
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a trained weight."""
+        return {"bfloat16": 2, "float32": 4}[self.dtype]
+
     def __post_init__(self) -> None:
         require(
             bool(self.path),

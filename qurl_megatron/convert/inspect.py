@@ -8,8 +8,8 @@ from typing import Any
 from qurl_megatron.convert.anykind import AnyCheckpoint
 from qurl_megatron.convert.job import read_manifest
 from qurl_megatron.weights.arch import read_json
-from qurl_megatron.weights.checkpoint import parameter_count
 from qurl_megatron.weights.megatron_reader import CRITIC, MegatronReader, stacked_parts
+from qurl_megatron.weights.shapes import parameter_count
 
 
 def inspect(found: AnyCheckpoint) -> dict[str, Any]:

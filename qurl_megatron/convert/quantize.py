@@ -32,7 +32,6 @@ from qurl_megatron.quant.export import (
 from qurl_megatron.weights.checkpoint import (
     Checkpoint,
     describe,
-    hf_shapes,
     write_json,
 )
 from qurl_megatron.weights.families import is_quantized
@@ -43,6 +42,7 @@ from qurl_megatron.weights.hf_writer import (
     write_index,
 )
 from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.shapes import hf_shapes
 from qurl_megatron.weights.uaq import refuse_second_fold
 
 

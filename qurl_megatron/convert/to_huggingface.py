@@ -15,7 +15,7 @@ from qurl_megatron.convert.source import (
     unfolding,
     with_dtype,
 )
-from qurl_megatron.weights.checkpoint import Checkpoint, describe, hf_shapes
+from qurl_megatron.weights.checkpoint import Checkpoint, describe
 from qurl_megatron.weights.hf_writer import (
     Group,
     HfFile,
@@ -25,6 +25,7 @@ from qurl_megatron.weights.hf_writer import (
     write_safetensors,
 )
 from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.shapes import hf_shapes
 
 
 def to_huggingface(

@@ -5,7 +5,8 @@ divided by s in FP32, before any rounding.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from qurl_megatron.convert.source import (
     with_dtype,
 )
 from qurl_megatron.weights.arch import Arch
-from qurl_megatron.weights.checkpoint import Checkpoint, describe, hf_shapes
+from qurl_megatron.weights.checkpoint import Checkpoint, describe
 from qurl_megatron.weights.families import is_vocabulary, stage_ops
 from qurl_megatron.weights.megatron_reader import disk_key, stacked_parts
 from qurl_megatron.weights.ops import GateUp, Op
 from qurl_megatron.weights.places import DESCRIPTION
+from qurl_megatron.weights.shapes import hf_shapes
 from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.weights.uaq import refuse_second_fold
 
@@ -69,44 +71,20 @@ def to_megatron(
         return dtype or (own if folds_exactly(op, uaq_scale, own) else torch.float32)
 
     stages = _stages(source.arch, pipeline)
-    shapes = hf_shapes(source.arch)
-    chunks = {
-        op.megatron: _chunks(source.arch, op, shapes, tensor, stored(op))
-        for ops in stages
-        for op in ops
-    }
+    shapes, all_ops = hf_shapes(source.arch), [op for ops in stages for op in ops]
+    chunks = {op.megatron: _chunks(source.arch, op, shapes, tensor, stored(op)) for op in all_ops}
 
-    def write(path: Path, ops: Iterable[Op]) -> list[dict[str, Any]]:
-        def pieces() -> Iterator[tuple[Chunk, Tensor]]:
-            for op in ops:
-                made = read_tensors(source, op, folding(uaq_scale), stored(op))
-                yield from _cut(op, made, chunks[op.megatron])
+    def tensors(ops: Iterable[Op]) -> Iterator[tuple[Chunk, Tensor]]:
+        for op in ops:
+            made = read_tensors(source, op, folding(uaq_scale), stored(op))
+            yield from _cut(op, made, chunks[op.megatron])
 
-        return write_chunks(path, pieces())
-
-    files = [
-        OutputFile(
-            f"__{stage}_{number}.distcp",
-            sum(_bytes(chunks[op.megatron]) for op in batch),
-            lambda path, batch=batch: write(path, batch),
-        )
-        for stage, ops in enumerate(stages)
-        for number, batch in enumerate(_batches(ops, chunks, file_bytes))
-    ]
-    objects = list(_extra_states(source.arch))
-    files.append(
-        OutputFile(
-            f"__{pipeline}_0.distcp",
-            _STATE_BYTES * len(objects),
-            lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
-        )
-    )
-    config = source.folded_config(source.uaq_scale * uaq_scale)
-    widest = max((stored(op) for ops in stages for op in ops), key=lambda form: form.itemsize)
+    widest = max(map(stored, all_ops), key=lambda form: form.itemsize)
+    config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), widest)
 
     def finish(folder: Path, rows: dict[str, Any]) -> None:
         write_table(folder, rows)
-        describe(source, folder / DESCRIPTION, with_dtype(config, widest))
+        describe(source, folder / DESCRIPTION, config)
 
     request = {
         "kind": "megatron",
@@ -117,7 +95,35 @@ def to_megatron(
         "pipeline": pipeline,
         "file_bytes": file_bytes,
     }
-    return Job(out, request, files, finish)
+    weights = _weight_files(stages, chunks, tensors, file_bytes)
+    return Job(out, request, [*weights, _state_file(source.arch, pipeline)], finish)
+
+
+def _weight_files(
+    stages: list[list[Op]],
+    chunks: dict[str, list[Chunk]],
+    tensors: Callable[[Iterable[Op]], Iterator[tuple[Chunk, Tensor]]],
+    file_bytes: int,
+) -> Iterator[OutputFile]:
+    """The files of each stage, none much larger than ``file_bytes``."""
+
+    def write(path: Path, ops: list[Op]) -> list[dict[str, Any]]:
+        return write_chunks(path, tensors(ops))
+
+    for stage, ops in enumerate(stages):
+        for number, batch in enumerate(_batches(ops, chunks, file_bytes)):
+            size = sum(_bytes(chunks[op.megatron]) for op in batch)
+            yield OutputFile(f"__{stage}_{number}.distcp", size, partial(write, ops=batch))
+
+
+def _state_file(arch: Arch, pipeline: int) -> OutputFile:
+    """What Megatron's loader asks for beside the weights, behind the files of all stages."""
+    objects = list(_extra_states(arch))
+    return OutputFile(
+        f"__{pipeline}_0.distcp",
+        _STATE_BYTES * len(objects),
+        lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
+    )
 
 
 def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:

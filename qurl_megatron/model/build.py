@@ -1,6 +1,5 @@
 """From an ``Arch`` to one rank's part of a GPTModel, with weights."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,21 +15,13 @@ from qurl_megatron.model.spec import decoder_spec
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.weights import Arch, HfReader, load_parameter, stage_ops
-from qurl_megatron.weights.arch import Experts, Llama3Rope
+from qurl_megatron.weights.arch import Experts
 from qurl_megatron.weights.ops import Op
 
 ACTIVATIONS = {
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-
-# What Megatron hard-codes beside the factor.
-MEGATRON_LLAMA3_ROPE = Llama3Rope(
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
-)
 
 
 def transformer_config(
@@ -39,13 +30,9 @@ def transformer_config(
     """Megatron's configuration of this model; only Transformer Engine brings fused kernels.
 
     Raises:
-        ConfigError: experts are split over tensor ranks that each hold the whole sequence.
+        ConfigError: Megatron does not compute the model so.
     """
-    if arch.experts and parallel.tensor > 1 and not parallel.sequence:
-        raise ConfigError(
-            "parallel.sequence=false is not supported for models with experts and "
-            f"parallel.tensor={parallel.tensor}: Megatron trains them with it only; set it to true"
-        )
+    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
     dtype = getattr(torch, model.dtype)
     gpu = use_transformer_engine()
     return TransformerConfig(
@@ -125,12 +112,6 @@ def build_model(
     Args:
         fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
     """
-    scaling = arch.rope_scaling
-    if scaling and replace(scaling, factor=8.0) != MEGATRON_LLAMA3_ROPE:
-        raise ConfigError(
-            f"config.json: Megatron computes {MEGATRON_LLAMA3_ROPE} with any factor, "
-            f"the model has {scaling}"
-        )
     model = GPTModel(
         config,
         decoder_spec(config, qk_norm=arch.qk_norm),
@@ -142,8 +123,8 @@ def build_model(
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
-        rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling.factor if scaling else 8.0,
+        rope_scaling=arch.rope_scaling is not None,
+        rope_scaling_factor=arch.rope_scaling.factor if arch.rope_scaling else 8.0,
     )
     if arch.embedding_scale != 1.0 and ranks.first_stage:
         _scale_embedding(model, arch.embedding_scale)
@@ -159,7 +140,8 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
     The output layer reads the same weights unscaled where they are tied, so they stay as they are.
     """
     # Hugging Face rounds the factor to the weights' dtype before it multiplies.
-    rounded = torch.tensor(scale, dtype=model.config.params_dtype).item()
+    dtype = model.config.params_dtype
+    rounded = torch.tensor(scale, dtype=dtype, device="cpu").item()  # a dry run's is "meta"
     model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
 from qurl_megatron.bench.publish_model import Rates, Setting
 from qurl_megatron.bench.publish_model import predict as predict_publication
 from qurl_megatron.config import RunConfig
@@ -172,7 +170,7 @@ class Planner:
         if key not in self._rollouts:
             self._rollouts[key] = rollout_time(
                 decode_rank(
-                    held.arch, config.quant.scheme, rollout.engine_tensor, _itemsize(config)
+                    held.arch, config.quant.scheme, rollout.engine_tensor, config.model.itemsize
                 ),
                 self.gpu,
                 self.constants,
@@ -224,7 +222,7 @@ class Planner:
             distributed=config.optimizer.distributed,
             overlap=config.optimizer.overlap_grad_reduce,
             parameters=max(stage.policy.parameters for stage in held.stages),
-            itemsize=_itemsize(config),
+            itemsize=config.model.itemsize,
         )
 
     def _publish(self, config: RunConfig) -> float:
@@ -266,7 +264,3 @@ class Planner:
             f"{size / GIB:.0f} GiB in phase {phase}, of {self._usable() / GIB:.0f} that may be "
             "filled; give more --gpus"
         )
-
-
-def _itemsize(config: RunConfig) -> int:
-    return getattr(torch, config.model.dtype).itemsize

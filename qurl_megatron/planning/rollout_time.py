@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from qurl_megatron.model import memory
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.workload import Workload, in_turn
+from qurl_megatron.sizes import memory
 from qurl_megatron.weights import Arch, is_quantized
-from qurl_megatron.weights.checkpoint import hf_shapes
+from qurl_megatron.weights.shapes import hf_shapes
 
 LONGEST = "the longest response"
 ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 
-from qurl_megatron.data.pack import plan_passes
+from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.rollout_time import linear_parameters
 from qurl_megatron.planning.workload import Workload, in_turn

@@ -20,6 +20,9 @@ COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # spli
 ROW_PARALLEL = ("o_proj", "down_proj")  # split by input column
 ROUTER = "gate"  # of experts
 
+SLOTS = 2
+"""Buckets that a training rank has under way: one is filled while the other is sent."""
+
 
 @dataclass(frozen=True)
 class Span:

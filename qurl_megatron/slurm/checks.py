@@ -6,7 +6,6 @@ Slurm, and a few seconds.
 
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,12 +13,14 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import free, refusing
-from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, seconds
+from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.pace import Pace
+from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.state import refuse_other_run
 from qurl_megatron.weights.arch import Arch, read_arch, read_config
-from qurl_megatron.weights.checkpoint import description_of
+from qurl_megatron.weights.places import description_of
+from qurl_megatron.weights.shapes import parameter_count
 
 GIB = 1 << 30
 
@@ -35,6 +36,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     """
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     check_container(cluster)
+    check_mounts(config, cluster.container)
     run_dir = Path(config.train.run_dir)
     check_shared("train.run_dir", run_dir, cluster)
     refuse_other_run(run_dir, config)
@@ -69,6 +71,11 @@ def check_limits(job: JobConfig, facts: Mapping[str, str], pace: Pace) -> str:
     if facts.get("PreemptMode", "OFF") == "OFF" or not grace.isdecimal():
         return ""
     name = facts["PartitionName"]
+    if int(grace) == 0:
+        return (
+            f"preemption: partition {name} leaves no time to save; steps since the newest "
+            "checkpoint are done again"
+        )
     leaves = f"preemption: partition {name} leaves {grace} s to finish a step and save"
     if pace.stop_s is None:
         return (
@@ -95,6 +102,30 @@ def check_container(cluster: ClusterConfig) -> None:
             f"container.image={container.image} does not exist or cannot be read; make it, or set "
             "container.image in the cluster file to one that is there"
         )
+
+
+def check_mounts(config: RunConfig, container: ContainerConfig) -> None:
+    """The container has what the recipe names, under the same names."""
+    if container.kind == "none":
+        return
+    needed = {
+        "the working folder": ".",
+        "train.run_dir": config.train.run_dir,
+        "model.path": config.model.path,
+        "critic.path": config.critic.path,
+        "data.path": config.data.path,
+        "data.eval_path": config.data.eval_path,
+        "sync.dir": config.sync.dir,
+    }
+    ends = [mount.split(":")[:2] for mount in container.mounts]
+    same = [Path(outside) for outside, *inside in ends if inside in ([], [outside])]
+    for key, path in needed.items():
+        there = Path(path).absolute()
+        if path and not any(there.is_relative_to(mount) for mount in same):
+            raise ConfigError(
+                f"{key}, {there}, is in none of container.mounts, and the ranks would not find it; "
+                "add it, or a folder around it, to container.mounts in the cluster file"
+            )
 
 
 def check_script(command: Sequence[str]) -> None:
@@ -176,12 +207,8 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
-    """By the sums of ``qurl show --dry-run``, for the cluster's GPUs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
-        from qurl_megatron.training.dry_run import dry_run
-
-        found = dry_run(config, gpu_gib=cluster.node.gpu_gib)
+    """By the sums of ``qurl show --dry-run`` from shapes alone, for the cluster's GPUs."""
+    found = footprint(config, find_models(config), gpu_gib=cluster.node.gpu_gib)
     _, phase, needed = found.fullest
     if needed > found.gpu:
         raise ConfigError(f"node.gpu_gib: {found.notes[0]}")
@@ -211,8 +238,6 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
 
 def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
     """Weights, their FP32 masters where they are not FP32 themselves, and Adam's two moments."""
-    from qurl_megatron.model import memory
-
     each = 12 if config.model.dtype == "float32" else 14
     models = 2 if config.algo.advantage == "gae" else 1  # about as much again for a critic
-    return models * each * memory.parameters(arch)
+    return models * each * parameter_count(arch)

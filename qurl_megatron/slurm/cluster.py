@@ -172,13 +172,19 @@ class ContainerConfig:
     """Image file, or with pyxis also registry#name:tag."""
 
     mounts: tuple[str, ...] = ()
-    """Folders of the node to mount, as outside[:inside]; model, data and run folders among them."""
+    """Folders of the node to mount, as outside[:inside]; among them the folder that is submitted
+    from, the model's, the data's and the run's, each under its own name."""
 
     def __post_init__(self) -> None:
         require(
             (self.kind == "none") == (not self.image),
             f"container.kind={self.kind} and container.image={self.image!r} contradict each other; "
             "set both, or kind to none and no image",
+        )
+        require(
+            self.kind != "pyxis" or not self.image.endswith(".sqsh") or self.image[0] in "./",
+            f"container.image={self.image}: pyxis takes a file only by a path that begins with / "
+            f"or ./; write ./{self.image}",
         )
         for mount in self.mounts:
             require(
@@ -199,7 +205,8 @@ class SiteConfig:
     ends where one of them fails. `qurl` must be found after them."""
 
     environment: dict = field(default_factory=dict)
-    """Variables of every rank and engine, above all NCCL's, e.g. {NCCL_IB_HCA = "mlx5"}."""
+    """Variables of every rank and engine, above all NCCL's, e.g. {NCCL_IB_HCA = "mlx5"}; they go
+    before those of a container's image."""
 
     def __post_init__(self) -> None:
         for folder in self.shared:

@@ -7,7 +7,7 @@ missing or refuses is one sentence for the user, with its own words in it.
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qurl_megatron.errors import ConfigError
 
@@ -58,10 +58,18 @@ def queued(jobs: list[int]) -> dict[int, Queued]:
     # Asked for one by one, an id that the controller has forgotten would be an error.
     said = _run(["squeue", "--me", "--json"]).stdout
     try:
-        found = [_queued(entry) for entry in json.loads(said)["jobs"]]
+        entries = sorted(json.loads(said)["jobs"], key=lambda entry: int(entry["job_id"]))
+        found = [(int(_number(entry.get("het_job_id"))), _queued(entry)) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"squeue --json said what cannot be read: {error!r:.200}") from None
-    return {one.job: one for one in found if one.job in jobs and one.state not in _ENDED}
+    known: dict[int, Queued] = {}
+    for whole, one in found:
+        if one.job in jobs and one.state not in _ENDED:
+            known[one.job] = one
+        elif whole in known:  # a component behind the first, whose id is the job's
+            nodes = filter(None, (known[whole].nodes, one.nodes))
+            known[whole] = replace(known[whole], nodes=",".join(nodes))
+    return known
 
 
 _ENDED = (
@@ -74,18 +82,19 @@ _ENDED = (
 def _queued(entry: dict) -> Queued:
     state = entry["job_state"]  # a word up to Slurm 23.02, a list since
     words = [state] if isinstance(state, str) else list(state)
+    reason = str(entry.get("state_reason") or "")
     return Queued(
         int(entry["job_id"]),
         str(words[0]),
-        str(entry.get("state_reason") or ""),
+        "" if reason == "None" else reason,
         str(entry.get("nodes") or ""),
-        _seconds(entry.get("start_time")),
-        _seconds(entry.get("end_time")),
+        _number(entry.get("start_time")),
+        _number(entry.get("end_time")),
     )
 
 
-def _seconds(value: object) -> float:
-    """A time of squeue's: a number up to Slurm 23.02, a number in an object since."""
+def _number(value: object) -> float:
+    """Of squeue's, such as a time: a number up to Slurm 23.02, a number in an object since."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set") and not value.get("infinite") else 0
     return float(value) if isinstance(value, int | float) else 0.0

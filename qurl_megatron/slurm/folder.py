@@ -21,6 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig, load, to_toml
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import (
     BEGAN,
     ENDED,
@@ -106,6 +107,28 @@ def submitted(run_dir: Path) -> Submitted | None:
     """
     path = run_dir / "slurm/job.json"
     return read_record(path, lambda value: Submitted(**value)) if path.exists() else None
+
+
+def no_job(run_dir: Path) -> ConfigError:
+    """Why a folder has no job of ours to tell of."""
+    named = "name the run's, train.run_dir of its recipe"
+    if not run_dir.is_dir():
+        return ConfigError(f"{run_dir} is not a folder; {named}")
+    if (run_dir / "metrics.jsonl").exists():
+        return ConfigError(
+            f"{run_dir}: this run was never submitted to Slurm; `qurl report {run_dir}` shows how "
+            "it went"
+        )
+    return ConfigError(f"{run_dir}: nothing was submitted for this folder; {named}")
+
+
+def no_attempt(run_dir: Path) -> ConfigError:
+    """Why a folder without attempts has none."""
+    if submitted(run_dir) is None:
+        return no_job(run_dir)
+    return ConfigError(
+        f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
+    )
 
 
 def write_submitted(run_dir: Path, jobs: Submitted) -> None:

@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.hours import KINDS, Hours, Spent, hours_of
+from qurl_megatron.slurm import folder
 
 
 def hours(run_dir: Path, *, as_json: bool = False) -> int:
@@ -16,7 +16,7 @@ def hours(run_dir: Path, *, as_json: bool = False) -> int:
     """
     found = hours_of(run_dir)
     if not found.rows:
-        raise ConfigError(f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` tells more")
+        raise folder.no_attempt(run_dir)
     print(json.dumps(as_data(found), indent=1) if as_json else render(found))
     return 0
 

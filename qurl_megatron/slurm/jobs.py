@@ -118,6 +118,6 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
         name=f"{kind}-{Path(first).stem}",
         output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
         components=(component,),
-        command=(*step, *inside(cluster.container, command, HERE)),
+        command=(*step, *inside(cluster, command, HERE)),
         tasks=tasks,
     )

@@ -86,7 +86,8 @@ def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -
         lines += list(_cause(cause, _title(one), _goes_on(one)))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
     where = folder.attempt_folder(run_dir, one.number)
-    lines += [f"  {path}  what a rank was doing" for path in sorted(where.glob("stack-*"))]
+    stacks = (path for path in sorted(where.glob("stack-*")) if path.stat().st_size)
+    lines += [f"  {path}  what a rank was doing" for path in stacks]
     lines.append(f"  {run_dir}/slurm/job.log  supervisor and srun, of all attempts")
     if one.number > 1:
         before = f"qurl slurm logs {run_dir} --attempt {one.number - 1}"
@@ -151,9 +152,7 @@ def _where(event: Event, others: list[Event] = ()) -> str:
 def _chosen(run_dir: Path, number: int | None) -> Tried:
     found = {one.number: one for one in tried(run_dir)}
     if not found:
-        raise ConfigError(
-            f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
-        )
+        raise folder.no_attempt(run_dir)
     if number is not None and number not in found:
         raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {max(found)}")
     return found[number or max(found)]

@@ -37,7 +37,17 @@ def examine(nodes: Path) -> int:
     """Measure this node, and say it on stdout and in a file of the folder ``nodes``.
 
     Two ways, so that a node which cannot write there is heard all the same.
+
+    Raises:
+        ConfigError: outside of a job, the folder is none of an attempt.
     """
+    # In a step the file may be there and not seen yet; nobody else has one to wait for.
+    if "SLURM_STEP_ID" not in os.environ and not (nodes / CANARY).exists():
+        raise ConfigError(
+            f"{nodes / CANARY} does not exist: `qurl slurm examine` runs inside a job, which gives "
+            "it a folder of one of its attempts; RUN_DIR/slurm/attempts/N/nodes has what each node "
+            "said"
+        )
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
         report = _measure(name)

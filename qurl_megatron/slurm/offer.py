@@ -136,7 +136,7 @@ class Offered:
 
 def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: Path) -> list:
     from qurl_megatron.rollout.process import EngineProcess, launches
-    from qurl_megatron.weights.checkpoint import description_of
+    from qurl_megatron.weights.places import description_of
 
     embedded = config.rollout.backend == "embedded"
     own = replace(

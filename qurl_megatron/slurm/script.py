@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from qurl_megatron.config.sections import require
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.layout import Component
-from qurl_megatron.slurm.steps import gpus
+from qurl_megatron.slurm.steps import gpus, variables
 
 HEADER = "# Written by `qurl slurm`: change the recipe or the cluster file instead."
 
@@ -97,13 +97,13 @@ def _nodes(component: Component, cluster: ClusterConfig) -> list[str]:
 
 
 def _exports(cluster: ClusterConfig) -> list[str]:
-    variables = dict(cluster.site.environment)
-    if interfaces := ",".join(cluster.node.interfaces):
-        variables = {
-            "NCCL_SOCKET_IFNAME": interfaces,
-            "GLOO_SOCKET_IFNAME": interfaces,
-        } | variables
-    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    """For the steps; apptainer lets the image's own go before all that have not its prefix."""
+    prefixes = ("", "APPTAINERENV_") if cluster.container.kind == "apptainer" else ("",)
+    return [
+        f"export {prefix}{name}={shlex.quote(value)}"
+        for name, value in variables(cluster).items()
+        for prefix in prefixes
+    ]
 
 
 def _shell(command: tuple[str, ...]) -> str:

@@ -50,6 +50,7 @@ class Facts:
     queue: dict[int, Queued] | None  # None: it cannot be asked
     unasked: str = ""  # why not
     attempts: Sequence[Tried] = ()
+    logged: bool = False  # job.log has something
     word: str = ""  # the supervisor's, on how the newest attempt ended
     records: Sequence[Record] = ()
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
@@ -105,15 +106,13 @@ def status(run_dir: Path, *, as_json: bool = False) -> int:
 def gather(run_dir: Path) -> Facts:
     submitted = folder.submitted(run_dir)
     if submitted is None:
-        raise ConfigError(
-            f"{run_dir}: nothing was submitted for this folder (RUN_DIR/slurm/job.json)"
-        )
+        raise folder.no_job(run_dir)
     queue, unasked = None, ""
     try:
         queue = commands.queued(submitted.jobs)
     except ConfigError as error:  # the folder tells what is known without it
         unasked = str(error)
-    newest, attempts = latest(run_dir), tried(run_dir)
+    newest, attempts, log = latest(run_dir), tried(run_dir), job_log(run_dir)
     number = attempts[-1].number if attempts else 0
     return Facts(
         run_dir,
@@ -123,7 +122,8 @@ def gather(run_dir: Path) -> Facts:
         queue,
         unasked,
         attempts,
-        word(section(job_log(run_dir), number), number),
+        bool(log),
+        word(section(log, number), number),
         run_metrics(run_dir),
         (int(newest.name.removeprefix("step_")), newest.stat().st_mtime) if newest else None,
     )
@@ -215,11 +215,13 @@ def _row(name: str, text: str) -> str:
 
 def _left(found: Status) -> str:
     text = f"{duration(max(found.job_left_s, 0.0))} left"
+    missing = found.steps - found.step
+    if missing <= 0:
+        return f"{text}; all steps are done"
     if found.steps_fit is None:
         return text
     saving = f" and {duration(found.save_s)} for saving" if found.save_s else ""
     text += f", room for {how_many(found.steps_fit, 'more step')}{saving}"
-    missing = found.steps - found.step
     if not found.jobs_more:
         return f"{text}: enough for the {missing} that are missing"
     return f"{text}, of {missing} that are missing: {how_many(found.jobs_more, 'more job')}"
@@ -236,10 +238,8 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
     tries = f", attempt {newest.number}" if newest else ""
     if job and job.state == "PENDING":
         starts = f", expected to start in {duration(job.starts - at)}" if job.starts > at else ""
-        return (
-            "waiting",
-            f"waiting, job {job.job} ({job.reason or 'no reason told'}){starts}{tries}",
-        )
+        reason = f" ({job.reason})" if job.reason else ""
+        return "waiting", f"waiting, job {job.job}{reason}{starts}{tries}"
     if job:
         word = "running" if job.state == "RUNNING" else job.state.lower()
         return "running", f"{word}, job {job.job} on {job.nodes}{tries}"
@@ -283,7 +283,13 @@ def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) ->
     if state == "unknown":
         return f"`qurl slurm status {run_dir}` on a login node of the cluster"
     if newest is None:
-        return f"{run_dir}/slurm/job.log says why, else `scontrol show job {facts.jobs[0]}`"
+        if facts.logged:
+            return f"{run_dir}/slurm/job.log says why"
+        number = facts.jobs[0]
+        return (
+            f"`scontrol show job {number}`, or later `sacct -j {number}`, says why; "
+            "`qurl slurm submit`, as before, submits it again"
+        )
     if newest.ended and newest.ended.decision == "done":
         return f"{run_dir}/report.html; `qurl slurm hours {run_dir}`"
     if newest.ended and newest.ended.decision == "stop" and newest.ended.signal == WALL_TIME:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig
+from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.layout import Allocation, Component
 
 TRAINING, ROLLOUT, EXAMINATION = "train", "engines", "examine"
@@ -24,7 +24,7 @@ def training_step(
     where = []
     if layout.rollout:
         where = ["--het-group=0"] if cluster.job.layout == "hetjob" else ["--relative=0"]
-    command = inside(cluster.container, command, workdir)
+    command = inside(cluster, command, workdir)
     return [*_srun(TRAINING, layout.training, cluster, folder), *where, *command]
 
 
@@ -53,7 +53,7 @@ def rollout_step(
         where.append(f"--nodelist={','.join(nodes)}")
     elif cluster.job.layout != "hetjob":
         where.append(f"--relative={layout.training.nodes}")
-    command = inside(cluster.container, command, workdir)
+    command = inside(cluster, command, workdir)
     return [*_srun(ROLLOUT, component, cluster, folder, together=False), *where, *command]
 
 
@@ -63,7 +63,7 @@ def examining_steps(
     """``srun`` for one task on every node, one call for each component; they print through it."""
     hetjob = layout.rollout and cluster.job.layout == "hetjob"
     components = [layout.training, layout.rollout] if hetjob else [layout.whole]
-    command = inside(cluster.container, command, workdir)
+    command = inside(cluster, command, workdir)
     return [
         [
             *_srun(EXAMINATION, replace(component, tasks=1), cluster, together=False),
@@ -113,16 +113,27 @@ def gpus(component: Component, cluster: ClusterConfig) -> str:
     return f"{kind}:{component.gpus}" if kind else str(component.gpus)
 
 
-def inside(container: ContainerConfig, command: Sequence[str], workdir: str) -> list[str]:
+def variables(cluster: ClusterConfig) -> dict[str, str]:
+    """What the cluster file sets in the environment of every rank and engine."""
+    interfaces = ",".join(cluster.node.interfaces)
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interfaces else ()
+    return {**dict.fromkeys(names, interfaces), **cluster.site.environment}
+
+
+def inside(cluster: ClusterConfig, command: Sequence[str], workdir: str) -> list[str]:
     """What ``srun`` is to run so that ``command`` runs in the container, from ``workdir`` on.
 
-    pyxis adds options to srun: the result follows srun's other options directly.
+    pyxis adds options to srun: the result follows srun's other options directly. Of a variable that
+    the image sets as well, it takes the image's unless it is told the name.
     """
+    container, names = cluster.container, ",".join(variables(cluster))
     mounts = ",".join(container.mounts)
     if container.kind == "pyxis":
         options = [f"--container-image={container.image}", f"--container-workdir={workdir}"]
         if mounts:
             options.append(f"--container-mounts={mounts}")
+        if names:
+            options.append(f"--container-env={names}")
         return [*options, *command]
     if container.kind == "apptainer":
         bind = ["--bind", mounts] if mounts else []

@@ -70,9 +70,7 @@ def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
     """
     found = folder.submitted(run_dir)
     if found is None:
-        raise ConfigError(
-            f"{run_dir}: nothing was submitted for this folder (RUN_DIR/slurm/job.json)"
-        )
+        raise folder.no_job(run_dir)
     queued = commands.queued(found.jobs)
     running = [job for job, one in queued.items() if one.state == "RUNNING"]
     waiting = [job for job in queued if job not in running]

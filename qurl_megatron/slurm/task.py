@@ -15,7 +15,7 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +40,7 @@ def task(run_dir: Path, engines: int | None = None) -> int:
         ConfigError: nothing was submitted there, or what ``qurl train`` raises.
     """
     stop_on_usr1(_stacks(os.environ))
+    forget_hook(os.environ)
     with kept():
         config = folder.recipe(run_dir)
         if engines is not None:
@@ -76,6 +77,18 @@ def _wait(asked: bool) -> None:
     signal.sigwait({signal.SIGUSR1})
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait()
+
+
+def forget_hook(env: MutableMapping[str, str]) -> None:
+    """Have the ranks meet at a port that is free, wherever they run.
+
+    A hook of enroot's gives containers with PyTorch in them torchrun's variables, with a port that
+    follows from the job's number alone: not every attempt, nor every job on the node, finds it
+    free. Of these variables srun itself sets none.
+    """
+    if "RANK" in env:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
 
 
 def _stacks(env: Mapping[str, str]) -> Path | None:

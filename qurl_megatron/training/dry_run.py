@@ -10,13 +10,14 @@ import os
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
-from qurl_megatron.model import memory
 from qurl_megatron.model.build import build_model, transformer_config
 from qurl_megatron.model.critic import ValueHead
-from qurl_megatron.model.memory import GIB, Held
+from qurl_megatron.model.held import held
 from qurl_megatron.model.trained import with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
+from qurl_megatron.sizes import memory
+from qurl_megatron.sizes.memory import GIB, Held
 from qurl_megatron.training.footprint import (
     NODE,
     Engine,
@@ -28,6 +29,7 @@ from qurl_megatron.training.footprint import (
     find_models,
 )
 from qurl_megatron.weights import Arch
+from qurl_megatron.weights.shapes import parameter_count
 
 
 def dry_run(
@@ -71,14 +73,14 @@ def _built_model(config: RunConfig, arch: Arch, ranks: Ranks, *, critic: bool = 
         if critic and ranks.last_stage:
             gpt.output_layer = ValueHead(megatron, ranks)
     model, optimizer, _ = with_optimizer(gpt, megatron, config.optimizer)
-    return memory.held(model, optimizer)
+    return held(model, optimizer)
 
 
 def render(run: Footprint) -> str:
     """The tables, as text."""
     config, arch, parallel = run.config, run.arch, run.config.parallel
     lines = [
-        f"{arch.family}, {_count(memory.parameters(arch))} parameters, {arch.num_layers} layers: "
+        f"{arch.family}, {_count(parameter_count(arch))} parameters, {arch.num_layers} layers: "
         f"{os.path.relpath(run.described_by)}",
         f"{parallel.world_size} training ranks: tensor {parallel.tensor}, pipeline "
         f"{parallel.pipeline}, context {parallel.context}, data {parallel.data}",

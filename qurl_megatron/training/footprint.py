@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 import qurl_megatron
 from qurl_megatron.config import RunConfig
-from qurl_megatron.data.pack import round_up
+from qurl_megatron.data.passes import round_up
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.model import memory
-from qurl_megatron.model.buffers import held_from_shapes
-from qurl_megatron.model.memory import GIB, Held, Pass
-from qurl_megatron.rollout.transport.memory import SLOTS
+from qurl_megatron.rollout.plan import SLOTS
+from qurl_megatron.sizes import memory
+from qurl_megatron.sizes.buffers import held_from_shapes
+from qurl_megatron.sizes.memory import GIB, Held, Pass
 from qurl_megatron.weights import Arch, read_arch, read_config
 from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.places import description_of
@@ -153,15 +151,21 @@ def check_division(config: RunConfig, models: Models) -> None:
     """Refuse a layout that the models do not divide over.
 
     Raises:
-        ConfigError: policy or critic do not divide over the training ranks.
+        ConfigError: policy or critic do not divide over the training ranks, or Megatron does not
+            compute them so.
     """
-    parallel = config.parallel
-    models.policy.check_parallel(parallel.tensor, parallel.pipeline)
+    _check_division(config, models.policy)
     if models.critic:
         try:
-            models.critic.check_parallel(parallel.tensor, parallel.pipeline)
+            _check_division(config, models.critic)
         except ConfigError as error:
             raise ConfigError(f"critic.path={config.critic.path}: {error}") from None
+
+
+def _check_division(config: RunConfig, arch: Arch) -> None:
+    parallel = config.parallel
+    arch.check_parallel(parallel.tensor, parallel.pipeline)
+    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
 
 
 def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
@@ -175,7 +179,7 @@ def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Foot
     options = dict(
         distributed=config.optimizer.distributed,
         overlap=config.optimizer.overlap_grad_reduce,
-        itemsize=getattr(torch, config.model.dtype).itemsize,
+        itemsize=config.model.itemsize,
     )
     holdings = []
     for stage in range(parallel.pipeline):
@@ -253,7 +257,7 @@ def _pass(config: RunConfig, longest: int) -> Pass:
         tokens=round_up(tokens, chunks * parallel.tensor) // parallel.context,
         tensor=parallel.tensor,
         sequence=parallel.sequence and parallel.tensor > 1,
-        itemsize=getattr(torch, config.model.dtype).itemsize,
+        itemsize=config.model.itemsize,
         transposed=not train.packed and (train.micro_batch > 1 or train.max_tokens > 0),
         fp32_output=config.model.fp32_output and config.model.dtype != "float32",
     )
@@ -308,7 +312,7 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
         )
     colocated = config.rollout.colocate
     free = memory.engine_free(gpu, trainer if colocated else None)
-    itemsize = getattr(torch, config.model.dtype).itemsize
+    itemsize = config.model.itemsize
     return Engine(
         weights={
             scheme: memory.engine_weights(arch, scheme, tensor, itemsize)

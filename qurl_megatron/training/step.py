@@ -13,13 +13,8 @@ import torch
 
 from qurl_megatron.algo import token_weights
 from qurl_megatron.config import RunConfig
-from qurl_megatron.data.pack import (
-    TokenBatch,
-    pack_samples,
-    pad_samples,
-    plan_passes,
-    round_up,
-)
+from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples
+from qurl_megatron.data.passes import plan_passes, round_up
 from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy

@@ -7,7 +7,7 @@ worst outcome.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +56,15 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+MEGATRON_LLAMA3_ROPE = Llama3Rope(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+"""What Megatron hard-codes beside the factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +134,24 @@ class Arch:
             raise ConfigError(
                 f"{keys[1]}={pipeline} does not divide the model's "
                 f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
+            )
+
+    def check_megatron(self, tensor: int, *, sequence: bool) -> None:
+        """Raise ``ConfigError`` where Megatron does not compute the model so.
+
+        Args:
+            sequence: sequence parallelism.
+        """
+        if self.experts and tensor > 1 and not sequence:
+            raise ConfigError(
+                "parallel.sequence=false is not supported for models with experts and "
+                f"parallel.tensor={tensor}: Megatron trains them with it only; set it to true"
+            )
+        scaling = self.rope_scaling
+        if scaling and replace(scaling, factor=8.0) != MEGATRON_LLAMA3_ROPE:
+            raise ConfigError(
+                f"config.json: Megatron computes {MEGATRON_LLAMA3_ROPE} with any factor, "
+                f"the model has {scaling}"
             )
 
 

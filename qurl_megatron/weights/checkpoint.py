@@ -5,7 +5,6 @@ also records the UAQ factor, and its tokenizer; one made elsewhere is read with 
 """
 
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from qurl_megatron.weights.hf_reader import FLOATS, HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.places import description_of, find_torch_dist
+from qurl_megatron.weights.shapes import hf_shapes
 from qurl_megatron.weights.sums import MEND, RECORD, read_record, wrong_size
 from qurl_megatron.weights.uaq import folded, folded_scale
 
@@ -167,46 +167,6 @@ def load_parameter(
             for tensor in op.hf
         }
     )
-
-
-def hf_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """The shape a config gives to each Hugging Face tensor of the model."""
-    hidden, head = arch.hidden, arch.head_dim
-    rows = {
-        "embed_tokens": arch.vocab,
-        "lm_head": arch.vocab,
-        "q_proj": arch.heads * head,
-        "k_proj": arch.kv_heads * head,
-        "v_proj": arch.kv_heads * head,
-        "o_proj": hidden,
-        "down_proj": hidden,
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for op in stage_ops(arch, range(arch.num_layers), first=True, last=True):
-        for tensor in op.hf:
-            path, _, kind = tensor.name.rpartition(".")
-            module = path.rpartition(".")[2]  # of "lm_head", itself
-            inner = arch.intermediate
-            if arch.experts and ".experts." in path:
-                inner = arch.experts.intermediate
-            if module in ("q_norm", "k_norm"):
-                shapes[tensor.name] = (head,)
-            elif module.endswith("norm"):
-                shapes[tensor.name] = (hidden,)
-            elif module == "gate" and arch.experts:
-                shapes[tensor.name] = (arch.experts.count, hidden)
-            elif kind == "bias":
-                shapes[tensor.name] = (rows[module],)
-            elif module in ("gate_proj", "up_proj"):
-                shapes[tensor.name] = (inner, hidden)
-            else:
-                columns = {"o_proj": arch.heads * head, "down_proj": inner}.get(module, hidden)
-                shapes[tensor.name] = (rows[module], columns)
-    return shapes
-
-
-def parameter_count(arch: Arch) -> int:
-    return sum(math.prod(shape) for shape in hf_shapes(arch).values())
 
 
 def describe(source: Checkpoint, folder: Path, config: dict[str, Any]) -> None:

@@ -3,16 +3,18 @@
 An op works on one tensor-parallel shard as well as on the whole weight: slice every Hugging Face
 tensor along its split dimension, apply the op, and the result is that rank's Megatron parameter. So
 loading never sees a whole fused weight, and export never gathers one.
+
+What they are made of is known without torch: sums of memory need no more.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Params = Mapping[str, Tensor]
+Params = Mapping[str, "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class Op(Protocol):
     @property
     def hf(self) -> tuple[HfTensor, ...]: ...
 
-    def to_megatron(self, hf: Params) -> Tensor: ...
+    def to_megatron(self, hf: Params) -> "Tensor": ...
 
-    def to_hf(self, megatron: Tensor) -> dict[str, Tensor]: ...
+    def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]: ...
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ class Same:
     def hf(self) -> tuple[HfTensor, ...]:
         return (HfTensor(self.hf_name, self.split_dim, self.zero_centred),)
 
-    def to_megatron(self, hf: Params) -> Tensor:
+    def to_megatron(self, hf: Params) -> "Tensor":
         return hf[self.hf_name]
 
-    def to_hf(self, megatron: Tensor) -> dict[str, Tensor]:
+    def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
         return {self.hf_name: megatron}
 
 
@@ -75,13 +77,15 @@ class FusedQKV:
     def hf(self) -> tuple[HfTensor, ...]:
         return tuple(HfTensor(name, 0) for name in (self.q, self.k, self.v))
 
-    def to_megatron(self, hf: Params) -> Tensor:
+    def to_megatron(self, hf: Params) -> "Tensor":
+        from torch import cat
+
         q, k, v = (hf[name] for name in (self.q, self.k, self.v))
         groups = k.shape[0] // self.head_dim
         per_group = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
-        return torch.cat(per_group, dim=1).flatten(0, 1)
+        return cat(per_group, dim=1).flatten(0, 1)
 
-    def to_hf(self, megatron: Tensor) -> dict[str, Tensor]:
+    def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
         rows = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
         per_group = megatron.reshape(-1, sum(rows), *megatron.shape[1:]).split(rows, dim=1)
         return {
@@ -102,9 +106,11 @@ class GateUp:
     def hf(self) -> tuple[HfTensor, ...]:
         return (HfTensor(self.gate, 0), HfTensor(self.up, 0))
 
-    def to_megatron(self, hf: Params) -> Tensor:
-        return torch.cat([hf[self.gate], hf[self.up]])
+    def to_megatron(self, hf: Params) -> "Tensor":
+        from torch import cat
 
-    def to_hf(self, megatron: Tensor) -> dict[str, Tensor]:
+        return cat([hf[self.gate], hf[self.up]])
+
+    def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
         gate, up = megatron.chunk(2)
         return {self.gate: gate, self.up: up}

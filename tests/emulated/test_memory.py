@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.model import memory
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.sizes import memory
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.testing.ranks import RankError, run_on_ranks
 from qurl_megatron.training.dry_run import dry_run

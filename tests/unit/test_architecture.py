@@ -16,6 +16,7 @@ LEVEL = {
     "algo": 1,
     "quant": 1,
     "weights": 1,
+    "sizes": 1,
     "data": 1,
     "rewards": 2,
     "runtime": 2,

@@ -23,7 +23,7 @@ from qurl_megatron.quant import quantize
 from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import HfReader, fold_uaq, open_checkpoint, read_config
-from qurl_megatron.weights.checkpoint import hf_shapes, parameter_count
+from qurl_megatron.weights.shapes import hf_shapes, parameter_count
 from qurl_megatron.weights.torch_dist import TorchDistReader
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qurl_megatron.data.pack import pack_samples, pad_samples, plan_passes
+from qurl_megatron.data.pack import pack_samples, pad_samples
+from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.types import Prompt, Sample
 

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from qurl_megatron.algo.log_probs import SCRATCH_BYTES
 from qurl_megatron.cli import main
 from qurl_megatron.config import ParallelConfig, load
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.model import memory
-from qurl_megatron.model.buffers import lay_out
-from qurl_megatron.model.memory import Pass
 from qurl_megatron.runtime.pretend import pretended_rank, without_gpus
-from qurl_megatron.training.dry_run import GIB, dry_run, render
+from qurl_megatron.sizes import memory
+from qurl_megatron.sizes.buffers import lay_out
+from qurl_megatron.sizes.memory import GIB, Pass
+from qurl_megatron.training.dry_run import dry_run, render
 from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.weights import read_arch
+from qurl_megatron.weights.shapes import parameter_count
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ROOT / "launch" / "models"
@@ -91,7 +93,7 @@ def test_an_engine_rank_holds_codes_scales_and_what_is_not_quantized():
     codes = 4 * sum(rows * columns + 4 * rows for rows, columns in shapes)
     rest = 2 * (2 * 100 * 64 + 4 * (2 * 64 + 128) + 64)  # vocabulary twice, norms, biases of q/k/v
     assert memory.engine_weights(ARCH, "int8", 1, 2) == codes + rest
-    assert memory.engine_weights(ARCH, "none", 1, 2) == 2 * memory.parameters(ARCH)
+    assert memory.engine_weights(ARCH, "none", 1, 2) == 2 * parameter_count(ARCH)
     # Four ranks share two key/value heads: each has half of k and v, a quarter of all else but the
     # norms; the scales of o and down, which are split along their input, are whole.
     quarter = 4 * (
@@ -121,7 +123,7 @@ def test_the_distributed_optimizer_divides_masters_and_moments_by_the_data_ranks
 
 def test_the_stages_of_a_pipeline_hold_the_model_once(tmp_path):
     run = dry_run(recipe(tmp_path, "parallel.pipeline=4"))
-    assert sum(stage.policy.parameters for stage in run.stages) == memory.parameters(run.arch)
+    assert sum(stage.policy.parameters for stage in run.stages) == parameter_count(run.arch)
     assert [stage.layers for stage in run.stages] == [12] * 4
     # 1F1B: the first stage keeps the activations of four passes, the last those of one.
     assert [stage.passes for stage in run.stages] == [4, 3, 2, 1]
@@ -156,7 +158,7 @@ def test_engines_on_the_trainers_gpus_get_what_it_leaves(tmp_path):
     trainer = shared.stages[0].at_rest * (1 + memory.GAPS) + memory.CONTEXT + memory.NCCL
     assert shared.engine.room == pytest.approx((80 * GIB - own - trainer) / 2, abs=1)
     per_token = 2 * 48 * 8 * 128 * 2
-    room = alone.engine.room - 2 * memory.parameters(alone.arch)
+    room = alone.engine.room - 2 * parameter_count(alone.arch)
     assert alone.engine.tokens("none") == room // per_token
 
 
@@ -330,6 +332,41 @@ def test_so_are_those_of_experts(tmp_path):
     )
     config = recipe(tmp_path, "parallel.tensor=2", "parallel.data=2", "parallel.pipeline=2")
     assert footprint(config, find_models(config, shape)) == dry_run(config, shape)
+
+
+def test_so_are_those_of_a_model_that_scales_its_embedding(tmp_path):
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=101)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps({"model_type": "gemma", "head_dim": 16, **sizes}))
+    config = recipe(tmp_path, "parallel.tensor=2", "parallel.pipeline=2")
+    assert footprint(config, find_models(config, shape)) == dry_run(config, shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}, "with experts"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "Megatron computes"),
+    ],
+)
+def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(changes, said, tmp_path):
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=101)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32)
+    if "rope_scaling" in changes:
+        changes["rope_scaling"] |= dict(factor=8.0, high_freq_factor=4.0)
+        changes["rope_scaling"]["original_max_position_embeddings"] = 8192
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps({"model_type": "llama", **sizes, **changes}))
+    config = recipe(tmp_path, "parallel.tensor=2", "parallel.sequence=false")
+    with pytest.raises(ConfigError, match=said):
+        footprint(config, find_models(config, shape))
+    with pytest.raises(ConfigError, match=said):
+        dry_run(config, shape)
+
+
+def test_the_room_for_log_probs_is_what_they_are_worked_out_in():
+    assert SCRATCH_BYTES["cuda"] == memory.SCRATCH
 
 
 def test_a_plan_is_confirmed_by_the_dry_run(capsys):

@@ -9,7 +9,6 @@ import pytest
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
-from qurl_megatron.model.memory import GIB
 from qurl_megatron.planning import rollout_time as rollouts
 from qurl_megatron.planning import training_time as training
 from qurl_megatron.planning.command import best_trainers, workload
@@ -21,6 +20,7 @@ from qurl_megatron.planning.rollout_time import DecodeRank, decode_rank, decode_
 from qurl_megatron.planning.scaling import best_of, sizes, stop
 from qurl_megatron.planning.training_time import Hand, Trainer, deal_out, training_time
 from qurl_megatron.planning.workload import Workload, decay, in_turn
+from qurl_megatron.sizes.memory import GIB
 from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.weights import read_arch
 

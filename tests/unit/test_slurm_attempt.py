@@ -18,6 +18,7 @@ from qurl_megatron.slurm.ready import ROOT
 from qurl_megatron.slurm.supervise import Received
 from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.slurm.verdict import BAD_NODE, NO_PROGRESS
+from tests.programs import Programs
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 
@@ -78,17 +79,9 @@ def test_a_folder_for_which_nothing_was_submitted_is_named(monkeypatch, tmp_path
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """A job of its own in which ``slurm(program, body)`` makes Slurm's programs."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("QURL_ATTEMPT", "")  # an attempt sets it for its ranks
-
-    def make(program: str, body: str) -> None:
-        path = programs / program
-        path.write_text(f'#!/bin/sh\necho {program} "$@" >> {tmp_path}/called\n{body}\n')
-        path.chmod(0o755)
-
+    make = Programs(tmp_path, monkeypatch)
     make("squeue", "echo '{\"jobs\": []}'")
     make("scontrol", "")
     return make

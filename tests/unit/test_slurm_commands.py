@@ -76,7 +76,22 @@ def test_the_queue_of_old_and_new_slurms(state, program, tmp_path):
     (tmp_path / "queue.json").write_text(json.dumps({"jobs": jobs}))
     program("squeue", f"cat {tmp_path}/queue.json")
     found = commands.queued([5, 6, 8])
-    assert found == {5: commands.Queued(5, "RUNNING", "None", "n[1-2]")}
+    assert found == {5: commands.Queued(5, "RUNNING", "", "n[1-2]")}
+
+
+@pytest.mark.parametrize("number", [int, lambda n: {"set": True, "number": n}], ids=["22", "23"])
+def test_the_components_of_a_heterogeneous_job_are_one_job_on_all_of_their_nodes(
+    number, program, tmp_path
+):
+    jobs = [
+        {"job_id": 6, "job_state": "RUNNING", "nodes": "b[1-2]", "het_job_id": number(5)},
+        {"job_id": 5, "job_state": "RUNNING", "nodes": "a1", "het_job_id": number(5)},
+        {"job_id": 7, "job_state": "RUNNING", "nodes": "c1", "het_job_id": number(0)},
+    ]
+    (tmp_path / "queue.json").write_text(json.dumps({"jobs": jobs}))
+    program("squeue", f"cat {tmp_path}/queue.json")
+    found = commands.queued([5, 7])
+    assert {job: one.nodes for job, one in found.items()} == {5: "a1,b[1-2]", 7: "c1"}
 
 
 @pytest.mark.parametrize(

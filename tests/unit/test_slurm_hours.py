@@ -176,11 +176,6 @@ def test_the_table_and_its_json_say_the_same(twice, capsys):
     assert "128 samples were trained on: 0.018 GPU-hours each" in table
 
 
-def test_a_run_that_has_not_begun_has_no_hours(tmp_path, capsys):
-    assert main(["slurm", "hours", str(tmp_path)]) == 2
-    assert "has no attempt yet" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", [records.BEGAN, records.STEPS])
 def test_a_damaged_record_is_named(name, twice, capsys):
     (twice / "slurm/attempts/1" / name).write_text("[1")

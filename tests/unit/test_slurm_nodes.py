@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from qurl_megatron.cli import main
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm import examination, folder, gpus, measure
@@ -19,6 +20,7 @@ from qurl_megatron.slurm.examination import Found, tell_apart
 from qurl_megatron.slurm.gpus import Gpu
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.measure import as_json, from_json
+from tests.programs import Programs
 
 # -- the verdict -----------------------------------------------------------------------------------
 
@@ -330,6 +332,26 @@ def test_a_node_with_hung_devices_speaks_and_leaves_at_once(tmp_path, capsys, mo
     assert code == 0 and from_json(said).reduce_ms == float("inf")
 
 
+def test_a_person_who_names_no_attempts_folder_is_told_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    monkeypatch.setattr(measure, "_measure", report)
+    for folder_of_no_job in (tmp_path / "nowhere", tmp_path):
+        began = time.monotonic()
+        assert main(["slurm", "examine", str(folder_of_no_job)]) == 2
+        assert time.monotonic() - began < 5
+        said = capsys.readouterr().err
+        assert f"{folder_of_no_job}/canary does not exist: `qurl slurm examine` runs inside" in said
+
+
+def test_the_jobs_own_call_waits_for_what_another_node_wrote(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setattr(measure, "_measure", report)
+    late = threading.Timer(0.2, (tmp_path / measure.CANARY).touch)
+    late.start()
+    assert measure.examine(tmp_path) == 0
+    assert from_json(capsys.readouterr().out).folder == ""
+
+
 # -- the supervisor --------------------------------------------------------------------------------
 
 LAYOUT = lay_out(ParallelConfig(), RolloutConfig(), NodeConfig())
@@ -338,17 +360,9 @@ LAYOUT = lay_out(ParallelConfig(), RolloutConfig(), NodeConfig())
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """A job on node a1 in which ``slurm(program, body)`` makes Slurm's programs."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
-
-    def make(program: str, body: str) -> None:
-        path = programs / program
-        path.write_text(f'#!/bin/sh\necho {program} "$@" >> {tmp_path}/called\n{body}\n')
-        path.chmod(0o755)
-
+    make = Programs(tmp_path, monkeypatch)
     make("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
     make("sbatch", "cat >&2")
     return make

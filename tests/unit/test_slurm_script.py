@@ -6,7 +6,13 @@ import pytest
 
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfig, SiteConfig
+from qurl_megatron.slurm.cluster import (
+    ClusterConfig,
+    ContainerConfig,
+    JobConfig,
+    NodeConfig,
+    SiteConfig,
+)
 from qurl_megatron.slurm.jobs import tool_job, training_job
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.ready import FOLDER, READY, ROOT, rendered
@@ -205,7 +211,8 @@ def test_steps_inherit_what_the_prolog_has_set():
 
 def test_a_command_is_put_into_the_container():
     def words(**values) -> str:
-        return shlex.join(inside(ContainerConfig(**values), ["qurl", "train"], "/here"))
+        cluster = ClusterConfig(container=ContainerConfig(**values))
+        return shlex.join(inside(cluster, ["qurl", "train"], "/here"))
 
     mounts = ("/data", "/a:/b")
     assert words() == "qurl train"
@@ -216,3 +223,28 @@ def test_a_command_is_put_into_the_container():
     assert words(kind="apptainer", image="q.sif", mounts=mounts) == (
         "apptainer exec --nv --bind /data,/a:/b --pwd /here q.sif qurl train"
     )
+
+
+SITE = SiteConfig(environment={"NCCL_IB_HCA": "mlx5,x"})
+NODE = NodeConfig(interfaces=("bond0",))
+
+
+def test_what_the_site_sets_goes_before_what_a_pyxis_image_sets():
+    container = ContainerConfig(kind="pyxis", image="me/qurl")
+    words = inside(ClusterConfig(container=container, site=SITE, node=NODE), ["qurl"], "/here")
+    assert "--container-env=NCCL_SOCKET_IFNAME,GLOO_SOCKET_IFNAME,NCCL_IB_HCA" in words
+    alone = inside(ClusterConfig(container=container), ["qurl"], "/here")
+    assert not any(word.startswith("--container-env") for word in alone)
+
+
+def test_what_the_site_sets_goes_before_what_an_apptainer_image_sets():
+    container = ContainerConfig(kind="apptainer", image="q.sif")
+    text = script(ClusterConfig(container=container, site=SITE, node=NODE), QUICK)
+    for line in ("NCCL_IB_HCA=mlx5,x", "NCCL_SOCKET_IFNAME=bond0"):
+        assert f"\nexport {line}\n" in text and f"\nexport APPTAINERENV_{line}\n" in text
+    assert "APPTAINERENV" not in script(ClusterConfig(site=SITE), QUICK)
+
+
+def test_a_file_that_pyxis_would_take_for_a_name_is_refused():
+    with pytest.raises(ConfigError, match="container.image=q.sqsh: .* write ./q.sqsh"):
+        ContainerConfig(kind="pyxis", image="q.sqsh")

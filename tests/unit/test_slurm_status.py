@@ -78,6 +78,11 @@ def test_a_job_with_room_for_all_steps_says_that_it_is_enough(facts):
     assert "enough for the 180 that are missing" in render(found)
 
 
+def test_of_a_run_that_ends_it_is_not_said_how_many_steps_fit(facts):
+    found = render(describe(replace(facts, records=records(200)), NOW))
+    assert "11m40s left; all steps are done" in found
+
+
 def test_where_a_step_spends_its_time_is_shown_longest_first(facts):
     text = render(describe(facts, NOW))
     assert "10.0 s: rollout 6.00 s, train 3.00 s (medians)" in text
@@ -142,7 +147,6 @@ def test_a_job_that_left_the_queue_without_a_word_is_not_said_to_run(facts):
     assert "slurm logs" in found.next
     found = describe(replace(facts, queue={}, attempts=(), records=()), NOW)
     assert "left the queue without an attempt" in found.what
-    assert "job.log" in found.next
 
 
 def test_without_slurm_at_hand_the_folder_tells_what_it_knows(facts):
@@ -211,6 +215,46 @@ def test_a_machine_without_slurm_says_so_and_fails_not(submitted, capsys, monkey
     assert "squeue was not found" in said and "no attempt has begun" in said
 
 
-def test_a_folder_for_which_nothing_was_submitted_is_named(tmp_path, capsys):
-    assert main(["slurm", "status", str(tmp_path)]) == 2
-    assert "nothing was submitted for this folder" in capsys.readouterr().err
+@pytest.mark.parametrize("action", ["status", "logs", "hours", "cancel"])
+def test_what_was_never_a_job_is_told_from_a_wrong_name(action, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("other").mkdir()
+    Path("trained").mkdir()
+    Path("trained/metrics.jsonl").touch()
+    Path("file").touch()
+    for name, said in {
+        "nowhere": "nowhere is not a folder; name the run's, train.run_dir of its recipe",
+        "file": "file is not a folder; name the run's, train.run_dir of its recipe",
+        "other": "other: nothing was submitted for this folder; name the run's, train.run_dir of "
+        "its recipe",
+        "trained": "trained: this run was never submitted to Slurm; `qurl report trained` shows "
+        "how it went",
+    }.items():
+        assert main(["slurm", action, name]) == 2
+        assert capsys.readouterr().err == f"qurl: {said}\n"
+
+
+def test_a_job_that_waits_for_no_reason_is_given_none(facts):
+    pending = Queued(7, "PENDING", "", "", 0.0, 0.0)
+    waits = replace(facts, queue={7: pending}, attempts=(), records=())
+    assert describe(waits, NOW).what == "waiting, job 7"
+
+
+@pytest.mark.parametrize("action", ["logs", "hours"])
+def test_a_run_that_waits_has_no_attempt_to_look_at(action, tmp_path, capsys):
+    folder.write_submitted(tmp_path, folder.Submitted([7], ""))
+    assert main(["slurm", action, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"qurl: {tmp_path} has no attempt yet; `qurl slurm status {tmp_path}` says what it waits "
+        "for\n"
+    )
+
+
+def test_of_a_job_that_never_began_it_is_said_who_remembers_it(facts):
+    gone = replace(facts, queue={}, attempts=(), records=())
+    assert describe(gone, NOW).next == (
+        "`scontrol show job 7`, or later `sacct -j 7`, says why; `qurl slurm submit`, as before, "
+        "submits it again"
+    )
+    began = replace(gone, logged=True)
+    assert describe(began, NOW).next == f"{facts.run_dir}/slurm/job.log says why"

@@ -1,7 +1,6 @@
 """From the command line to the queue; sbatch and its like are small scripts here."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from qurl_megatron.slurm.cluster import (
 from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.slurm.ready import FOLDER, ROOT
 from qurl_megatron.testing.models import tiny_checkpoint
+from tests.programs import Programs
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 
@@ -34,10 +34,16 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A shared folder with a cluster file, and a Slurm that takes everything."""
+    """A shared folder with a cluster file."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}/usr/bin{os.pathsep}/bin")
-    (tmp_path / "bin").mkdir()
+    (tmp_path / "cluster.toml").write_text(f'[site]\nshared = ["{tmp_path}"]\n')
+    return tmp_path
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> Programs:
+    """A Slurm that takes everything."""
+    programs = Programs(tmp_path, monkeypatch)
     answers = {
         "sbatch": f"cat > {tmp_path}/script; echo 41",
         "squeue": "echo '{\"jobs\": []}'",
@@ -46,15 +52,8 @@ def here(tmp_path, monkeypatch) -> Path:
         "PreemptMode=REQUEUE",
     }
     for name, answer in answers.items():
-        program(tmp_path, name, answer)
-    (tmp_path / "cluster.toml").write_text(f'[site]\nshared = ["{tmp_path}"]\n')
-    return tmp_path
-
-
-def program(here: Path, name: str, body: str) -> None:
-    path = here / "bin" / name
-    path.write_text(f'#!/bin/sh\necho {name} "$@" >> {here}/called\n{body}\n')
-    path.chmod(0o755)
+        programs(name, answer)
+    return programs
 
 
 def submit(model: Path, *words: str) -> int:
@@ -62,7 +61,7 @@ def submit(model: Path, *words: str) -> int:
     return main(["slurm", "submit", str(QUICK), *overrides, "--cluster", "cluster.toml"])
 
 
-def test_a_submitted_run_leaves_all_that_its_job_will_read(here, model, capsys):
+def test_a_submitted_run_leaves_all_that_its_job_will_read(here, slurm, model, capsys):
     assert submit(model, "train.run_dir=run") == 0
     folder = here / "run/slurm"
     assert (folder / "recipe.toml").read_bytes() == QUICK.read_bytes()
@@ -82,6 +81,11 @@ def test_a_submitted_run_leaves_all_that_its_job_will_read(here, model, capsys):
         ({}, Pace(), ""),
         ({"MaxTime": "UNLIMITED", "GraceTime": "0", "PreemptMode": "OFF"}, Pace(), ""),
         ({"MaxTime": "1-00:00:00", "GraceTime": "0"}, Pace(), ""),
+        (
+            {"GraceTime": "0", "PreemptMode": "REQUEUE"},
+            Pace((10.0,), (5.0,)),
+            "main leaves no time to save; steps since the newest checkpoint are done again",
+        ),
         (
             {"GraceTime": "60", "PreemptMode": "REQUEUE"},
             Pace(),
@@ -115,74 +119,68 @@ def test_a_time_limit_that_the_partition_does_not_have_is_refused():
     )
 
 
-def test_a_chain_is_submitted_at_once(here, model, capsys):
+def test_a_chain_is_submitted_at_once(here, slurm, model, capsys):
     text = (here / "cluster.toml").read_text()
     (here / "cluster.toml").write_text('[job]\nagain = "chain"\nchain = 3\n' + text)
     assert submit(model, "train.run_dir=run") == 0
-    assert (here / "called").read_text().count("sbatch --parsable") == 3
+    assert slurm.called.count("sbatch --parsable") == 3
 
 
-def test_a_dry_run_writes_and_submits_nothing(here, model, capsys):
+def test_a_dry_run_writes_and_submits_nothing(here, slurm, model, capsys):
     assert submit(model, "train.run_dir=run", "--dry-run") == 0
     assert "nothing was submitted" in capsys.readouterr().out
-    called = (here / "called").read_text().splitlines()
-    assert called == ["sbatch --test-only", "scontrol --oneliner show partition"]
+    assert slurm.called == ["sbatch --test-only", "scontrol --oneliner show partition"]
     assert not (here / "run").exists()
 
 
-def test_a_run_whose_job_is_in_the_queue_is_not_submitted_again(here, model, capsys):
+def test_a_run_whose_job_is_in_the_queue_is_not_submitted_again(here, slurm, model, capsys):
     assert submit(model, "train.run_dir=run") == 0
-    program(here, "squeue", 'echo \'{"jobs": [{"job_id": 41, "job_state": "PENDING"}]}\'')
+    slurm("squeue", 'echo \'{"jobs": [{"job_id": 41, "job_state": "PENDING"}]}\'')
     assert submit(model, "train.run_dir=run") == 2
     assert capsys.readouterr().err == (
         "qurl: run has job 41 in the queue (PENDING); let it end, or `qurl slurm cancel run`\n"
     )
 
 
-def test_a_job_that_slurm_refuses_leaves_no_trace(here, model, capsys):
-    program(here, "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+def test_a_job_that_slurm_refuses_leaves_no_trace(here, slurm, model, capsys):
+    slurm("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     assert submit(model, "train.run_dir=run") == 2
     assert "sbatch --test-only refused (1): invalid partition" in capsys.readouterr().err
     assert not (here / "run").exists()
 
 
-def test_running_jobs_save_and_waiting_ones_leave(here, model, capsys):
+def test_running_jobs_save_and_waiting_ones_leave(here, slurm, model, capsys):
     assert submit(model, "train.run_dir=run") == 0
     (here / "run/slurm/job.json").write_text('{"jobs": [41, 42], "submitted_at": ""}')
-    program(
-        here,
+    slurm(
         "squeue",
         'echo \'{"jobs": [{"job_id": 41, "job_state": "RUNNING"}, '
         '{"job_id": 42, "job_state": "PENDING"}]}\'',
     )
     assert main(["slurm", "cancel", "run"]) == 0
-    called = (here / "called").read_text().splitlines()
-    assert called[-2:] == ["scancel 42", "scancel --batch --signal=TERM 41"]
+    assert slurm.called[-2:] == ["scancel 42", "scancel --batch --signal=TERM 41"]
 
 
-def test_a_dry_cancel_says_what_slurm_would_be_told_and_tells_it_nothing(here, model, capsys):
+def test_a_dry_cancel_says_what_slurm_would_be_told_and_tells_it_nothing(
+    here, slurm, model, capsys
+):
     assert submit(model, "train.run_dir=run") == 0
     (here / "run/slurm/job.json").write_text('{"jobs": [41, 42, 43], "submitted_at": ""}')
     states = {41: "RUNNING", 42: "PENDING", 43: "PENDING"}
     jobs = [{"job_id": job, "job_state": state} for job, state in states.items()]
     (here / "queue").write_text(json.dumps({"jobs": jobs}))
-    program(here, "squeue", f"cat {here}/queue")
-    before = (here / "called").read_text()
+    slurm("squeue", f"cat {here}/queue")
+    before = slurm.called
     capsys.readouterr()
     assert main(["slurm", "cancel", "run", "--dry-run"]) == 0
     *told, last = capsys.readouterr().out.splitlines()
     assert last == "--dry-run: Slurm was told nothing"
-    assert (here / "called").read_text() == before + "squeue --me --json\n"
+    assert slurm.called == [*before, "squeue --me --json"]
     assert main(["slurm", "cancel", "run"]) == 0
-    assert (here / "called").read_text().splitlines()[-len(told) :] == told
+    assert slurm.called[-len(told) :] == told
 
 
-def test_a_folder_for_which_nothing_was_submitted_is_named(here, capsys):
-    assert main(["slurm", "cancel", "other"]) == 2
-    assert "other: nothing was submitted for this folder" in capsys.readouterr().err
-
-
-def test_a_tool_is_submitted_with_a_log_of_its_own(here, capsys):
+def test_a_tool_is_submitted_with_a_log_of_its_own(here, slurm, capsys):
     (here / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
     words = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
     assert main(["slurm", "submit", *words]) == 0
@@ -190,17 +188,17 @@ def test_a_tool_is_submitted_with_a_log_of_its_own(here, capsys):
     assert (here / "runs/slurm").is_dir()
 
 
-def test_a_converter_that_is_not_in_this_folder_is_not_submitted(here, capsys):
+def test_a_converter_that_is_not_in_this_folder_is_not_submitted(here, slurm, capsys):
     words = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
     assert main(["slurm", "submit", *words]) == 2
     assert capsys.readouterr().err == (
         "qurl: checkpoints_tools/quantize.py does not exist here, where the job would run; submit "
         "from the folder of the repository\n"
     )
-    assert not (here / "called").exists()
+    assert slurm.called == []
 
 
-def test_the_script_is_printed_without_any_check(here, capsys, monkeypatch):
+def test_the_script_is_printed_without_any_check(here, slurm, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(["slurm", "render", str(QUICK), "--cluster", "cluster.toml"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
@@ -220,19 +218,21 @@ def test_the_script_is_printed_without_any_check(here, capsys, monkeypatch):
         (["parallel.tensor=8"], "parallel.tensor=8"),
     ],
 )
-def test_what_would_fail_in_the_first_minute_is_said_at_once(overrides, said, here, model, capsys):
+def test_what_would_fail_in_the_first_minute_is_said_at_once(
+    overrides, said, here, slurm, model, capsys
+):
     assert submit(model, "train.run_dir=run", *overrides) == 2
     assert said in capsys.readouterr().err
-    assert not (here / "called").exists()
+    assert slurm.called == []
 
 
-def test_a_model_without_weights_is_named(here, model, capsys):
+def test_a_model_without_weights_is_named(here, slurm, model, capsys):
     shutil.copytree(model, here / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     assert submit(here / "empty", "train.run_dir=run") == 2
     assert "has no *.safetensors" in capsys.readouterr().err
 
 
-def test_a_model_of_an_unknown_family_is_named(here, model, capsys):
+def test_a_model_of_an_unknown_family_is_named(here, slurm, model, capsys):
     (here / "strange").mkdir()
     (here / "strange/config.json").write_text('{"model_type": "mamba"}')
     assert submit(here / "strange", "train.run_dir=run") == 2
@@ -269,6 +269,28 @@ def test_a_container_that_is_not_there_is_named(image):
 def test_a_container_of_a_registry_is_taken_at_its_word():
     container = ContainerConfig(kind="pyxis", image="nvcr.io#nvidia/pytorch:25.10-py3")
     checks.check_container(ClusterConfig(container=container))
+
+
+@pytest.mark.parametrize(
+    ("key", "mounts"),
+    [
+        ("the working folder", ["/run", "/model"]),
+        ("train.run_dir", ["/work", "/model"]),
+        ("model.path", ["/work", "/run"]),
+        ("model.path", ["/work", "/run", "/model:/elsewhere"]),
+    ],
+)
+def test_what_the_container_would_not_have_is_named(key, mounts, tmp_path, monkeypatch):
+    for name in ("work", "run", "model"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    config = load(QUICK, [f"train.run_dir={tmp_path}/run/a", f"model.path={tmp_path}/model"])
+    mounts = tuple(mount.replace("/", f"{tmp_path}/", 1) for mount in mounts)
+    whole = ContainerConfig(kind="pyxis", image="me/qurl", mounts=(str(tmp_path),))
+    checks.check_mounts(config, whole)
+    with pytest.raises(ConfigError, match=f"{key}.* is in none of container.mounts"):
+        checks.check_mounts(config, replace(whole, mounts=mounts))
+    checks.check_mounts(config, ContainerConfig())
 
 
 def test_a_cluster_file_must_say_which_folders_are_shared(tmp_path):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from qurl_megatron.config import AlgoConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
-from qurl_megatron.data.pack import plan_passes
+from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.planning.training_time import deal_out
 from qurl_megatron.planning.workload import Workload

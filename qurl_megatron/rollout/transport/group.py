@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.plan import SLOTS
 from qurl_megatron.rollout.transport import Failures, Part, Rank
 from qurl_megatron.rollout.transport.facts import own_facts
 from qurl_megatron.rollout.transport.link import Link, open_link
@@ -36,7 +37,6 @@ from qurl_megatron.rollout.transport.meeting import (
     patient,
     still_open,
 )
-from qurl_megatron.rollout.transport.memory import SLOTS
 from qurl_megatron.rollout.transport.receipts import missing, received
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 

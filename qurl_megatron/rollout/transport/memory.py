@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.plan import SLOTS
 from qurl_megatron.rollout.transport import AtOnce, Part, Rank
 from qurl_megatron.rollout.transport.facts import check, own_facts
 from qurl_megatron.rollout.transport.files import RECEIPTS, mapped, refusing
@@ -23,8 +24,6 @@ from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 from qurl_megatron.runtime.children import expandable_segments
 from qurl_megatron.runtime.undertaker import bury, remove
-
-SLOTS = 2
 
 
 def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:

@@ -1,27 +1,19 @@
 """What one rank of a run, and one rank of an engine, must keep in memory.
 
-What is held all the time is counted, not estimated: ``held`` adds up the storages of a model and
-its optimizer, be they real or on the meta device. Activations are estimated by the accounting of
-Korthikanti et al. 2022 (arXiv:2205.05198), section 4: what a backward pass will read again.
+What is held all the time is known, not estimated: ``buffers`` has it from shapes alone, a dry run
+from a model that is built. Activations are estimated by the accounting of Korthikanti et al. 2022
+(arXiv:2205.05198), section 4: what a backward pass will read again. None of it needs torch.
 
 Shapes: T = tokens of one pass on one rank, h = hidden size, f = size between the two MLP
 projections, t = tensor-parallel size. All sizes are bytes.
 """
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from qurl_megatron.algo.log_probs import SCRATCH_BYTES
 from qurl_megatron.weights import Arch, is_quantized, stage_ops
-from qurl_megatron.weights.checkpoint import hf_shapes
-
-if TYPE_CHECKING:  # Megatron takes seconds to import, and most of this is arithmetic
-    from megatron.core.distributed import DistributedDataParallel
+from qurl_megatron.weights.shapes import hf_shapes
 
 GIB = 1 << 30
 
@@ -37,6 +29,10 @@ NCCL = GIB
 ENGINE_RUNTIME = 6 * GIB
 """An engine's CUDA graphs, workspaces and activations: 4 to 6 GiB, which it keeps while it lends
 its weights' and cache's memory. (SGLang's own rule for a GPU of this size leaves 10 for them.)"""
+
+SCRATCH = 64 << 20
+"""Each of two buffers in which a GPU works out log-probs: ``algo.log_probs.SCRATCH_BYTES``, which a
+test holds equal to it, for that module is torch's."""
 
 GAPS = 0.05
 """Share of a trainer's memory that lies unused between its allocations."""
@@ -59,39 +55,6 @@ class Held:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.masters + self.moments
-
-
-def held(model: "DistributedDataParallel", optimizer: Any) -> Held:
-    """Add up the storages of a wrapped model and its optimizer, with their buffers' padding."""
-    parameters = list(model.module.parameters())
-    weights = _storages(p.data for p in parameters)
-    buffers = [*model.buffers, *model.expert_parallel_buffers]
-    gradients = _storages(buffer.grad_data for buffer in buffers)
-    adams = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
-    updated = [p for adam in adams for group in adam.param_groups for p in group["params"]]
-    moments = _storages(
-        adam.state[p][moment]
-        for adam in adams
-        for group in adam.param_groups
-        for p in group["params"]
-        for moment in ("exp_avg", "exp_avg_sq")
-    )
-    # Models in FP32 are updated in place: their masters are the weights.
-    masters = {key: size for key, size in _storages(updated).items() if key not in weights}
-    return Held(
-        parameters=sum(p.numel() for p in parameters),
-        largest=max(p.numel() for p in parameters),
-        weights=sum(weights.values()),
-        gradients=sum(gradients.values()),
-        masters=sum(masters.values()),
-        moments=sum(moments.values()),
-    )
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by storage: views of one buffer count once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 @dataclass(frozen=True)
@@ -149,13 +112,8 @@ def logits(arch: Arch, passed: Pass) -> int:
     columns = -(-arch.vocab // passed.tensor)
     one = passed.tokens * columns * (4 if passed.fp32_output else passed.itemsize)
     sources = 4 * arch.hidden * (columns + passed.tokens) if passed.fp32_output else 0
-    scratch = min(2 * SCRATCH_BYTES["cuda"], 2 * 4 * passed.tokens * columns)
+    scratch = min(2 * SCRATCH, 2 * 4 * passed.tokens * columns)
     return one * (2 if passed.transposed else 1) + sources + scratch
-
-
-def parameters(arch: Arch) -> int:
-    """Numbers in a checkpoint of the model."""
-    return sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values())
 
 
 @cache
@@ -169,7 +127,7 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
     total = 0.0
     for part in (part for op in ops for part in op.hf):
         shape = shapes[part.name]
-        size = torch.Size(shape).numel()
+        size = math.prod(shape)
         quantized = scheme in CODE_BYTES and is_quantized(part.name)
         shared = tensor if part.split_dim is not None else 1
         if ".k_proj." in part.name or ".v_proj." in part.name:

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.model.memory import Held
+from qurl_megatron.sizes.memory import Held
 from qurl_megatron.weights import Arch, is_vocabulary, stage_ops
-from qurl_megatron.weights.checkpoint import hf_shapes
+from qurl_megatron.weights.shapes import hf_shapes
 
 PARAMETER_STEP = 64  # numbers; with a distributed optimizer alone, like the next
 BUCKET_STEP = 128
