@@ -4,7 +4,7 @@ When a rank dies, every other one fails too, in the collective where it waits, a
 length. What counts first is therefore not the time but whether a failure can be a consequence:
 
     1  the traceback of a rank that names a reason of its own
-    2  a rank that the system killed, or a node that was lost: srun alone says so
+    2  a rank that the system killed, or a node that was lost: srun (torchrun) alone says so
     3  the traceback, or the death, of an engine: engines may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone
@@ -274,7 +274,7 @@ def _silent(lines: Sequence[str]) -> Iterator[Event]:
 
 def _ended(line: str) -> tuple[str, list[str], str]:
     """``srun: error: train1: tasks 0-1,4: Killed`` -> node, tasks, how; empty for other lines."""
-    found = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
+    found = re.match(r"(?:srun|qurl): error: (\S+): tasks? ([\d,-]+): (.*)", line)
     if not found:
         return "", [], ""
     parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", found[2])
