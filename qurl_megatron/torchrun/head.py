@@ -174,7 +174,9 @@ class Head:
             for line in round.hear(heard):
                 self.say(line)
             if round.failing and end_at == float("inf"):
-                failed, end_at = round.lost, time.monotonic() + GRACE_S
+                end_at = time.monotonic() + GRACE_S
+            if round.lost and not failed:
+                failed, end_at = round.lost, 0.0
             if not told and (told := told_by(heard)):
                 self.say(f"SIG{told}: the ranks save and end")
                 self.signal(signal.SIGUSR1)
