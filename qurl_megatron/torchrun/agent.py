@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron.observe.failures import FOLDER
+from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.undertaker import bury, spare
 from qurl_megatron.torchrun.board import Order
 
@@ -26,10 +27,13 @@ class Torchrun:
     """A running torchrun, which ends with this process."""
 
     def __init__(self, order: Order, seat: int, per_node: int) -> None:
-        logs = Path(order.logs)
+        """
+        Raises:
+            ConfigError: its words cannot be written.
+        """
         # Not *.log: what torchrun says of a rank that failed is no cause of anything.
-        self._words = logs / f"torchrun-{seat}.txt"
-        with self._words.open("w") as words:
+        self._words = Path(order.logs) / f"torchrun-{seat}.txt"
+        with refusing(self._words, key="train.run_dir"), self._words.open("w") as words:
             self._process = subprocess.Popen(
                 command(order, seat, per_node),
                 env={**os.environ, **environment(order, per_node)},
@@ -53,11 +57,17 @@ class Torchrun:
         lines = self._words.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the ranks."""
-        for rank in self._ranks():
+    def signal(self, number: int) -> bool:
+        """Send a signal to the ranks.
+
+        Returns:
+            There are some: torchrun takes seconds to start them.
+        """
+        ranks = self._ranks()
+        for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
+        return bool(ranks)
 
     def end(self) -> None:
         """Kill it and the ranks, stopped ones too."""

@@ -23,7 +23,7 @@ from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.cluster import JobConfig
 from qurl_megatron.slurm.supervise import Received
 from qurl_megatron.slurm.task import STOPPED
-from qurl_megatron.slurm.verdict import BAD_NODE
+from qurl_megatron.slurm.verdict import BAD_NODE, Decision, Outcome
 from qurl_megatron.torchrun.board import BEAT_S, SILENT_S, Board, Row, ask
 from qurl_megatron.torchrun.head import Head, NodeMissing, Plan
 from qurl_megatron.torchrun.member import Member
@@ -111,8 +111,11 @@ def _run(options: argparse.Namespace) -> int:
 def _lead(head: Head) -> int:
     try:
         outcome = head.run()
-    except (ConfigError, NodeMissing) as error:
-        head.leave(BAD_NODE if isinstance(error, NodeMissing) else 2, str(error))
+    except NodeMissing as missing:
+        outcome = Outcome(Decision.STOP, BAD_NODE, str(missing))
+        head.say(outcome.why)
+    except ConfigError as error:
+        head.leave(2, str(error))
         raise
     head.leave(outcome.code, outcome.why)
     return outcome.code

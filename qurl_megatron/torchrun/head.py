@@ -17,7 +17,7 @@ from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.pace import mark, measured
 from qurl_megatron.slurm.supervise import Ending, Received, ask_for_stacks
 from qurl_megatron.slurm.task import STOPPED
-from qurl_megatron.slurm.verdict import Decision, Outcome, before, decide
+from qurl_megatron.slurm.verdict import WALL_TIME, Decision, Outcome, before, decide
 from qurl_megatron.torchrun.board import BEAT_S, Board, Order, Row, Word
 from qurl_megatron.torchrun.member import Member
 from qurl_megatron.torchrun.round import Round, missing, seats
@@ -184,7 +184,9 @@ class Head:
                 failed, end_at = f"hung: no new step for {still:.0f} s", 0.0
                 self._write_stacks(Path(order.logs), ranks)
         self._want(Word())
-        return Ending(round.code, told, failed)
+        # Told before it could listen, a rank dies of it, and nothing is lost.
+        code = 0 if told and round.code == 128 + signal.SIGUSR1 else round.code
+        return Ending(code, told, failed)
 
     def _write_stacks(self, logs: Path, ranks: int) -> None:
         silent = ask_for_stacks(self, logs, ranks)
@@ -228,8 +230,12 @@ class Progress:
 
 
 def told_by(rows: dict[str, Row]) -> str:
-    """The signal by which somebody ends the run, at whichever node; "": nobody does."""
-    return next((row.received for row in rows.values() if row.received), "")
+    """The signal by which somebody ends the run, at whichever node; "": nobody does.
+
+    SIGUSR1, a batch system's last warning, is one of them: here nothing goes on by itself.
+    """
+    found = next((row.received for row in rows.values() if row.received), "")
+    return "TERM" if found == WALL_TIME else found
 
 
 def free_port() -> int:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.failures import FOLDER
-from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.runtime.files import refusing
 
 
 def main(run_dir: Path) -> int:
     """What ``qurl slurm task`` returns."""
     logs = Path(os.environ[FOLDER])
+    file = logs / f"train-{os.environ['RANK']}.log"
     try:
-        wait_until_seen(logs, "the head has made it", key="train.run_dir")
-        log = os.open(logs / f"train-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT, 0o644)
+        with refusing(file, key="train.run_dir"):
+            log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

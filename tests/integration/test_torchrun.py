@@ -145,6 +145,19 @@ def test_two_failures_without_a_checkpoint_between_them_end_a_run_with_4(tiny):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("after", ["the ranks write", "setting up"])
+def test_a_run_that_is_stopped_before_its_ranks_can_listen_ends_with_143(tiny, after):
+    with nodes(tiny, f"early-{after[:3]}", *OPTIONS) as run:
+        head = run.start("--nproc-per-node=2")
+        run.wait(lambda: "the ranks write" in run.told())
+        if after == "setting up":
+            run.wait(lambda: (run.dir / "slurm/attempts/1/train-1.log").exists())
+        head.send_signal(signal.SIGTERM)
+        assert head.wait(LIMIT_S) == 143, run.told()
+        assert run.attempts()[0][0] == "stop" and run.footprint.left(run.dir) == []
+
+
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped_is_found_and_the_run_goes_on(tiny):
     with nodes(tiny, "hung", *OPTIONS) as run:
         head = run.start("--nproc-per-node=2", "--hung-s=40")

@@ -16,6 +16,8 @@ from qurl_megatron.torchrun.agent import command as torchruns_command
 from qurl_megatron.torchrun.agent import failures
 from qurl_megatron.torchrun.board import Board, Order, Row, Word, ask
 from qurl_megatron.torchrun.command import endpoint_of, is_here, main
+from qurl_megatron.torchrun.head import told_by
+from qurl_megatron.torchrun.member import Member
 from qurl_megatron.torchrun.round import Round, missing, seats
 
 LIKE = {"--nnodes": "2", "train.run_dir": "runs/math"}
@@ -164,6 +166,26 @@ def test_the_head_is_the_first_node_and_the_others_keep_their_places():
     assert seats("y", {"y": "train1", "new": "train2"}, 2) == {"y": 0, "new": 1}
 
 
+@pytest.mark.parametrize(
+    ("received", "told"), [("", ""), ("INT", "INT"), ("TERM", "TERM"), ("USR1", "TERM")]
+)
+def test_whoever_gets_a_signal_ends_the_run_and_a_last_warning_is_one(received, told):
+    assert told_by({"a": row("train1"), "b": row("train2", received=received)}) == told
+
+
+def test_a_node_that_does_not_see_the_attempts_folder_yet_looks_again(tmp_path):
+    member = Member("a", row("train1"), 1)
+    order = replace(ordered("b", "a"), logs=str(tmp_path / "3"))
+    assert member.follow(Word(order)) == row("train1")
+
+
+def test_a_node_without_a_seat_takes_no_part(tmp_path):
+    member = Member("a", row("train1"), 1)
+    order = replace(ordered("b", "c"), logs=str(tmp_path))
+    assert member.follow(Word(order), "TERM") == row("train1", received="TERM")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_node_that_does_not_come_back_is_named():
     assert missing(["train1", "train2"], ["train1"], 2) == (
         "1 of 2 nodes are here (train1), train2 missing"
@@ -274,7 +296,8 @@ def test_nodes_that_never_come_end_the_head_with_7_and_are_counted(recipe, capsy
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--wait", "0.1"]
     run_dir = f"train.run_dir={tmp_path}/run"
     assert main([*words, "--rdzv-endpoint", f"127.0.0.1:{port}", recipe, run_dir]) == 7
-    told = capsys.readouterr().err
+    told = capsys.readouterr().out
+    assert told.removeprefix("qurl: ") in (tmp_path / "run/slurm/job.log").read_text()
     assert f"after 0.10 s 1 of 2 nodes are here ({socket.gethostname()}); start the same" in told
     assert not (tmp_path / "run/slurm/attempts").exists()
 
