@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_before_its_ranks_can_listen_ends_with_143(tiny, a
 @pytest.mark.thorough
 def test_a_rank_that_is_stopped_is_found_and_the_run_goes_on(tiny):
     with nodes(tiny, "hung", *OPTIONS) as run:
-        head = run.start("--nproc-per-node=2", "--hung-s=40")
+        head = run.start("--nproc-per-node=2", "--hung-s=90")
         run.wait(lambda: run.saved() >= 2)
         os.kill(run.rank(1), signal.SIGSTOP)
         assert head.wait(LIMIT_S) == 0, run.told()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+import psutil
 import pytest
 
 from qurl_megatron.errors import ConfigError
@@ -97,7 +98,7 @@ def test_an_attempt_is_finished_when_every_node_has_ended_its_part():
 
 def test_what_a_node_says_of_another_attempt_counts_for_nothing():
     attempt = round_of(a=row("train1"))
-    attempt.hear({"a": row("train1", attempt=2, ended=1, failed={"0": 1})})
+    assert attempt.hear({"a": row("train1", attempt=2, ended=1, failed={"0": 1})}) == []
     assert (attempt.finished, attempt.failing) == (False, False)
 
 
@@ -113,6 +114,8 @@ def test_a_rank_that_failed_is_told_of_once_in_words_that_logs_understands():
         "error: train2: task 2: Exited with exit code 1",
     ]
     assert attempt.hear(heard) == [] and attempt.failing and not attempt.finished
+    heard["b"] = replace(heard["b"], received="TERM")
+    assert attempt.hear(heard) == []
     cause = first_cause(Evidence(srun=[f"qurl: {line}" for line in said]))
     assert (cause.first.who, cause.first.node, cause.first.said, cause.first.code) == (
         "rank 1",
@@ -259,7 +262,8 @@ def test_several_nodes_need_an_endpoint_and_one_needs_none():
 
 
 def test_the_head_is_where_the_endpoint_is():
-    assert is_here("localhost") and is_here("127.0.1.1")
+    own = [a.address for a in psutil.net_if_addrs().get("eth0", ()) if a.family == socket.AF_INET]
+    assert all(is_here(address) for address in [*own, "localhost", "127.0.1.1"])
     assert not is_here("192.0.2.1")
 
 
