@@ -62,7 +62,7 @@ def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
     """Leave ``failure-RANK.json`` in the attempt's folder; outside of an attempt nothing."""
     if not env.get(FOLDER):
         return
-    rank = own_rank(env)
+    rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
     failure = Failure(
         time=now(),
         rank=rank,
@@ -83,11 +83,6 @@ def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             aside.unlink()
-
-
-def own_rank(env: Mapping[str, str]) -> int:
-    """As torchrun or srun told it; 0 where neither did."""
-    return int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
 
 
 @contextlib.contextmanager

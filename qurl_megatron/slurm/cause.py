@@ -4,7 +4,7 @@ When a rank dies, every other one fails too, in the collective where it waits, a
 length. What counts first is therefore not the time but whether a failure can be a consequence:
 
     1  the traceback of a rank that names a reason of its own
-    2  a rank that the system killed, or a node that was lost: srun (torchrun) alone says so
+    2  a rank that the system killed, or a node that was lost: srun alone says so
     3  the traceback, or the death, of an engine: engines may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone

@@ -1,4 +1,4 @@
-"""``qurl slurm task``: what ``srun`` starts, one training rank; without Slurm torchrun does.
+"""``qurl slurm task``: what ``srun`` starts, one training rank.
 
 Of the signals that srun passes on, SIGTERM ends the step at once, and some clusters give a signal
 to all that a task has started, engines included. So the supervisor sends SIGUSR1, which is blocked
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from qurl_megatron.observe.failures import FOLDER, kept, own_rank
+from qurl_megatron.observe.failures import FOLDER, kept
 from qurl_megatron.runtime.files import refusing
 from qurl_megatron.slurm import folder
 
@@ -28,7 +28,7 @@ STOPPED = 128 + signal.SIGTERM
 
 
 def task(run_dir: Path, engines: int | None = None) -> int:
-    """Train as the rank that the launcher's variables name, with the recipe that was submitted.
+    """Train as the rank that Slurm's variables name, with the recipe that was submitted.
 
     Args:
         engines: how many to wait for, where bad nodes leave fewer than the recipe has.
@@ -81,4 +81,4 @@ def _wait(asked: bool) -> None:
 def _stacks(env: Mapping[str, str]) -> Path | None:
     if not env.get(FOLDER):
         return None
-    return folder.stack_file(Path(env[FOLDER]), own_rank(env))
+    return folder.stack_file(Path(env[FOLDER]), int(env.get("SLURM_PROCID", "0")))
