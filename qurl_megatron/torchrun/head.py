@@ -161,22 +161,22 @@ class Head:
         self.say(f"attempt {number}: {outcome.why}")
         return outcome
 
-    def _watch(self, round: Round, order: Order, ranks: int) -> Ending:
+    def _watch(self, seen: Round, order: Order, ranks: int) -> Ending:
         """The attempt, until every node has ended its part or is lost."""
-        self._names, told, failed, end_at = round.names, "", "", float("inf")
+        self._names, told, failed, end_at = seen.names, "", "", float("inf")
         progress = Progress(self.plan)
         self._word = Word(order)
-        while not round.finished:
+        while not seen.finished:
             over = time.monotonic() > end_at
             self._want(Word(order, self._word.signals, over))
             time.sleep(BEAT_S / 2)
             heard = self._heard()
-            for line in round.hear(heard):
+            for line in seen.hear(heard):
                 self.say(line)
-            if round.failing and end_at == float("inf"):
+            if seen.failing and end_at == float("inf"):
                 end_at = time.monotonic() + GRACE_S
-            if round.lost and not failed:
-                failed, end_at = round.lost, 0.0
+            if seen.lost and not failed:
+                failed, end_at = seen.lost, 0.0
             if not told and (told := told_by(heard)):
                 self.say(f"SIG{told}: the ranks save and end")
                 self.signal(signal.SIGUSR1)
@@ -185,7 +185,7 @@ class Head:
                 self._write_stacks(Path(order.logs), ranks)
         self._want(Word())
         # Told before it could listen, a rank dies of it, and nothing is lost.
-        code = 0 if told and round.code == 128 + signal.SIGUSR1 else round.code
+        code = 0 if told and seen.code == 128 + signal.SIGUSR1 else seen.code
         return Ending(code, told, failed)
 
     def _write_stacks(self, logs: Path, ranks: int) -> None:
