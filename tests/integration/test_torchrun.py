@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from qurl_megatron.config import load
@@ -69,11 +70,15 @@ class Nodes:
         return int(newest.name.removeprefix("step_")) if newest else 0
 
     def rank(self, number: int) -> int:
-        """The process of a rank."""
-        for process in self.footprint.look():
-            with contextlib.suppress(OSError):
+        """The process of a rank, which is torchrun's child; it has forks of the same name."""
+        found = {process.pid: process for process in self.footprint.look()}
+        for process in found.values():
+            with contextlib.suppress(OSError, psutil.Error):  # it has ended
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-                if f"RANK={number}".encode() in environment and "seat" in str(process.cmdline()):
+                launcher = found.get(process.ppid())
+                if launcher is None or f"RANK={number}".encode() not in environment:
+                    continue
+                if "torch.distributed.run" in launcher.cmdline():
                     return process.pid
         raise AssertionError(self.told())
 
