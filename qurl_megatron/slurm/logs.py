@@ -86,7 +86,6 @@ def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
     where = folder.attempt_folder(run_dir, one.number)
     lines += [f"  {path}  what a rank was doing" for path in sorted(where.glob("stack-*"))]
-    lines += [f"  {path}  torchrun" for path in sorted(where.glob("torchrun-*"))]
     lines.append(f"  {run_dir}/slurm/job.log  supervisor and srun, of all attempts")
     if one.number > 1:
         before = f"qurl slurm logs {run_dir} --attempt {one.number - 1}"

@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.cause import Evidence, first_cause
+from qurl_megatron.slurm.logs import logs
 from qurl_megatron.slurm.verdict import Before, decide
 from qurl_megatron.torchrun.agent import command as torchruns_command
 from qurl_megatron.torchrun.agent import failures
@@ -123,6 +125,22 @@ def test_a_rank_that_failed_is_told_of_once_in_words_that_logs_understands():
         "killed by SIGKILL",
         137,
     )
+
+
+def test_logs_finds_an_attempts_words_in_job_log_and_names_no_job(tmp_path, capsys):
+    number = folder.open_attempt(tmp_path, gpus=2)
+    ended = folder.Attempt(number, 0, 0, 0, 4, "", 137, "retry")
+    folder.close_attempt(tmp_path, ended)
+    (tmp_path / "slurm/job.log").write_text(
+        "qurl: attempt 1, from step 0; the ranks write train-RANK.log\n"
+        "qurl: error: train2: task 1: Killed\n"
+        "qurl: attempt 1: the training step ended with 137; step 4 is saved\n"
+    )
+    logs(tmp_path, None)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("attempt 1: ended with 137 (retry); steps 0 to 4 are saved")
+    assert said[1] == "The supervisor says: the training step ended with 137; step 4 is saved"
+    assert said[3] == "First cause: it was killed: rank 1 on train2, exit code 137"
 
 
 def test_a_torchrun_that_failed_without_its_ranks_is_quoted():
