@@ -79,6 +79,8 @@ class Head:
                 self.say(why := f"stopped by SIG{told} before an attempt began")
                 return Outcome(Decision.STOP, STOPPED, why)
             outcome = self._attempt(rows, saved)
+            if outcome.code not in (0, STOPPED):
+                self.say(f"`qurl slurm logs {self.plan.run_dir}` says why")
             if outcome.decision is not Decision.RETRY:
                 return outcome
 
