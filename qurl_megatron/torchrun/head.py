@@ -79,8 +79,6 @@ class Head:
                 self.say(why := f"stopped by SIG{told} before an attempt began")
                 return Outcome(Decision.STOP, STOPPED, why)
             outcome = self._attempt(rows, saved)
-            if outcome.code not in (0, STOPPED):
-                self.say(f"`qurl slurm logs {self.plan.run_dir}` says why")
             if outcome.decision is not Decision.RETRY:
                 return outcome
 
@@ -161,6 +159,8 @@ class Head:
         )
         folder.close_attempt(plan.run_dir, record)
         self.say(f"attempt {number}: {outcome.why}")
+        if outcome.code not in (0, STOPPED):
+            self.say(f"`qurl slurm logs {plan.run_dir} --attempt {number}` says why")
         return outcome
 
     def _watch(self, seen: Round, order: Order, ranks: int) -> Ending:

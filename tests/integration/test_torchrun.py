@@ -205,7 +205,7 @@ def test_what_would_end_so_again_is_not_tried_again(tiny, override):
     with nodes(tiny, f"final-{code}", *OPTIONS, override) as run:
         assert run.start("--nproc-per-node=2").wait(LIMIT_S) == code, run.told()
         assert [one[:2] for one in run.attempts()] == [("stop", code)]
-        assert f"`qurl slurm logs {run.dir}` says why" in run.told()
+        assert f"`qurl slurm logs {run.dir} --attempt 1` says why" in run.told()
         assert run.footprint.left(run.dir) == []
     logged = (run.dir / "slurm/attempts/1").glob("train-*.log")
     assert line in "".join(log.read_text() for log in logged) or code == 3
