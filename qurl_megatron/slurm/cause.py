@@ -307,7 +307,7 @@ def _silent(lines: Sequence[str]) -> Iterator[Event]:
 
 def _ended(line: str) -> tuple[str, list[str], str]:
     """``srun: error: train1: tasks 0-1,4: Killed`` -> node, tasks, how; empty for other lines."""
-    found = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
+    found = re.match(r"(?:srun|qurl): error: (\S+): tasks? ([\d,-]+): (.*)", line)
     if not found:
         return "", [], ""
     parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", found[2])

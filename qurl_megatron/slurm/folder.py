@@ -54,15 +54,20 @@ def write(
     Raises:
         ConfigError: the folder cannot be written.
     """
-    folder = run_dir / "slurm"
+    write_recipe(run_dir, recipe, overrides)
+    put(run_dir / "slurm/cluster.toml", to_toml(cluster))
+    put(run_dir / "slurm/job.sbatch", script)
+
+
+def write_recipe(run_dir: Path, recipe: Path, overrides: list[str]) -> None:
+    """Leave for the ranks what they train by.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
     request = {"overrides": overrides, "recipe": str(recipe)}
-    for name, text in {
-        "recipe.toml": recipe.read_text(encoding="utf-8"),
-        "request.json": json.dumps(request, indent=1) + "\n",
-        "cluster.toml": to_toml(cluster),
-        "job.sbatch": script,
-    }.items():
-        put(folder / name, text)
+    put(run_dir / "slurm/recipe.toml", recipe.read_text(encoding="utf-8"))
+    put(run_dir / "slurm/request.json", json.dumps(request, indent=1) + "\n")
 
 
 def put(path: Path, text: str) -> None:

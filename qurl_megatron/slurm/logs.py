@@ -68,7 +68,7 @@ def section(text: str, number: int) -> list[str]:
     """The lines of job.log that belong to one attempt; all attempts append to it."""
     lines, inside = [], False
     for line in text.splitlines():
-        if began := re.match(r"qurl: attempt (\d+), job ", line):
+        if began := re.match(r"qurl: attempt (\d+), ", line):
             inside = int(began[1]) == number
         if inside:
             lines.append(line)
@@ -99,8 +99,9 @@ def _headline(run_dir: Path, one: Tried) -> str:
     if one.ended is None:
         return f"{run_dir}, attempt {one.number}: it runs, or its supervisor was killed"
     ended: Attempt = one.ended
+    job = f", job {ended.job}" if ended.job else ""  # none where there is no Slurm
     return (
-        f"{run_dir}, attempt {one.number}, job {ended.job}: ended with {ended.code} "
+        f"{run_dir}, attempt {one.number}{job}: ended with {ended.code} "
         f"({ended.decision}); steps {ended.step_before} to {ended.step_after} are saved"
     )
 

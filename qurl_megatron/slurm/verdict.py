@@ -79,6 +79,8 @@ def decide(
     retries: int,
     failed: str = "",
     late: bool = False,
+    limit: str = "job.retries",
+    again: str = "`qurl slurm submit`, as before, goes on",
 ) -> Outcome:
     """
     Args:
@@ -91,6 +93,8 @@ def decide(
         retries: failures in a row on which another attempt follows.
         failed: how, where the exit code does not tell.
         late: the attempt followed on another in the same job, and had only the rest of its time.
+        limit: what ``retries`` is called.
+        again: how a person has the run go on.
     """
     saved = f"step {step_after} is saved"
     idle = step_after <= step_before
@@ -120,12 +124,12 @@ def decide(
             Decision.STOP,
             NO_PROGRESS,
             f"{failed}, the second attempt in a row without a new checkpoint; {saved}; mend the "
-            "cause, then `qurl slurm submit`, as before, goes on",
+            f"cause, then {again}",
         )
     if told in TAKEN:
         return Outcome(Decision.AGAIN, 0, f"{failed}; {saved}")
     count = f"failure {earlier.failures + 1} in a row"
     if earlier.failures >= retries:
-        none = f"and job.retries={retries} allows no further attempt"
+        none = f"and {limit}={retries} allows no further attempt"
         return Outcome(Decision.STOP, code, f"{failed}, {count}, {none}; {saved}")
     return Outcome(Decision.RETRY, code, f"{failed}; {saved}; {count}")

@@ -4,6 +4,7 @@ The nodes call themselves 127.0.1.1, Slurm's own commands are absent, and when t
 the second node sees the run's folder as it was before the last checkpoint.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -165,6 +166,46 @@ def test_under_srun_they_resume_where_rank_0_says_though_one_sees_old_folders(
     assert "after step 2" in told
     assert seen_again == [2]  # nobody went on meanwhile
     assert steps(recipe)[-1] == 3
+
+
+def ranks_on(node: Node) -> list[int]:
+    """Processes of ``launch/torchrun.py``'s ranks on a node."""
+    own, found = os.readlink(f"/proc/{node.pid}/ns/net"), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            seat = b"qurl_megatron.torchrun.seat" in (entry / "cmdline").read_bytes()
+            if seat and os.readlink(entry / "ns/net") == own:
+                found.append(int(entry.name))
+    return found
+
+
+def test_without_slurm_a_node_that_drops_out_is_lost_and_waited_for(nodes, recipe):
+    """It is there, but nobody reaches it: no connection is closed, and none answers."""
+    run_dir, logs = recipe.parent / "apart", [recipe.parent / f"apart-{i}.log" for i in (0, 1)]
+    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=train1:29500", recipe]
+    words += [f"train.run_dir={run_dir}", "parallel.tensor=2", "checkpoint.every=2"]
+    words += ["train.steps=12", "train.eval_prompts=0", "rollout.engines=1"]
+    started = []
+    for node, log in zip(nodes, logs, strict=False):  # the third has no part
+        with log.open("w") as file:
+            script = ROOT / "launch/torchrun.py"
+            started.append(start(node, [sys.executable, script, *words], {}, file))
+
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "".join(log.read_text() for log in logs)
+            time.sleep(0.1)
+
+    wait(lambda: (run_dir / "checkpoints/step_000002/state.json").exists())
+    nodes[1].do("ip", "link", "set", "eth0", "down")
+    wait(lambda: "attempt 1: lost train2, silent for 15 s" in logs[0].read_text())
+    wait(lambda: not ranks_on(nodes[0]) + ranks_on(nodes[1]))  # the other side has ended its own
+    wait(lambda: "1 of 2 nodes are here (train1), train2 missing" in logs[0].read_text())
+    nodes[1].do("ip", "link", "set", "eth0", "up")
+    assert [process.wait(LIMIT_S) for process in started] == [0, 0]
+    assert "attempt 2: all 12 steps are done" in logs[0].read_text()
+    assert not ranks_on(nodes[0]) + ranks_on(nodes[1])
 
 
 def test_nothing_is_left_of_a_network(tmp_path):

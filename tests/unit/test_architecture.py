@@ -30,6 +30,7 @@ LEVEL = {
     "study": 4,
     "planning": 4,
     "slurm": 5,
+    "torchrun": 5,
     "cli": 6,
     "testing": 6,
 }

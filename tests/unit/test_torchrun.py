@@ -1,0 +1,332 @@
+"""Nodes without a batch system: what they tell each other, and what follows from it."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import psutil
+import pytest
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.slurm import folder
+from qurl_megatron.slurm.cause import Evidence, first_cause
+from qurl_megatron.slurm.logs import logs
+from qurl_megatron.slurm.verdict import Before, decide
+from qurl_megatron.torchrun.agent import command as torchruns_command
+from qurl_megatron.torchrun.agent import failures
+from qurl_megatron.torchrun.board import Board, Order, Row, Word, ask
+from qurl_megatron.torchrun.command import endpoint_of, is_here, main
+from qurl_megatron.torchrun.head import told_by
+from qurl_megatron.torchrun.member import Member
+from qurl_megatron.torchrun.round import Round, missing, seats
+
+LIKE = {"--nnodes": "2", "train.run_dir": "runs/math"}
+
+ENDED = """
+W1122 13:03:32 14184 api.py:1028] Sending process 14199 closing signal SIGTERM
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+=======================================================
+die.py FAILED
+-------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-22_13:03:32
+  host      : localhost
+  rank      : 8 (local_rank: 0)
+  exitcode  : -15 (pid: 14199)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 14199
+[2]:
+  time      : 2026-11-22_13:03:32
+  host      : localhost
+  rank      : 10 (local_rank: 2)
+  exitcode  : {other} (pid: 14202)
+  error_file: <N/A>
+-------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_13:03:32
+  host      : localhost
+  rank      : 9 (local_rank: 1)
+  exitcode  : {first} (pid: 14200)  (SIGKILL)
+  error_file: <N/A>
+"""
+
+
+def row(name: str, **facts) -> Row:
+    return Row(name, LIKE, **facts)
+
+
+def ordered(*nodes: str) -> Order:
+    names = {node: seat for seat, node in enumerate(nodes)}
+    return Order(3, "runs/math", "/shared/3", "train1", 29501, names)
+
+
+def round_of(**rows: Row) -> Round:
+    return Round(ordered(*rows), {node: replace(one, attempt=2) for node, one in rows.items()})
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[Board, tuple[str, int]]]:
+    with Board(0, LIKE) as board:
+        yield board, ("127.0.0.1", board.port)
+
+
+def test_torchruns_words_tell_which_ranks_failed_the_first_first():
+    assert list(failures(ENDED.format(first=-9, other=1)).items()) == [("9", 137), ("10", 1)]
+    assert failures("Traceback (most recent call last):\nOSError: no such port") == {}
+
+
+def test_a_rank_that_torchrun_has_ended_itself_has_not_failed():
+    words = ENDED.format(first=2, other=-9)
+    assert failures(words) == {"9": 2, "10": 137}
+    assert failures("Unable to shutdown process 9, forcefully exiting via SIGKILL" + words) == {
+        "9": 2
+    }
+    assert failures(ENDED.format(first=-15, other=1))["9"] == 143  # the first one was not
+
+
+def test_an_attempt_is_finished_when_every_node_has_ended_its_part():
+    attempt = round_of(a=row("train1"), b=row("train2"))
+    done = {"a": row("train1", attempt=3, ended=0), "b": row("train2", attempt=3)}
+    assert attempt.hear(done) == [] and not attempt.finished and not attempt.failing
+    done["b"] = replace(done["b"], ended=0)
+    assert attempt.hear(done) == []
+    assert (attempt.finished, attempt.failing, attempt.code) == (True, False, 0)
+
+
+def test_what_a_node_says_of_another_attempt_counts_for_nothing():
+    attempt = round_of(a=row("train1"))
+    assert attempt.hear({"a": row("train1", attempt=2, ended=1, failed={"0": 1})}) == []
+    assert (attempt.finished, attempt.failing) == (False, False)
+
+
+def test_a_rank_that_failed_is_told_of_once_in_words_that_logs_understands():
+    attempt = round_of(a=row("train1"), b=row("train2"))
+    heard = {
+        "a": row("train1", attempt=3),
+        "b": row("train2", attempt=3, ended=1, failed={"1": 137, "2": 1}),
+    }
+    said = attempt.hear(heard)
+    assert said == [
+        "error: train2: task 1: Killed",
+        "error: train2: task 2: Exited with exit code 1",
+    ]
+    assert attempt.hear(heard) == [] and attempt.failing and not attempt.finished
+    heard["b"] = replace(heard["b"], received="TERM")
+    assert attempt.hear(heard) == []
+    cause = first_cause(Evidence(srun=[f"qurl: {line}" for line in said]))
+    assert (cause.first.who, cause.first.node, cause.first.said, cause.first.code) == (
+        "rank 1",
+        "train2",
+        "killed by SIGKILL",
+        137,
+    )
+
+
+def test_logs_finds_an_attempts_words_in_job_log_and_names_no_job(tmp_path, capsys):
+    number = folder.open_attempt(tmp_path, gpus=2)
+    ended = folder.Attempt(number, 0, 0, 0, 4, "", 137, "retry")
+    folder.close_attempt(tmp_path, ended)
+    (tmp_path / "slurm/job.log").write_text(
+        "qurl: attempt 1, from step 0; the ranks write train-RANK.log\n"
+        "qurl: error: train2: task 1: Killed\n"
+        "qurl: attempt 1: the training step ended with 137; step 4 is saved\n"
+    )
+    logs(tmp_path, None)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("attempt 1: ended with 137 (retry); steps 0 to 4 are saved")
+    assert said[1] == "The supervisor says: the training step ended with 137; step 4 is saved"
+    assert said[3] == "First cause: it was killed: rank 1 on train2, exit code 137"
+
+
+def test_a_torchrun_that_failed_without_its_ranks_is_quoted():
+    attempt = round_of(a=row("train1"))
+    assert attempt.hear({"a": row("train1", attempt=3, ended=1, said="OSError: in use")}) == [
+        "torchrun on train1 ended with 1: OSError: in use"
+    ]
+    assert attempt.code == 1
+
+
+@pytest.mark.parametrize(
+    ("failed", "ended", "code"),
+    [
+        pytest.param({"0": 1, "1": 137}, 1, 137, id="one was killed, the other saw it"),
+        pytest.param({"0": 1, "1": 2}, 1, 2, id="a mistake, and one that saw it"),
+        pytest.param({"0": 137, "1": 3}, 1, 3, id="the guard goes before a death"),
+        pytest.param({"0": 1, "1": 255}, 1, 1, id="no signal has this number"),
+        pytest.param({}, 137, 137, id="ended by the head"),
+        pytest.param({}, 0, 0, id="well"),
+    ],
+)
+def test_the_exit_code_of_an_attempt_is_that_of_what_came_first(failed, ended, code):
+    attempt = round_of(a=row("train1"))
+    attempt.hear({"a": row("train1", attempt=3, ended=ended, failed=failed)})
+    assert attempt.code == code
+
+
+def test_a_node_that_is_silent_or_leaves_is_lost_and_named_once():
+    attempt = round_of(a=row("train1"), b=row("train2"), c=row("train3"))
+    heard = {"a": row("train1", attempt=3), "c": row("train3", attempt=3, left=True)}
+    assert attempt.hear(heard) == [
+        "lost train2, silent for 15 s",
+        "lost train2, train3, silent for 15 s",
+    ]
+    assert attempt.hear(heard) == [] and attempt.failing and not attempt.finished
+    attempt.hear({"a": row("train1", attempt=3, ended=137)})
+    assert attempt.finished and attempt.code == 137
+    assert attempt.names == ["train1", "train2", "train3"]
+
+
+def test_the_head_is_the_first_node_and_the_others_keep_their_places():
+    names = {"x": "train3", "y": "train1", "z": "train2", "w": "spare"}
+    assert seats("z", names, 3) == {"z": 0, "w": 1, "y": 2}
+    assert seats("y", {"y": "train1", "new": "train2"}, 2) == {"y": 0, "new": 1}
+
+
+@pytest.mark.parametrize(
+    ("received", "told"), [("", ""), ("INT", "INT"), ("TERM", "TERM"), ("USR1", "TERM")]
+)
+def test_whoever_gets_a_signal_ends_the_run_and_a_last_warning_is_one(received, told):
+    assert told_by({"a": row("train1"), "b": row("train2", received=received)}) == told
+
+
+def test_a_node_that_does_not_see_the_attempts_folder_yet_looks_again(tmp_path):
+    member = Member("a", row("train1"), 1)
+    order = replace(ordered("b", "a"), logs=str(tmp_path / "3"))
+    assert member.follow(Word(order)) == row("train1")
+
+
+def test_a_node_without_a_seat_takes_no_part(tmp_path):
+    member = Member("a", row("train1"), 1)
+    order = replace(ordered("b", "c"), logs=str(tmp_path))
+    assert member.follow(Word(order), "TERM") == row("train1", received="TERM")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_that_does_not_come_back_is_named():
+    assert missing(["train1", "train2"], ["train1"], 2) == (
+        "1 of 2 nodes are here (train1), train2 missing"
+    )
+    assert missing([], ["train1"], 2) == "1 of 2 nodes are here (train1)"
+    assert missing(["vm", "vm"], ["vm"], 2) == "1 of 2 nodes are here (vm), vm missing"
+
+
+def test_a_node_takes_the_heads_word_home_and_leaves_its_row():
+    with listening() as (board, endpoint):
+        board.word = Word(ordered("a", "b"), signals=(10, 12), over=True, why="ä")
+        assert ask(endpoint, "b", row("train2", failed={"1": 137})) == board.word
+        assert board.rows() == {"b": row("train2", failed={"1": 137})}
+        assert board.rows(since=float("inf")) == {}
+
+
+@pytest.mark.parametrize(
+    ("like", "why"),
+    [
+        ({**LIKE, "--nnodes": "4"}, "train2 was started with --nnodes 4, not 2"),
+        ({"--nnodes": "2"}, "train2 was started with train.run_dir None, not runs/math"),
+    ],
+)
+def test_a_node_that_was_started_otherwise_is_refused_in_a_sentence(like, why):
+    with listening() as (board, endpoint):
+        with pytest.raises(ConfigError, match=f"the head refuses this node: {why}"):
+            ask(endpoint, "b", Row("train2", like))
+        assert board.rows() == {}
+
+
+@pytest.mark.parametrize("line", [b"", b"GET / HTTP/1.1", b"[]", b'["a", {"x": 1}]', b"\xff" * 99])
+def test_strangers_at_the_heads_port_are_no_nodes(line):
+    board = Board(None, LIKE)
+    assert "does not speak" in board.answer(line).refused
+    assert board.rows() == {}
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"[]\n", b'{"order": 1}\n'])
+def test_something_else_at_the_endpoint_is_a_sentence(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            visitor, _ = server.accept()
+            with visitor:
+                visitor.recv(1000)
+                visitor.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ConfigError, match="is answered by something else than this script"):
+            ask(server.getsockname(), "b", row("train2"))
+
+
+def test_a_word_survives_the_way():
+    word = Word(ordered("a"), (10,), code=4, why="why")
+    assert json.loads(json.dumps(asdict(word)))["order"]["seats"] == {"a": 0}
+
+
+def test_torchrun_gets_the_attempts_place_and_restarts_nothing():
+    argv = torchruns_command(ordered("a", "b"), 1, 8)
+    assert "--max-restarts=0" in argv and argv[-2:] == ["qurl_megatron.torchrun.seat", "runs/math"]
+    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=8"} <= {*argv}
+    assert {"--master-addr=train1", "--master-port=29501"} <= {*argv}
+
+
+def test_several_nodes_need_an_endpoint_and_one_needs_none():
+    assert endpoint_of("head:29500", 2) == ("head", 29500)
+    assert endpoint_of(None, 1) is None
+    for wrong in (None, "head", "head:", ":29500", "head:0", "head:70000", "head:x"):
+        with pytest.raises(ConfigError, match="--nnodes 2 needs --rdzv-endpoint HOST:PORT"):
+            endpoint_of(wrong, 2)
+
+
+def test_the_head_is_where_the_endpoint_is():
+    own = [a.address for a in psutil.net_if_addrs().get("eth0", ()) if a.family == socket.AF_INET]
+    assert all(is_here(address) for address in [*own, "localhost", "127.0.1.1"])
+    assert not is_here("192.0.2.1")
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[parallel]\ntensor = 2\n')
+    return str(path)
+
+
+def test_a_number_of_ranks_that_the_recipe_does_not_have_is_a_sentence(recipe, capsys):
+    assert main(["--nproc-per-node", "3", recipe]) == 2
+    assert "--nnodes * --nproc-per-node = 3, but parallel.tensor" in capsys.readouterr().err
+
+
+def test_a_head_that_never_answers_ends_a_node_with_7_and_its_name(recipe, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # has the port, and says nothing
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        words = ["--nnodes", "2", "--nproc-per-node", "1", "--wait", "0.1"]
+        assert main([*words, "--rdzv-endpoint", endpoint, recipe]) == 7
+    assert f"the head at {endpoint} has not answered for 0.10 s" in capsys.readouterr().err
+
+
+def test_nodes_that_never_come_end_the_head_with_7_and_are_counted(recipe, capsys, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--wait", "0.1"]
+    run_dir = f"train.run_dir={tmp_path}/run"
+    assert main([*words, "--rdzv-endpoint", f"127.0.0.1:{port}", recipe, run_dir]) == 7
+    told = capsys.readouterr().out
+    assert told.removeprefix("qurl: ") in (tmp_path / "run/slurm/job.log").read_text()
+    assert f"after 0.10 s 1 of 2 nodes are here ({socket.gethostname()}); start the same" in told
+    assert not (tmp_path / "run/slurm/attempts").exists()
+
+
+def test_what_stops_a_run_names_the_options_of_this_script():
+    words = {"limit": "--retries", "again": "the same command goes on"}
+    idle = decide(1, "", 2, 2, Before(1, True), steps=9, retries=3, **words)
+    assert idle.why.endswith("mend the cause, then the same command goes on")
+    many = decide(1, "", 2, 3, Before(3), steps=9, retries=3, **words)
+    assert "and --retries=3 allows no further attempt" in many.why
