@@ -60,6 +60,10 @@ class Speech:
     incremental_streaming_output: bool = False
     """Events have what is new; SGLang's default is all there is so far."""
 
+    def __post_init__(self) -> None:
+        if self.stream_interval < 1:
+            raise ConfigError(f"--stream-interval must be >= 1, got {self.stream_interval}")
+
 
 def serve(
     model_dir: str | Path,
