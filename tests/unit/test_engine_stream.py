@@ -12,7 +12,7 @@ from qurl_megatron.cli import main
 from qurl_megatron.rollout.embedded.engine import Engine, Job
 from qurl_megatron.rollout.embedded.protocol import Generation, Limits, parse_generate
 from qurl_megatron.rollout.embedded.server import Speech
-from qurl_megatron.rollout.embedded.stream import Stream
+from qurl_megatron.rollout.embedded.stream import Bell, Stream
 from qurl_megatron.rollout.embedded.text import GrowingText, TextCodec
 from tests.unit.engine_models import (
     LiveServer,
@@ -61,7 +61,7 @@ def shared(folder):
 async def _followed(engine: Engine, generation: Generation, codec, incremental: bool) -> list:
     """Every event, with a reader that looks after each step of the engine."""
     interval = generation.interval or 1
-    stream = Stream(generation.sequences, generation.styles, codec, interval)
+    stream = Stream(generation.sequences, generation.styles, codec, interval, Bell())
     job = Job(generation.sequences)
     found = []
 
