@@ -32,6 +32,7 @@ setup(
         "orjson",
         "psutil",  # dist_checkpointing hangs without it
         "pyarrow",
+        "pydantic",
         "reasoning-gym",
         "rich",
         "safetensors",
