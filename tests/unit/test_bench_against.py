@@ -50,6 +50,8 @@ def measured(draw: random.Random, *, slower: float = 1.0, noise: str = "even") -
             start = draw.randrange(REPEATS)
             for i in range(start, min(start + draw.randrange(1, 5), REPEATS)):
                 own[i] *= draw.uniform(1.3, 2)
+        if noise == "a tenth of jitter":
+            own = [draw.lognormvariate(0, 0.1) for _ in range(REPEATS)]
         repeats = [(10 + number) * slower * m * draw.lognormvariate(0, 0.02) for m in machine]
         repeats = [r * o for r, o in zip(repeats, own, strict=True)]
         if noise == "an outlier":
