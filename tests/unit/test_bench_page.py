@@ -59,7 +59,7 @@ def test_one_page_holds_every_figure_limit_prediction_and_reason(tmp_path):
         "qurl bench decode --model &lt;7B&gt;",
         "Some &amp; Co",
         "int8, batch 8",
-        "±1\u202f%",
+        "±1.0\u202f%",
         "50\u202f%",
         "not run: needs a &lt;GPU&gt;",
         "another load: something else used the machine",
