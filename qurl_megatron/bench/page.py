@@ -33,7 +33,7 @@ CAPTION = (
     "a ring what was predicted. Pale bars cannot be compared; the table says why."
 )
 GROUPS = 6  # in a row
-GAP = 0.8  # between groups, in bars
+FILLED = 0.84  # of a group's room, by bars
 LOG = 100  # heights that differ by more stand on a log scale
 
 
@@ -173,14 +173,15 @@ def chart_svg(bars: Sequence[Bar], key: str) -> str:
         FigureCanvasAgg(drawing)
         drawing.patch.set_visible(False)
         members = {group: [bar for bar in bars if bar.group == group] for group in groups}
-        widest = max(sum(len(members[group]) + GAP for group in row) for row in rows)
+        # Groups have equal room, for their labels, and bars equal widths.
+        bar_width = FILLED / max(map(len, members.values()))
         for number_of_row, row in enumerate(rows):
             bottom = 1 - (number_of_row + 1) / len(rows)
             axes = drawing.add_axes(
                 (64 / width, bottom + 46 / height, 1 - 72 / width, 200 / height)
             )
-            _draw_row(axes, [members[group] for group in row])
-            axes.set_xlim(-0.5 - GAP / 2, widest - 0.5 - GAP / 2)
+            _draw_row(axes, [members[group] for group in row], bar_width)
+            axes.set_xlim(-0.5, len(rows[0]) - 0.5)
             axes.set_yscale("log" if log else "linear")
             axes.set_ylim(0.7 * min(heights) if log else 0, 1.1 * max(map(_top, bars)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
@@ -192,14 +193,12 @@ def chart_svg(bars: Sequence[Bar], key: str) -> str:
     return plots.for_html(file.getvalue(), key, name)
 
 
-def _draw_row(axes: Axes, groups: Sequence[Sequence[Bar]]) -> None:
-    place, middles = 0.0, []
-    for group in groups:
-        for offset, bar in enumerate(group):
-            _draw(axes, bar, place + offset)
-        middles.append(place + (len(group) - 1) / 2)
-        place += len(group) + GAP
-    axes.set_xticks(middles, [textwrap.fill(group[0].group, 150 // GROUPS) for group in groups])
+def _draw_row(axes: Axes, groups: Sequence[Sequence[Bar]], bar_width: float) -> None:
+    for middle, group in enumerate(groups):
+        for index, bar in enumerate(group):
+            _draw(axes, bar, middle + (index - (len(group) - 1) / 2) * bar_width, 0.9 * bar_width)
+    labels = [textwrap.fill(group[0].group, 150 // GROUPS) for group in groups]
+    axes.set_xticks(range(len(groups)), labels)
     axes.tick_params(length=0)
     axes.patch.set_visible(False)
     axes.grid(axis="y", color=plots.COLORS["rule"], linewidth=0.8)
@@ -222,14 +221,15 @@ def _middle_half(figure: Figure) -> tuple[float, float]:
     return low, high
 
 
-def _draw(axes: Axes, bar: Bar, place: float) -> None:
+def _draw(axes: Axes, bar: Bar, place: float, width: float) -> None:
     figure, color = bar.figure, plots.COLORS[bar.color]
-    axes.bar(place, figure.median, 0.86, color=color, alpha=1.0 if bar.valid else 0.35, linewidth=0)
+    alpha = 1.0 if bar.valid else 0.35
+    axes.bar(place, figure.median, width, color=color, alpha=alpha, linewidth=0)
     ink = plots.COLORS["ink"]
     if len(figure.repeats) > 1:
         axes.plot([place, place], _middle_half(figure), color=ink, linewidth=1)
     if figure.limit is not None:
-        span = [place - 0.43, place + 0.43]
+        span = [place - width / 2, place + width / 2]
         axes.plot(span, [figure.limit] * 2, color=ink, linewidth=1.4, clip_on=True)
     if figure.predicted is not None:
         style = dict(marker="o", markersize=6, markerfacecolor=plots.COLORS["paper"])
