@@ -19,7 +19,7 @@ from qurl_megatron.runtime.files import refusing
 SCHEMA = "qurl-bench/1"
 
 REASONS = {
-    "another load": "something else used the machine: the yardstick beside it took longer",
+    "another load": "something else used the machine meanwhile",
     "not run": "it cannot be run here; its note says why",
     "failed": "it ended with an error; its note says which",
 }

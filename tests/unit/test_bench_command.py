@@ -16,10 +16,11 @@ DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
 
 
 @pytest.fixture(autouse=True)
-def small_limits(monkeypatch):
-    """The machine's rates from work that is over at once."""
+def quiet_machine(monkeypatch):
+    """Nobody else uses it, and its rates come from work that is over at once."""
     monkeypatch.setattr(environment, "SIZE", 64)
     monkeypatch.setattr(environment, "READ_MIB", 1)
+    monkeypatch.setattr(environment, "busy", lambda: 0.0)
     environment.limits.cache_clear()
     yield
     environment.limits.cache_clear()
@@ -43,6 +44,17 @@ def test_too_few_repeats_against_an_older_record_are_no_verdict(tmp_path, capsys
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
     assert cli.main([*words, "--against", str(tmp_path / "decode.json")]) == 3
     assert "no verdict" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.0), (0.0, 0.5)])
+def test_a_machine_that_others_use_before_or_after_gives_every_case_a_reason(
+    tmp_path, monkeypatch, shares
+):
+    monkeypatch.setattr(environment, "busy", iter(shares).__next__)
+    words = [*DECODE, "--schemes", "fp32", "--repeats", "1", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    (case,) = read(tmp_path / "decode.json").cases
+    assert case.reasons == ["another load"]
 
 
 def test_a_wrong_record_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
