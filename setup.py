@@ -20,7 +20,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["qurl_megatron", "qurl_megatron.*"]),
-    package_data={"qurl_megatron": ["observe/*.html", "observe/*.css"]},
+    package_data={"qurl_megatron": ["bench/*.html", "observe/*.html", "observe/*.css"]},
     install_requires=[
         "httpx",
         "jinja2",
@@ -32,6 +32,7 @@ setup(
         "orjson",
         "psutil",  # dist_checkpointing hangs without it
         "pyarrow",
+        "pydantic",
         "reasoning-gym",
         "rich",
         "safetensors",
@@ -58,7 +59,7 @@ setup(
         # For transformers to load what checkpoints_tools/quantize.py writes.
         "compressed-tensors": ["compressed-tensors>=0.15"],
         # llmcompressor pins transformers and compressed-tensors: give it an environment of its own,
-        # or a folder for `bench.convert --peers`.
+        # or a folder for `qurl bench convert --peers`.
         "bench": ["liger-kernel", "llmcompressor", "mbridge"],
         "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },

@@ -1,0 +1,178 @@
+"""What a benchmark found: figures by case, each beside its limit and what was predicted for it.
+
+A **figure** is one measured quantity, all its repeats kept. A **case** is one setting (a scheme, a
+batch, an engine) with its figures. A **record** is one run of one benchmark on one machine, and the
+JSON file that it leaves. Repeat i of every case was measured in the same round, beside the
+yardstick's i-th time, so records can be compared pair by pair (``bench.against``).
+"""
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.observe.text import NARROW_SPACE, number
+from qurl_megatron.runtime.files import refusing
+
+SCHEMA = "qurl-bench/1"
+
+REASONS = {
+    "another load": "something else used the machine meanwhile",
+    "not run": "it cannot be run here; its note says why",
+    "failed": "it ended with an error; its note says which",
+}
+"""Why a case cannot be compared. A benchmark with reasons of its own adds rows here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One quantity, measured once or more."""
+
+    name: str
+    unit: str
+    better: Literal["higher", "lower"]
+    repeats: list[float]
+    limit: float | None = None  # what the machine allows, in the same unit
+    limit_of: str = ""  # what sets the limit: "DRAM bytes", "INT8 products", ...
+    predicted: float | None = None  # before the run, in the same unit
+
+    def __post_init__(self) -> None:
+        if not self.repeats:
+            raise ValueError(f"{self.name} has no repeats")
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.repeats)
+
+    @property
+    def spread(self) -> float:
+        """Half of the interquartile range over the median; 0 of a single repeat."""
+        if len(self.repeats) < 2 or not self.median:
+            return 0.0
+        low, _, high = statistics.quantiles(self.repeats, n=4, method="inclusive")
+        return (high - low) / 2 / abs(self.median)
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit that was reached: 1 is as fast, or as small, as the machine allows."""
+        if self.limit is None or not self.median or not self.limit:
+            return None
+        return self.median / self.limit if self.better == "higher" else self.limit / self.median
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One setting, and what was measured of it."""
+
+    name: str
+    keys: dict[str, str | int | float | bool | None]  # scheme, batch, engine, ...
+    figures: list[Figure] = field(default_factory=list)
+    yardsticks: list[float] = field(default_factory=list)  # seconds, beside each repeat
+    reasons: list[str] = field(default_factory=list)  # names from REASONS; empty: it is valid
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def why(self, reason: str) -> str:
+        """A reason, and what its case notes of it, or what it means."""
+        meaning = self.notes.get(reason, REASONS.get(reason, ""))
+        return f"{reason}: {meaning}" if meaning else reason
+
+    def figure(self, name: str) -> Figure:
+        return next(figure for figure in self.figures if figure.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One run of one benchmark."""
+
+    benchmark: str
+    command: str
+    started: str  # UTC, ISO 8601
+    environment: dict[str, Any]
+    cases: list[Case]
+    schema: str = SCHEMA
+
+    def write(self, path: Path) -> None:
+        """
+        Raises:
+            ConfigError: it cannot be written; an older file stays whole.
+        """
+        aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
+        with refusing(path, key="--out", half_written=aside):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            aside.rename(path)
+
+    def table(self) -> str:
+        """For a terminal: a line per figure, and the reasons of cases that cannot be compared."""
+        lines = [HEADS]
+        for case in self.cases:
+            first = case.name
+            for figure in case.figures:
+                lines.append((first, *cells(figure)))
+                first = ""
+            for reason in case.reasons:
+                lines.append((first, case.why(reason)))
+                first = ""
+        full = [line for line in lines if len(line) == len(HEADS)]
+        widths = [max(len(line[i]) for line in full) for i in range(len(HEADS))]
+        widths[0] = max(len(line[0]) for line in lines)
+        return "".join(_line(line, widths) + "\n" for line in lines)
+
+
+HEADS = ("case", "figure", "median", "unit", "spread", "limit", "share", "predicted")
+LEFT = ("case", "figure", "unit")
+
+
+def cells(figure: Figure) -> tuple[str, ...]:
+    """What a table shows of a figure, by ``HEADS`` after the first."""
+    return (
+        figure.name,
+        number(figure.median),
+        figure.unit,
+        f"±{percent(figure.spread)}" if len(figure.repeats) > 1 else "",
+        "" if figure.limit is None else f"{number(figure.limit)} {figure.limit_of}".strip(),
+        "" if figure.share is None else percent(figure.share),
+        "" if figure.predicted is None else number(figure.predicted),
+    )
+
+
+def percent(share: float) -> str:
+    """0.123 -> "12 %", 0.0123 -> "1.2 %"."""
+    return f"{100 * share:.{0 if share >= 0.0995 else 1}f}{NARROW_SPACE}%"
+
+
+def _line(line: tuple[str, ...], widths: list[int]) -> str:
+    if len(line) < len(HEADS):  # a case's reasons take the rest of the line
+        return f"{line[0]:<{widths[0]}}  {line[1]}"
+    columns = zip(HEADS, line, widths, strict=True)
+    return "  ".join(f"{text:{'<' if h in LEFT else '>'}{w}}" for h, text, w in columns).rstrip()
+
+
+def read(path: Path) -> Record:
+    """
+    Raises:
+        ConfigError: the file is missing, or is not a record of this schema.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        with reading(path):
+            text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give a file that qurl bench wrote") from None
+    except ValueError:
+        raise ConfigError(f"{path} is not JSON; give a file that qurl bench wrote") from None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(
+            f"{path} has schema {schema!r}, this version reads {SCHEMA!r}; measure it again"
+        )
+    try:
+        return TypeAdapter(Record).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {where}: {first['msg']}; measure it again") from None
