@@ -442,6 +442,34 @@ class Session:
             except BadAnswer as error:
                 raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
 
+    async def events(self, endpoint: str, body: dict) -> AsyncIterator[Any]:
+        """What a server-sent stream brings, event by event, up to its ``[DONE]``.
+
+        Raises:
+            EngineError: it was refused, broke off, or took longer than the client's limit.
+        """
+        client, content, rest = self._client, orjson.dumps(body), b""
+        try:
+            async with (
+                asyncio.timeout(client._timeout_s),
+                self._http.stream("POST", endpoint, content=content) as response,
+            ):
+                answer = _Body(client, endpoint, response, CONTROL_BYTES)
+                async for chunk in response.aiter_raw():
+                    if response.status_code != 200:
+                        answer.take(chunk)
+                        continue
+                    *whole, rest = (rest + chunk).split(b"\n\n")
+                    for event in whole:
+                        if (data := event.removeprefix(b"data:").strip()) == b"[DONE]":
+                            return
+                        if event.startswith(b"data:"):  # the rest keeps a connection alive
+                            yield client._parsed(endpoint, data)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise client._silent(endpoint, error, client._timeout_s) from error
+        answer.whole()  # raises what a refusal says
+        raise EngineError(f"{client.url}{endpoint} ended its stream before [DONE]")
+
 
 def _generation(
     input_ids: Sequence[Sequence[int]],
