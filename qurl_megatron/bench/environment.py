@@ -1,0 +1,183 @@
+"""What a benchmark ran on: hardware, versions, commit, load, and what the machine can do at most.
+
+The limits are measured, not read off a data sheet: the rate at which all cores together read
+memory, and the fastest matrix products of each number format. A figure beside them tells how much
+there is left to gain.
+"""
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.observe.clock import now
+
+INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and what it is called
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_int8": "AMX INT8",
+    "amx_bf16": "AMX BF16",
+    "sha_ni": "SHA",
+    # Of ARM
+    "asimddp": "INT8 dot products",
+    "i8mm": "INT8 matrices",
+    "bf16": "BF16 matrices",
+    "sve": "SVE",
+    "sha2": "SHA",
+}
+PACKAGES = ("torch", "megatron-core", "sglang", "vllm", "transformers", "numpy")
+HARDWARE = ("cpu", "cores", "instructions", "gpus")
+"""Keys that two records must share for their times to be compared."""
+
+SIZE = 1024  # of the square products that are timed
+READ_MIB = 256  # more than caches hold
+TIMES = 5  # the fastest counts
+
+
+def environment(repository: Path | None = None) -> dict[str, Any]:
+    """All but the limits, which need torch: what can be told at once.
+
+    Args:
+        repository: whose commit is told; default: the one this file lies in.
+    """
+    cpuinfo = _cpuinfo()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "all"),
+        "memory_gib": round(memory, 1),
+        "instructions": instructions(cpuinfo.get("flags") or cpuinfo.get("Features") or ""),
+        "gpus": gpus(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := version(name))},
+        "commit": commit(repository or Path(__file__).parent),
+        "load_before": load(),
+    }
+
+
+def load() -> float:
+    return round(os.getloadavg()[0], 2)
+
+
+def started() -> str:
+    """Now, as a record tells it."""
+    return datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
+
+
+def instructions(flags: str) -> list[str]:
+    """Of ``INSTRUCTIONS``, those that a line of flags names."""
+    have = set(flags.split())
+    return [name for flag, name in INSTRUCTIONS.items() if flag in have]
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit(folder: Path) -> str | None:
+    """Of the repository, "+changes" where tracked files differ from it; None outside of one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        found = git("rev-parse", "--short=12", "HEAD")
+        return found + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or installed by pip
+        return None
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name and memory of each, as NVML tells; empty where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver
+        return []
+    found = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+        found.append(
+            {"name": pynvml.nvmlDeviceGetName(handle), "memory_gib": round(memory / 2**30, 1)}
+        )
+    pynvml.nvmlShutdown()
+    return found
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Of the first core."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8").partition("\n\n")[0] if file.is_file() else ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+@cache
+def limits(device: str = "cpu") -> dict[str, float]:
+    """The most that the machine does with the threads that torch has: GB/s read from memory, and
+    GFLOP/s (for INT8 10^9 operations per second) of products. A second on two cores.
+
+    Returns:
+        ``read_gb_s``, ``int8_gop_s``, ``bf16_gflop_s``, ``fp32_gflop_s``.
+    """
+    import torch
+
+    with torch.inference_mode():
+        found = {"read_gb_s": _read_gb_s(torch.device(device))}
+        for name, kind in (
+            ("int8_gop_s", torch.int8),
+            ("bf16_gflop_s", torch.bfloat16),
+            ("fp32_gflop_s", torch.float32),
+        ):
+            a = torch.ones(SIZE, SIZE, device=device).to(kind)
+            b = torch.ones(SIZE, SIZE, device=device).to(kind).t()  # as weights lie: [out, in]
+            multiply = torch._int_mm if kind == torch.int8 else torch.mm
+            seconds = fastest(lambda a=a, b=b, multiply=multiply: multiply(a, b), device)
+            found[name] = round(2 * SIZE**3 / 1e9 / seconds, 1)
+    return found
+
+
+def _read_gb_s(device) -> float:
+    import torch
+
+    data = torch.ones(READ_MIB << 18, device=device).view(-1, 4096)  # float32
+    vector = torch.ones(4096, device=device)
+    # A product with a vector reads every number once, and so does a sum.
+    ways = (lambda: torch.mv(data, vector), lambda: data.sum())
+    seconds = min(fastest(way, str(device)) for way in ways)
+    return round(data.nbytes / 1e9 / seconds, 2)
+
+
+def fastest(act: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds of the fastest of some calls, after one that does not count."""
+    import torch
+
+    def wait() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    seconds = []
+    for _ in range(TIMES + 1):
+        wait()
+        start = time.perf_counter()
+        act()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
