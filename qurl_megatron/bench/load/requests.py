@@ -12,6 +12,8 @@ import numpy as np
 
 from qurl_megatron.errors import ConfigError
 
+PROMPTS = 1_000_000  # that one benchmark can tell apart
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -70,9 +72,12 @@ def groups(
     generator = np.random.default_rng((seed, first))
     # The first and the last id are left out: engines give them meanings of their own.
     body = generator.integers(1, vocab - 1, (count, prompt))
-    digits = serial_digits(first + count, vocab)
+    digits = serial_digits(vocab)
     if digits > prompt:
-        raise ConfigError(f"--prompt {prompt} is too short for {first + count} different prompts")
+        raise ConfigError(
+            f"--prompt {prompt} is too short: in a vocabulary of {vocab} tokens, prompts that no "
+            f"cache has seen have {digits} or more"
+        )
     numbers = first + np.arange(count)
     for place in range(digits):  # the fastest first: neighbours have no token in common
         body[:, place] = 1 + numbers // (vocab - 2) ** place % (vocab - 2)
@@ -83,10 +88,10 @@ def groups(
     ]
 
 
-def serial_digits(prompts: int, vocab: int) -> int:
-    """Leading ids in which each of so many prompts differs from all others."""
+def serial_digits(vocab: int) -> int:
+    """Leading ids that are a prompt's serial number."""
     digits = 1
-    while (vocab - 2) ** digits < prompts:
+    while (vocab - 2) ** digits < PROMPTS:
         digits += 1
     return digits
 
