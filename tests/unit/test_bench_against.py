@@ -1,0 +1,200 @@
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+
+from qurl_megatron.bench.against import _ways, compare, shift
+from qurl_megatron.bench.record import Case, Figure, Record
+from qurl_megatron.bench.repeats import interleaved
+
+REPEATS = 10
+SCHEMES = ("bf16", "int8", "fp8")
+
+
+def record(*cases: Case, **given) -> Record:
+    environment = {"cpu": "some", "cores": 2, "instructions": ["AVX-512"], "gpus": []}
+    return Record(
+        **{
+            "benchmark": "decode",
+            "command": "qurl bench decode",
+            "started": "2026-11-22T12:00:00+00:00",
+            "environment": environment,
+            "cases": list(cases),
+            **given,
+        }
+    )
+
+
+def case(name: str, repeats: list[float], yardsticks: list[float] | None = None, **given) -> Case:
+    figures = [Figure(name="decode", unit="ms", better="lower", repeats=repeats)] if repeats else []
+    filled = {"figures": figures, "yardsticks": yardsticks or [1.0] * len(repeats), **given}
+    return Case(name=name, keys={}, **filled)
+
+
+def measured(draw: random.Random, *, slower: float = 1.0, noise: str = "even") -> Record:
+    """One run of a benchmark of three cases, on a machine with 2 % of noise and more of it."""
+    cases = []
+    for number, scheme in enumerate(SCHEMES):
+        # What the machine as a whole does, which the yardstick sees, too; and what it does not.
+        machine = [draw.lognormvariate(0, 0.01) for _ in range(REPEATS)]
+        if noise == "bursts":
+            start = draw.randrange(REPEATS)
+            for i in range(start, min(start + draw.randrange(1, 4), REPEATS)):
+                machine[i] *= draw.uniform(1.3, 2)
+        if noise == "drift":
+            machine = [m * (1 + 0.12 * i / REPEATS) for i, m in enumerate(machine)]
+        own = [1.0] * REPEATS
+        if noise == "bursts that the yardstick misses":
+            start = draw.randrange(REPEATS)
+            for i in range(start, min(start + draw.randrange(1, 5), REPEATS)):
+                own[i] *= draw.uniform(1.3, 2)
+        if noise == "a tenth of jitter":
+            own = [draw.lognormvariate(0, 0.1) for _ in range(REPEATS)]
+        repeats = [(10 + number) * slower * m * draw.lognormvariate(0, 0.02) for m in machine]
+        repeats = [r * o for r, o in zip(repeats, own, strict=True)]
+        if noise == "an outlier":
+            repeats[draw.randrange(REPEATS)] *= 3
+        yardsticks = [0.01 * m * draw.lognormvariate(0, 0.01) for m in machine]
+        cases.append(case(scheme, repeats, yardsticks))
+    return record(*cases)
+
+
+ALARMS = {
+    "even": 0,
+    "bursts": 0,
+    "drift": 0,
+    "an outlier": 0,
+    "bursts that the yardstick misses": 1,
+}
+"""False alarms in 200 runs; of the last, which hits nearly half of the repeats, 1 in 1200."""
+
+
+@pytest.mark.parametrize(("noise", "alarms"), ALARMS.items())
+def test_noise_is_no_regression(noise, alarms):
+    draw = random.Random(noise)
+    words = [
+        compare(measured(draw, noise=noise), measured(draw, noise=noise)).word for _ in range(200)
+    ]
+    assert words.count("regression") <= alarms
+
+
+@pytest.mark.parametrize("noise", ["even", "bursts", "drift", "an outlier"])
+def test_a_tenth_slower_is_found(noise):
+    draw = random.Random(noise)
+    words = [
+        compare(measured(draw, noise=noise), measured(draw, noise=noise, slower=1.1)).word
+        for _ in range(200)
+    ]
+    assert words.count("regression") >= 195, words.count("regression")
+    assert words.count("equal or better") == 0
+
+
+def test_a_slowdown_in_what_is_really_called_is_found():
+    # A clock that only sleeping moves: the figure does not hang on who else uses this machine.
+    now = itertools.count()
+    steps = {"old": 20, "new": 23}
+
+    def work(count: int) -> int:
+        begin = next(now)
+        for _ in range(count):
+            next(now)
+        return next(now) - begin
+
+    found = interleaved(
+        {name: lambda n=n: work(n) for name, n in steps.items()},
+        repeats=REPEATS,
+        yardstick=lambda: 1.0,
+    )
+    old, new = (record(case("int8", [float(x) for x in found[name].results])) for name in steps)
+    assert compare(old, new).exit_code == 1
+    assert compare(new, old).exit_code == 0
+
+
+def test_equal_better_and_worse_have_exit_codes_0_0_and_1():
+    even = [10 + i / 100 for i in range(REPEATS)]
+    for factor, word, code in (
+        (1.0, "equal", 0),
+        (0.8, "better", 0),
+        (1.02, "equal", 0),  # surely worse, and less than what matters
+        (1.1, "regression", 1),
+    ):
+        found = compare(record(case("a", even)), record(case("a", [factor * x for x in even])))
+        assert (found.compared[0].verdict, found.exit_code) == (word, code)
+        assert found.looked_at == 1 and "1 figure compared" in found.text()
+
+
+def test_a_rate_is_worse_when_it_falls():
+    def rates(value: float) -> Record:
+        repeats = [value + i / 100 for i in range(REPEATS)]
+        rate = Figure(name="decode", unit="tokens/s", better="higher", repeats=repeats)
+        return record(case("a", [], [1.0] * REPEATS, figures=[rate]))
+
+    assert compare(rates(100), rates(90)).exit_code == 1
+    assert compare(rates(90), rates(100)).exit_code == 0
+
+
+def test_bytes_are_not_divided_by_the_yardstick():
+    def memory(yardstick: float) -> Record:
+        size = Figure(name="peak", unit="MiB", better="lower", repeats=[100.0] * REPEATS)
+        return record(case("a", [], [yardstick] * REPEATS, figures=[size]))
+
+    assert compare(memory(1.0), memory(2.0)).exit_code == 0
+
+
+EVEN = case("a", [10 + i / 100 for i in range(REPEATS)])
+WORSE = case("a", [20 + i / 100 for i in range(REPEATS)])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (record(), record(), "0 figures compared"),
+        (record(EVEN), record(), "the new record lacks it"),
+        (record(EVEN), record(dataclasses.replace(EVEN, name="b")), "0 figures compared"),
+        (record(EVEN), record(EVEN, benchmark="loss"), "bench decode, the other of bench loss"),
+        (record(EVEN), record(WORSE, environment={"cpu": "other"}), "different hardware (cpu: so"),
+        (record(EVEN), record(dataclasses.replace(WORSE, reasons=["failed"])), "failed"),
+        (record(dataclasses.replace(WORSE, reasons=["another load"])), record(EVEN), "another l"),
+        (
+            record(EVEN),
+            record(dataclasses.replace(WORSE, yardsticks=[1.5] * REPEATS)),
+            "1.50 times as",
+        ),
+        (record(case("a", [10.0, 10.1])), record(case("a", [20.0, 20.1])), "2 repeats are too few"),
+        (
+            record(case("a", [10, 14, 9, 13, 11, 12, 10])),
+            record(case("a", [11, 15, 10, 13, 12, 13, 9])),
+            "too noisy",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_no_verdict_and_says_why(old, new, why):
+    found = compare(old, new)
+    assert found.exit_code == 3
+    assert why in found.text()
+
+
+def test_what_could_be_run_on_neither_side_is_left_out():
+    absent = case("liger", [], figures=[], reasons=["not run"])
+    assert compare(record(EVEN, absent), record(EVEN, absent)).exit_code == 0
+
+
+def test_one_regression_is_enough_beside_cases_without_a_verdict():
+    gone = dataclasses.replace(EVEN, name="b")
+    assert compare(record(EVEN, gone), record(WORSE)).exit_code == 1
+
+
+def test_the_rank_test_is_that_of_the_tables():
+    for m, n in ((3, 4), (5, 5)):
+        counted = [0] * (m * n + 1)
+        for chosen in itertools.combinations(range(m + n), m):
+            others = [i for i in range(m + n) if i not in chosen]
+            counted[sum(b > a for a in chosen for b in others)] += 1
+        assert list(_ways(m, n)) == counted
+    # Mann and Whitney's table: 2 is critical for 5 and 5 values at 5 %, two-sided.
+    old, new = [1.0, 2.0, 3.0, 4.0, 5.0], [11.0, 12.5, 13.0, 14.0, 15.0]
+    differences = sorted(b - a for a in old for b in new)
+    assert shift(old, new, 0.95) == (10.0, differences[2], differences[-3])
+    assert shift([1.0], [2.0], 0.95) == (1.0, -math.inf, math.inf)
