@@ -136,6 +136,10 @@ class EngineClient:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
         return shortened(str(version))
 
+    def get(self, endpoint: str, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
+        """What another server than ours may tell at an endpoint of its own."""
+        return self._object("GET", endpoint, None, timeout_s)
+
     def load(self) -> Load:
         """Version, queue and speed, for a table."""
         info = self.server_info()
@@ -441,6 +445,13 @@ class Session:
                 return read(answer.of_json())
             except BadAnswer as error:
                 raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
+
+    async def get(self, endpoint: str) -> bytes:
+        client = self._client
+        answer = await client._exchange(
+            self._http, "GET", endpoint, None, CONTROL_TIMEOUT_S, CONTROL_BYTES
+        )
+        return answer.whole()
 
     async def events(self, endpoint: str, body: dict) -> AsyncIterator[Any]:
         """What a server-sent stream brings, event by event, up to its ``[DONE]``.

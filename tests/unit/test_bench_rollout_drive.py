@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 
@@ -194,8 +195,7 @@ def test_a_failed_request_stays_failed_with_its_cause(server, fault, said):
     outcome = drive(server, [ask(6), ask(6)])
     assert not any(answer.done for answer in outcome.answers)
     assert timeline.tokens(outcome.answers) == 0
-    with pytest.raises(AssertionError, match=said):
-        raise AssertionError(outcome.answers[0].failure)
+    assert re.search(said, outcome.answers[0].failure)
 
 
 def test_a_publication_comes_in_the_middle_and_its_first_token_is_found(server):

@@ -93,3 +93,14 @@ def test_preemptions_are_those_of_the_load_by_the_engines_counter_or_its_answers
     taken_back = answer(0.0, [1.0])
     taken_back.preempted = 2
     assert timeline.preemptions(Outcome(answers=[taken_back, *BATCH])) == 2
+
+
+def test_what_a_publication_took_back_was_not_preempted():
+    taken_back = answer(0.0, [1.0, 5.0])
+    taken_back.preempted = 2
+    outcome = Outcome([taken_back], [Publication("7", 2.0, 3.0, 0.9)])
+    assert timeline.preemptions(outcome) == 1
+    outcome.publications.append(Publication("8", 4.0, 4.5, 0.4))
+    assert timeline.preemptions(outcome) == 0
+    outcome.publications[1] = Publication("8", 6.0, 7.0, 0.4)  # it had ended
+    assert timeline.preemptions(outcome) == 1

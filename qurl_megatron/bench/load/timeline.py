@@ -96,8 +96,16 @@ def occupancy(outcome: Outcome) -> tuple[float, float] | None:
 
 
 def preemptions(outcome: Outcome) -> int:
-    """Times that requests were taken back for lack of room, as answers or the engine's counter
-    tell; what a publication took back is not counted."""
+    """Times that requests were taken back for lack of room, by answers or the engine's counter.
+
+    A publication takes every response under way back once, which is not counted.
+    """
     told = [look.preemptions for look in outcome.looks if look.preemptions is not None]
-    counted = told[-1] - told[0] if told else 0
-    return max(counted, sum(answer.preempted for answer in outcome.answers))
+    if told:
+        return told[-1] - told[0]
+    found = 0
+    for answer in outcome.answers:
+        published = [p for p in outcome.publications if answer.began < p.ended]
+        by_them = sum(p.began < answer.ended for p in published)
+        found += max(0, answer.preempted - by_them)
+    return found
