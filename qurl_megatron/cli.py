@@ -156,6 +156,13 @@ def fleet(arguments: argparse.Namespace) -> int:
     return run(arguments.urls, watch_s=arguments.watch, api_key_file=arguments.api_key_file)
 
 
+def bench(arguments: argparse.Namespace) -> int:
+    """Measure a part of the system beside its limit, and compare it with an older measurement."""
+    from qurl_megatron.bench.command import bench as run
+
+    return run(arguments)
+
+
 def slurm(arguments: argparse.Namespace) -> int:
     """Turn a recipe into a batch job, and look after it."""
     from qurl_megatron.slurm.actions import ACTIONS
@@ -276,6 +283,12 @@ def _fleet_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _bench_options(command: argparse.ArgumentParser) -> None:
+    from qurl_megatron.bench.options import add_benchmarks
+
+    add_benchmarks(command)
+
+
 def _slurm_options(command: argparse.ArgumentParser) -> None:
     from qurl_megatron.slurm.actions import add_actions
 
@@ -291,6 +304,7 @@ COMMANDS = {
     "eval": (evaluate, _eval_options),
     "serve": (serve, _serve_options),
     "fleet": (fleet, _fleet_options),
+    "bench": (bench, _bench_options),
     "slurm": (slurm, _slurm_options),
 }
 """Each command: what it runs, and what adds its options."""

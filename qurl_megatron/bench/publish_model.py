@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from qurl_megatron.bench.random_model import SIZES
 from qurl_megatron.rollout import plan
 from qurl_megatron.weights import is_quantized
 from qurl_megatron.weights.arch import Arch, read_arch
@@ -36,15 +35,6 @@ QUANTIZE_TRAFFIC = 37  # per FP32 weight: two for amax, then divide, round, clam
 CAST_TRAFFIC = 6  # per FP32 weight
 HASH_TRAFFIC = 31  # per byte that ``wire.word_sum`` reads: fourteen operators on words of 8 bytes
 COPY_TRAFFIC = 2
-
-# Layers, hidden, heads, KV heads, intermediate, vocabulary, tied
-MODELS = {
-    "qwen2.5-0.5b": (*SIZES["0.5B"], True),
-    "qwen2.5-1.5b": (*SIZES["1.5B"], True),
-    "qwen2.5-7b": (28, 3584, 28, 4, 18944, 152064, False),
-    "qwen2.5-14b": (48, 5120, 40, 8, 13824, 152064, False),
-    "qwen2.5-32b": (64, 5120, 40, 8, 27648, 152064, False),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,25 +102,6 @@ class Cost:
     seconds: float
     work_s: float  # of all training and engine ranks together
     buffer_mb: float  # of a training rank, beyond its weights
-
-
-def make_arch(model: str) -> Arch:
-    layers, hidden, heads, kv_heads, intermediate, vocabulary, tied = MODELS[model]
-    return read_arch(
-        {
-            "model_type": "qwen2",
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": intermediate,
-            "vocab_size": vocabulary,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "tie_word_embeddings": tied,
-        }
-    )
 
 
 def tensors(arch: Arch, scheme: str) -> dict[str, tuple[tuple[int, ...], int]]:

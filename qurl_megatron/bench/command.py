@@ -1,0 +1,88 @@
+"""``qurl bench WHAT``: run a benchmark, show its table, keep its record, compare it with another.
+
+DIR/WHAT.json    the record (``bench.record``)
+DIR/index.html   one page of all records in DIR (``bench.page``)
+"""
+
+import argparse
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from qurl_megatron.bench import environment
+from qurl_megatron.bench.against import compare
+from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.record import Case, Record, read
+from qurl_megatron.bench.repeats import progress
+from qurl_megatron.errors import ConfigError
+
+FAILED = 1
+
+
+def bench(options: argparse.Namespace) -> int:
+    """The exit code: 0, or what ``--against`` says."""
+    if options.benchmark == "all":
+        return _all(options.out)
+    # Before minutes of measuring, not after them.
+    old = read(options.against) if options.against else None
+    record = measure(options.benchmark, options)
+    print(record.table(), end="")
+    if options.out:
+        print(keep(record, options.out))
+    if old is None:
+        return 0
+    verdict = compare(old, record)
+    print(f"\nagainst {options.against}:\n{verdict.text()}", end="")
+    return verdict.exit_code
+
+
+def measure(name: str, options: argparse.Namespace) -> Record:
+    """Run one benchmark.
+
+    Raises:
+        ConfigError: it cannot be run here, or with these options.
+    """
+    started = environment.started()
+    around = environment.environment()
+    cases: list[Case] = import_module(f"qurl_megatron.bench.{name}").run(options)
+    return Record(
+        benchmark=name,
+        command=shlex.join(["qurl", *sys.argv[1:]]),
+        started=started,
+        environment={
+            **around,
+            "load_after": environment.load(),
+            "limits": environment.limits(getattr(options, "device", None) or "cpu"),
+        },
+        cases=cases,
+    )
+
+
+def keep(record: Record, folder: Path) -> Path:
+    """Write the record and the page of its folder; returns the page."""
+    from qurl_megatron.bench.page import write_page
+
+    record.write(folder / f"{record.benchmark}.json")
+    return write_page(folder)
+
+
+def _all(folder: Path) -> int:
+    failed = 0
+    for name, row in BENCHMARKS.items():
+        if row.short is None:
+            progress(f"{name}: left out; it needs a run of yours, see qurl bench {name} --help")
+            continue
+        parser = argparse.ArgumentParser()
+        add_shared(parser, row)
+        row.add_options(parser)
+        progress(f"{name} {shlex.join(row.short)}")
+        try:
+            record = measure(name, parser.parse_args(row.short))
+        except ConfigError as error:  # the others can be run all the same
+            progress(f"{name}: {error}")
+            failed += 1
+            continue
+        print(f"{name}\n{record.table()}")
+        print(keep(record, folder))
+    return FAILED if failed == len(BENCHMARKS) else 0

@@ -1,0 +1,177 @@
+"""The benchmarks of ``qurl bench`` and their options; argparse alone, since every help reads them.
+
+A benchmark is a module of ``qurl_megatron.bench`` with ``run(options) -> list[Case]``. It is
+imported when it is asked for, and raises ConfigError with the reason where it cannot be run.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SCHEMES = ("bf16", "fp32", "int8", "fp8")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One row: what it measures, its own options, and the words of its short form in ``all``."""
+
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    short: tuple[str, ...] | None  # None: needs what ``all`` cannot make up
+    repeats: int = 10  # ten show a slowdown of a tenth through noise of a few percent
+    model: str = ""  # default of --model; "" has no such option
+    schemes: tuple[str, ...] = ()  # those it can take; all by default
+
+
+def add_benchmarks(command: argparse.ArgumentParser) -> None:
+    """To ``qurl bench``: a subcommand for each row, and ``all``."""
+    names = command.add_subparsers(dest="benchmark", required=True, metavar="WHAT")
+    for name, row in BENCHMARKS.items():
+        parser = names.add_parser(name, help=row.help, description=f"Measure {row.help}.")
+        add_shared(parser, row)
+        row.add_options(parser)
+    everything = names.add_parser("all", help="a short form of each", description=ALL)
+    everything.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR")
+
+
+ALL = "Run a short form of every benchmark that this machine can run; the others say why not."
+
+
+def add_shared(parser: argparse.ArgumentParser, row: Benchmark) -> None:
+    if row.model:
+        parser.add_argument(
+            "--model",
+            default=row.model,
+            metavar="SHAPE_OR_PATH",
+            help=f"a shape (tiny, h1024, 0.5B, ..., 32B), a folder of launch/models, or any folder "
+            f"with a config.json; default {row.model}",
+        )
+    if row.schemes:
+        parser.add_argument(
+            "--schemes",
+            type=_names_of(row.schemes),
+            default=list(row.schemes),
+            metavar="A,B",
+            help=f"default {','.join(row.schemes)}",
+        )
+    parser.add_argument("--repeats", type=_at_least_one, default=row.repeats, metavar="N")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for WHAT.json and the page index.html; default: only the table",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE.json",
+        help="compare with an older record: exit code 0 equal or better, 1 slower, 3 no verdict",
+    )
+
+
+def _names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def names(text: str) -> list[str]:
+        found = [name for name in text.split(",") if name]
+        if unknown := [name for name in found if name not in known]:
+            given = ", ".join(unknown)
+            raise argparse.ArgumentTypeError(f"{given} is not among {', '.join(known)}")
+        return found
+
+    return names
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
+    return int(text)
+
+
+def _publish(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine-tp", nargs="+", type=int, default=[1, 2], metavar="N")
+    parser.add_argument("--bucket-mb", type=float, default=64.0, metavar="MIB")
+    parser.add_argument("--candidates", nargs="+", metavar="WAY", help="leave the others out")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="on a disk; 5 GB are used")
+
+
+def _loss(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N")
+    parser.add_argument("--vocab", type=int, metavar="N", help="default: that of --model")
+    parser.add_argument("--tensor", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="per rank; default: its share of the cores",
+    )
+    parser.add_argument("--verl", type=Path, metavar="DIR", help="folder with the package verl")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="leave the others out")
+
+
+def _convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--work", type=Path, metavar="DIR", help="on a disk; 15 GB are used")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="packages for the peers alone")
+    parser.add_argument("--sizes", nargs="*", default=[], metavar="SHAPE", help="growth beside it")
+
+
+def _decode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="in one repeat")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
+    parser.add_argument("--device", default="cpu")
+
+
+def _scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--factor", type=int, default=8, metavar="N", help="measure an Nth of the samples"
+    )
+
+
+def _versions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--responses", type=int, default=64, metavar="N", help="per version")
+
+
+BENCHMARKS = {
+    "publish": Benchmark(
+        "publishing a version to a real SGLang engine, beside gathering it",
+        _publish,
+        ("--model", "tiny", "--schemes", "int8", "--engine-tp", "1", "--repeats", "3"),
+        model="0.5B",
+        schemes=("int8", "fp8", "bf16"),
+    ),
+    "loss": Benchmark(
+        "time and memory of log-probs, entropy and the ACR objective",
+        _loss,
+        ("--tokens", "512", "--tensor", "1", "2", "--repeats", "6"),
+        model="0.5B",
+    ),
+    "convert": Benchmark(
+        "the checkpoint converters, beside a plain copy and peers",
+        _convert,
+        ("--model", "0.1B", "--repeats", "3"),
+        model="0.5B",
+    ),
+    "decode": Benchmark(
+        "tokens/s of the embedded engine by scheme and batch",
+        _decode,
+        ("--steps", "4", "--batch", "1", "8"),
+        model="h1024",
+        schemes=("int8", "fp8", "bf16", "fp32"),
+    ),
+    "scale": Benchmark(
+        "what the leading rank's Python does for one step of a 32B model",
+        _scale,
+        ("--factor", "64", "--repeats", "5"),
+    ),
+    "versions": Benchmark(
+        "whether the engines of a run served what its checkpoints hold",
+        _versions,
+        None,
+        repeats=1,
+    ),
+}
+"""By name; ``qurl bench all`` takes them in this order."""
