@@ -39,9 +39,7 @@ def test_int8_has_a_smaller_limit_than_bf16():
 
     arch = read_arch(config_of("1.5B"))
     int8, bf16 = (
-        least_seconds(
-            decode_rank(arch, scheme, 1), [100] * 8, prompt=10, slots=8, bytes_per_s=2e12
-        )
+        least_seconds(decode_rank(arch, scheme, 1), [100] * 8, prompt=10, slots=8, bytes_per_s=2e12)
         for scheme in ("int8", "none")
     )
     assert 1.3 < bf16 / int8 < 2

@@ -16,7 +16,7 @@ def test_lengths_have_the_mean_that_they_are_called_by_though_they_are_cut_off(
 ):
     lengths = long_tailed(512, mean=mean, sigma=sigma, longest=longest, seed=0)
     assert np.mean(lengths) == pytest.approx(mean, rel=0.01)
-    assert 1 <= min(lengths) and max(lengths) <= longest
+    assert min(lengths) >= 1 and max(lengths) <= longest
 
 
 def test_lengths_are_those_of_a_log_normal():

@@ -81,9 +81,7 @@ def test_an_engine_that_does_not_tell_its_hits_is_believed(outcome):
 def test_a_failed_request_is_told_with_its_cause_and_not_as_a_wrong_length(outcome):
     outcome.answers[1].failure = "cut off"
     outcome.answers[1].counts[-1] = 9
-    assert reasons.found(outcome, 1) == {
-        "failed requests": "1 of 4 requests; the first: cut off"
-    }
+    assert reasons.found(outcome, 1) == {"failed requests": "1 of 4 requests; the first: cut off"}
 
 
 @pytest.mark.parametrize("told_by", ["the engine's counter", "an answer"])

@@ -39,7 +39,15 @@ class Target:
 
 @contextlib.contextmanager
 def started(
-    kind: str, folder: Path, version: Version, vocab: int, logs: Path, *, tensor: int, threads: int
+    kind: str,
+    folder: Path,
+    version: Version,
+    vocab: int,
+    logs: Path,
+    *,
+    tensor: int,
+    threads: int,
+    timeout_s: float,
 ) -> Iterator[Target]:
     """An engine of its own, with ``version`` published to it.
 
@@ -47,11 +55,14 @@ def started(
         kind: "embedded" or "sglang".
         folder: the model's, from which it starts.
         threads: of each rank; 0 takes the cores of the machine.
+        timeout_s: for a response.
 
     Raises:
         ConfigError, EngineError: it does not start, or does not take the weights.
     """
-    config = RolloutConfig(backend=kind, engine_tensor=tensor, engine_threads=threads)
+    config = RolloutConfig(
+        backend=kind, engine_tensor=tensor, engine_threads=threads, timeout_s=timeout_s
+    )
     logs.mkdir(parents=True)
     with Fleet(
         config,
@@ -93,7 +104,9 @@ def reached(url: str, protocol: str, *, timeout_s: float) -> Target:
             return Target(client, PROTOCOLS[protocol], models[0]["id"], _look_at_metrics, dict)
         info = client.info()
     except (EngineError, LookupError, TypeError) as error:
-        raise ConfigError(f"--engine {url} does not answer as --protocol {protocol}: {error}") from None
+        raise ConfigError(
+            f"--engine {url} does not answer as --protocol {protocol}: {error}"
+        ) from None
     look = _look_at_embedded if info.kind == "embedded" else _look_at_sglang
     return Target(client, PROTOCOLS[protocol], "", look, lambda: _told(client))
 

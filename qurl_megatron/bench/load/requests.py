@@ -33,6 +33,13 @@ class Clients:
     at_once: int | None = None
     rate: float | None = None  # arrivals per second, at random (Poisson)
 
+    @property
+    def text(self) -> str:
+        """As ``read`` takes it."""
+        if self.at_once is not None:
+            return f"concurrency:{self.at_once}"
+        return "closed" if self.rate is None else f"poisson:{self.rate:g}"
+
     @staticmethod
     def read(text: str) -> "Clients":
         """Of ``closed``, ``concurrency:8`` or ``poisson:4``.

@@ -100,12 +100,12 @@ def preemptions(outcome: Outcome) -> int:
 
     A publication takes every response under way back once, which is not counted.
     """
-    told = [look.preemptions for look in outcome.looks if look.preemptions is not None]
-    if told:
-        return told[-1] - told[0]
     found = 0
     for answer in outcome.answers:
         published = [p for p in outcome.publications if answer.began < p.ended]
         by_them = sum(p.began < answer.ended for p in published)
         found += max(0, answer.preempted - by_them)
-    return found
+    told = [look.preemptions for look in outcome.looks if look.preemptions is not None]
+    if found or outcome.publications or not told:
+        return found
+    return told[-1] - told[0]
