@@ -130,7 +130,6 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--publish-every",
         type=_publish_every,
-        default="",
         metavar="WHEN",
         help="half (once, at half of the tokens), 10s or 5000tokens; default: never",
     )

@@ -11,7 +11,7 @@ import itertools
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -52,8 +52,7 @@ class Plan:
     clients: Clients
     vocab: int
     seed: int
-    publish: str = ""  # "", "half", "2.5s" or "1000tokens"
-    timeout_s: float = 3600.0
+    publish: str | None = None  # "half", "2.5s", "1000tokens" or never
 
     @property
     def prompts(self) -> int:
@@ -77,7 +76,7 @@ class Plan:
         return made if rate is None else arriving(made, rate, self.seed)
 
     def publishing(self, target: Target) -> Publishing | None:
-        if not self.publish:
+        if self.publish is None:
             return None
         if target.publish is None:
             raise ConfigError(
@@ -121,11 +120,14 @@ def run(options: argparse.Namespace) -> list[Case]:
         }
         found = interleaved(candidates, repeats=options.repeats, seen=_tell)
         after = {name: target.identity() for name, target in targets.items()}
+    gpus = environment.gpus()
+    read = environment.limits("cuda" if gpus else "cpu")["read_gb_s"]
     cases = []
     for subject in subjects:
         name = subject.name
         changed = reasons.changed(before[name], after[name])
-        cases.append(case_of(plan, subject, arch, found[name], changed, before[name]))
+        bounds = bounds_of(plan, subject, arch, read, gpus[0]["name"] if gpus else None)
+        cases.append(case_of(plan, subject, found[name], bounds, changed, before[name]))
     return cases
 
 
@@ -145,7 +147,6 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
         arch.vocab,
         options.seed,
         options.publish_every,
-        options.timeout,
     )
 
 
@@ -224,11 +225,19 @@ def _tell(name: str, outcome: Outcome) -> None:
     progress(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f}/s{failures}")
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds of the makespan; None where a rate of arrivals decides."""
+
+    least: float | None = None  # by the bytes of its decode steps
+    predicted: float | None = None  # by qurl plan, where it knows the machine
+
+
 def case_of(
     plan: Plan,
     subject: Subject,
-    arch: Arch,
     repeats: Repeats[Outcome],
+    bounds: Bounds,
     changed: str,
     identity: dict[str, object],
 ) -> Case:
@@ -255,11 +264,11 @@ def case_of(
         "tokens": sum(lengths),
         "longest": max(lengths),
         "clients": plan.clients.text,
-        "publish": plan.publish or None,
+        "publish": plan.publish,
     }
     outcomes = [o for o in repeats.results if any(answer.done for answer in o.answers)]
     whole = len(outcomes) == len(repeats.results)  # else there is nothing to time
-    figures = figures_of(outcomes, *bounds(plan, subject, arch)) if whole else []
+    figures = figures_of(outcomes, bounds) if whole else []
     return Case(
         name=subject.name,
         keys=keys,
@@ -270,62 +279,54 @@ def case_of(
     )
 
 
-def bounds(plan: Plan, subject: Subject, arch: Arch) -> tuple[float | None, float | None]:
-    """Seconds of the makespan at least, and as ``qurl plan`` predicts; None where a rate of
-    arrivals decides, or the planner does not know the machine."""
+def bounds_of(
+    plan: Plan, subject: Subject, arch: Arch, read_gb_s: float, gpu: str | None
+) -> Bounds:
+    """
+    Args:
+        read_gb_s: that the machine's memory, or one GPU's, was measured to read.
+        gpu: what its driver calls the GPU; None: the engine has none.
+    """
     if plan.clients.rate is not None:
-        return None, None
+        return Bounds()
     scheme, dtype = SCHEMES[subject.scheme]
     rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[dtype])
-    gpus = environment.gpus()
-    limit = environment.limits("cuda" if gpus else "cpu")
-    # Ranks on CPUs share the memory's rate; on GPUs each has its own.
-    share = 1 if gpus else subject.tensor
-    least = limits.least_seconds(
-        rank,
-        plan.lengths,
-        prompt=plan.prompt,
-        slots=plan.slots,
-        bytes_per_s=1e9 * limit["read_gb_s"] / share,
+    # Ranks on CPUs share the memory's rate; GPUs have each their own.
+    share = 1 if gpu else subject.tensor
+    load = {"prompt": plan.prompt, "slots": plan.slots}
+    least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
+    known = limits.gpu_named(gpu, scheme) if gpu else None
+    if known is None:
+        return Bounds(least)
+    predicted = limits.predicted_seconds(
+        rank, plan.lengths, **load, prompts=plan.prompts, gpu=known
     )
-    gpu = limits.gpu_named(gpus[0]["name"], scheme) if gpus else None
-    if gpu is None:
-        return least, None
-    return least, limits.predicted_seconds(
-        rank,
-        plan.lengths,
-        prompt=plan.prompt,
-        prompts=plan.prompts,
-        slots=plan.slots,
-        gpu=gpu,
-    )
+    return Bounds(least, predicted)
 
 
-def figures_of(
-    outcomes: Sequence[Outcome], least: float | None, predicted: float | None
-) -> list[Figure]:
+def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
     """A figure per quantity, of all repeats; those that not every repeat has are left out."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = timeline.tokens(outcomes[0].answers)
-    ends = {
-        "tokens/s": (tokens / least if least else None, tokens / predicted if predicted else None),
-        "makespan": (least, predicted),
+    told = {
+        "tokens/s": Bounds(*(seconds and tokens / seconds for seconds in astuple(bounds))),
+        "makespan": bounds,
     }
     figures = []
     for name in dict.fromkeys(name for one in measured for name in one):
         repeats = [one[name] for one in measured if name in one]
         if len(repeats) < len(outcomes):
             continue
-        limit, told = ends.get(name, (None, None))
+        own = told.get(name, Bounds())
         figures.append(
             Figure(
                 name=name,
                 unit=UNITS.get(name, "ms"),
                 better="higher" if name == "tokens/s" else "lower",
                 repeats=repeats,
-                limit=limit,
-                limit_of="DRAM bytes" if limit else "",
-                predicted=told,
+                limit=own.least,
+                limit_of="DRAM bytes" if own.least else "",
+                predicted=own.predicted,
             )
         )
     return figures

@@ -7,7 +7,6 @@ weights have changed.
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -46,25 +45,30 @@ def model_folder(given: str, work: Path) -> Path:
     return random
 
 
-@dataclass
 class Version:
-    """The weights as one training rank would send them; ``root`` is the caller's to remove."""
+    """The weights as one training rank would send them; their folder is the caller's to remove."""
 
-    source: Checkpoint
-    scheme: str
-    dtype: str
-    root: Path
-    blobs: list[Blob] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sender = FilesSender(self.root, "tp0", leads=False)
+    def __init__(self, source: Checkpoint, scheme: str, dtype: str, root: Path) -> None:
+        """
+        Args:
+            scheme: of the linear layers; "none", "int8" or "fp8".
+            dtype: of all else.
+            root: gets the files.
+        """
+        self.source, self.scheme, self.dtype = source, scheme, dtype
+        self.sender = FilesSender(root, "tp0", leads=False)
         self.sender.begin(1)
-        shapes = {}
+        self.blobs: list[Blob] = []
+        shapes: dict[str, tuple[int, ...]] = {}
         for parts in _buckets(self._tensors()):
             shapes |= {name: tuple(tensor.shape) for name, tensor in parts}
             whole = [(name, tensor, None, 0) for name, tensor in parts]
             self.blobs.append(self.sender.put(len(self.blobs), whole))
-        self.sender.seal(manifest_of(1, self.scheme, self.blobs, shapes))
+        self.sender.seal(manifest_of(1, scheme, self.blobs, shapes))
+
+    @property
+    def folder(self) -> Path:
+        return self.sender.folder
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for op in self.source.ops():
@@ -87,7 +91,7 @@ class Version:
         """
         name, began = fleet.names.of(number), time.monotonic()
         if any(engine.kind == "embedded" for engine in fleet.engines()):
-            fleet.publish(self.sender.folder, number)
+            fleet.publish(self.folder, number)
             return name, time.monotonic() - began
         with (
             fleet.publication() as engines,
