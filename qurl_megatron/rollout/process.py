@@ -246,7 +246,8 @@ def _embedded(
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     spin = os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)
     env = {**dict.fromkeys(names, str(threads)), "GOMP_SPINCOUNT": spin}
-    return Launch((str(model_dir), *flat, "--exit-with-stdin"), env)
+    # Trainer and engine speak token ids.
+    return Launch((str(model_dir), *flat, "--exit-with-stdin", "--skip-tokenizer-init"), env)
 
 
 def _devices(config: RolloutConfig, index: int) -> list[str]:

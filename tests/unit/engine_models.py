@@ -9,12 +9,13 @@ import httpx
 import torch
 import uvicorn
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from qurl_megatron.quant import quantize
 from qurl_megatron.rollout.client import EngineClient
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import Decoder
-from qurl_megatron.rollout.embedded.server import build_app
+from qurl_megatron.rollout.embedded.server import Speech, build_app
 from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.rollout.transport.files import FilesSender
@@ -44,6 +45,21 @@ def write_model(folder: Path, *, seed: int = 0, **changes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**TINY, **changes}), encoding="utf-8")
     save_file(random_tensors(folder, seed), folder / "model.safetensors")
+    return folder
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer whose first 256 tokens are the bytes of UTF-8, and 8 special ones after them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ["<eos>", *(f"<s{index}>" for index in range(1, 8))]
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -107,11 +123,11 @@ def finish(engine: Engine, *sequences: Sequence) -> None:
 class LiveServer:
     """The real app behind a real socket, in a thread."""
 
-    def __init__(self, folder, *, scheme="int8", api_key=None) -> None:
+    def __init__(self, folder, *, scheme="int8", api_key=None, speech=None) -> None:
         self.folder = folder
         self.worker = EngineThread(engine_for(folder, scheme=scheme))
         config = uvicorn.Config(
-            build_app(self.worker, str(folder), api_key=api_key),
+            build_app(self.worker, str(folder), api_key=api_key, speech=speech or Speech()),
             port=0,
             log_level="warning",
             lifespan="off",

@@ -98,7 +98,10 @@ def test_a_seeded_request_repeats_and_its_samples_differ(live):
         ({"input_ids": [5], "sampling_params": {"regex": "a*"}}, "regex"),
         ({"input_ids": [5], "sampling_params": {"n": 0}}, "n must be"),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "1 entries for 2 prompts"),
-        ({"input_ids": [5], "stream": True}, "stream"),
+        ({"input_ids": [5], "stream": "yes"}, "stream"),
+        ({"input_ids": [5], "text": "a"}, "not both"),
+        ({"input_ids": [5], "top_logprobs_num": 2}, "top_logprobs_num = 2"),
+        ({"input_ids": [5], "sampling_params": {"stop": ["."]}}, r"sampling_params.stop = \['.'\]"),
         ({"input_ids": [5], "lora_path": "x"}, "lora_path"),
     ],
 )

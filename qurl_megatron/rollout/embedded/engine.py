@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ from qurl_megatron.rollout.embedded.sampling import GREEDY, SamplingState, sampl
 
 MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
+
+
+class Listener(Protocol):
+    """Hears of a sequence's tokens as they come. The engine calls it: it must not wait or fail."""
+
+    def token(self, token: int, log_prob: float, version: str) -> None:
+        """One that the sequence goes on after."""
+
+    def ended(self) -> None:
+        """The sequence has its results, the last token among them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,12 +53,14 @@ class Sequence:
     top_k: int = -1
     stop_ids: frozenset[int] = frozenset()
     job: "Job | None" = None
+    listener: Listener | None = None
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(
         default_factory=list
     )  # (version, first token beyond it)
+    retractions: int = 0
     finish_reason: dict | None = None
 
     @property
@@ -83,6 +96,8 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.generated = 0
+        self.retractions = 0
+        self._listeners = 0  # of running sequences
         self._batch = _Batch(max_rows, decoder.device)
 
     @property
@@ -95,6 +110,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the running sequences, whose keys and values the cache holds."""
+        return int(self._batch.length[: len(self.running)].sum())
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -119,6 +139,9 @@ class Engine:
     def retract(self) -> None:
         """Send the running sequences back to the head of the queue, to be prefilled anew."""
         retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
+        self.retractions += len(retracted)
+        for sequence in retracted:
+            sequence.retractions += 1
         self.waiting.extendleft(retracted)
 
     def update(self, tensors: dict[str, Tensor], version: str, *, recompute: bool = False) -> None:
@@ -165,6 +188,7 @@ class Engine:
     def _prefill(self, joining: list[Sequence]) -> None:
         first_row, cache, device = len(self.running), self.cache, self.decoder.device
         self.running += joining
+        self._listeners += sum(s.listener is not None for s in joining)
         self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
         # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
         owner, prefixes, prompt_rows = [], [], []
@@ -217,6 +241,8 @@ class Engine:
         stopped_B = (token_B[:, None] == batch.stop_ids[rows]).any(dim=1)
         broken_B = ~log_prob_B.isfinite()
         ended_B = stopped_B | broken_B | (batch.length[rows] >= batch.limit[rows])
+        if self._listeners:
+            self._tell(first_row, token_B, log_prob_B, ended_B)
         if not ended_B.any():
             return
         for offset in reversed(ended_B.nonzero()[:, 0].tolist()):
@@ -232,6 +258,19 @@ class Engine:
                 reason = {"type": "length", "length": len(sequence.output_ids)}
             self._end(sequence, reason)
 
+    def _tell(self, first_row: int, token_B: Tensor, log_prob_B: Tensor, ended_B: Tensor) -> None:
+        """Tell the new tokens; the last of a sequence comes with its end."""
+        told = zip(
+            self.running[first_row:],
+            token_B.tolist(),
+            log_prob_B.tolist(),
+            ended_B.tolist(),
+            strict=True,
+        )
+        for sequence, token, log_prob, ended in told:
+            if sequence.listener is not None and not ended:
+                sequence.listener.token(token, log_prob, self.version)
+
     @torch.inference_mode()
     def _remove(self, row: int) -> Sequence:
         """Take a sequence out, with what it generated; the last row moves into its place."""
@@ -245,6 +284,7 @@ class Engine:
             self._batch.move(last, row)
             self.running[row] = self.running[last]
         self.running.pop()
+        self._listeners -= sequence.listener is not None
         return sequence
 
     def _end(self, sequence: Sequence, reason: dict) -> None:
@@ -252,6 +292,8 @@ class Engine:
         sequence.finish_reason = reason
         if sequence.job is not None:
             sequence.job.one_ended()
+        if sequence.listener is not None:
+            sequence.listener.ended()
 
 
 def _shares_prefill(previous: Sequence | None, sequence: Sequence) -> bool:

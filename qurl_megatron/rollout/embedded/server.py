@@ -8,32 +8,57 @@ then copied between two decode steps. Nothing from the network is unpickled.
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import signal
 import socket
 import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import orjson
 import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from qurl_megatron import __version__
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
 from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
-from qurl_megatron.rollout.embedded.protocol import Limits, parse_generate
-from qurl_megatron.rollout.embedded.thread import EngineThread
+from qurl_megatron.rollout.embedded.openai import models, parse_completion
+from qurl_megatron.rollout.embedded.protocol import Generation, Limits, parse_generate
+from qurl_megatron.rollout.embedded.stream import Progress, Stream
+from qurl_megatron.rollout.embedded.text import TextCodec
+from qurl_megatron.rollout.embedded.thread import EngineInfo, EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
 from qurl_megatron.rollout.lease import ENDPOINT, Lease
 from qurl_megatron.weights.arch import read_arch, read_config, read_eos
 from qurl_megatron.weights.places import description_of
 
+log = logging.getLogger(__name__)
+
 PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speech:
+    """How the engine speaks, where SGLang leaves a choice; the options bear SGLang's names."""
+
+    skip_tokenizer_init: bool = False
+    """Token ids only, as a trainer wants it: no text is read or written."""
+
+    stream_interval: int = 1
+    """Tokens per event of a stream; ``sampling_params.stream_interval`` goes before."""
+
+    incremental_streaming_output: bool = False
+    """Events have what is new; SGLang's default is all there is so far."""
 
 
 def serve(
@@ -48,6 +73,7 @@ def serve(
     cache_gb: float = 2.0,
     exit_with_stdin: bool = False,
     api_key: str | None = None,
+    speech: Speech = Speech(),
 ) -> None:
     """Serve one model until SIGTERM, SIGINT or, if asked, the end of standard input.
 
@@ -61,6 +87,7 @@ def serve(
         cache_gb: key/value cache in GiB.
         exit_with_stdin: leave when stdin reaches its end, so that a dead parent leaves no orphan.
         api_key: required as ``Authorization: Bearer`` on everything but /health.
+        speech: text or token ids, and how to stream.
 
     Raises:
         ConfigError: the address is not one of this machine, or the port is taken.
@@ -79,7 +106,7 @@ def serve(
         engine = load_engine(Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb)
         worker = EngineThread(engine, threads)
         config = uvicorn.Config(
-            build_app(worker, str(model_dir), api_key=api_key),
+            build_app(worker, str(model_dir), api_key=api_key, speech=speech),
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=5,
@@ -108,8 +135,14 @@ def load_engine(
     return Engine(decoder, cache_gb)
 
 
-def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = None) -> Starlette:
-    handlers = _Handlers(worker, model_path)
+def build_app(
+    worker: EngineThread,
+    model_path: str,
+    *,
+    api_key: str | None = None,
+    speech: Speech = Speech(),
+) -> Starlette:
+    handlers = _Handlers(worker, model_path, speech)
     get, post = ["GET"], ["POST"]
     app = Starlette(
         routes=[
@@ -120,7 +153,10 @@ def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = No
             Route("/get_server_info", handlers.server_info, methods=get),
             Route("/model_info", handlers.model_info, methods=get),
             Route("/get_model_info", handlers.model_info, methods=get),
+            Route("/v1/loads", handlers.loads, methods=get),
+            Route("/v1/models", handlers.models, methods=get),
             Route("/generate", handlers.generate, methods=post),
+            Route("/v1/completions", handlers.completions, methods=post),
             Route("/flush_cache", handlers.flush_cache, methods=get + post),
             Route("/pause_generation", handlers.pause, methods=post),
             Route("/continue_generation", handlers.resume, methods=post),
@@ -137,16 +173,15 @@ def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = No
 
 
 class _Handlers:
-    def __init__(self, worker: EngineThread, model_path: str) -> None:
-        self.worker, self.model_path = worker, model_path
+    def __init__(self, worker: EngineThread, model_path: str, speech: Speech) -> None:
+        self.worker, self.model_path, self.speech = worker, model_path, speech
+        self.served = model_path  # the name by which clients know the model
         decoder = worker.engine.decoder
         self.decoder, self.scheme = decoder, decoder.scheme
         self.dtype = str(decoder.dtype).removeprefix("torch.")
-        self.limits = Limits(
-            decoder.arch.vocab,
-            worker.engine.max_total_tokens,
-            read_eos(description_of(model_path)),
-        )
+        folder = description_of(model_path)
+        self.codec = None if speech.skip_tokenizer_init else TextCodec.of(folder)
+        self.limits = Limits(decoder.arch.vocab, worker.engine.max_total_tokens, read_eos(folder))
         self._updating = asyncio.Lock()
         self._lease = Lease()
 
@@ -164,42 +199,117 @@ class _Handlers:
         return JSONResponse(
             {
                 "engine": "qurl-embedded",
+                "version": __version__,
                 "model_path": self.model_path,
+                "tokenizer_path": self.tokenizer_path,
                 "weight_version": info.version,
                 "scheme": self.scheme,
                 "dtype": self.dtype,
                 "device": str(self.decoder.device),
                 "threads": torch.get_num_threads(),
-                "max_total_num_tokens": self.worker.engine.cache.capacity,
-                "num_running_reqs": info.running,
-                "num_waiting_reqs": info.waiting,
+                "stream_interval": self.speech.stream_interval,
+                "incremental_streaming_output": self.speech.incremental_streaming_output,
+                **self._load(info),
                 "num_generated_tokens": info.generated,
+                "num_retractions": info.retractions,
                 "is_paused": info.paused,
             }
         )
+
+    async def loads(self, request: Request) -> Response:
+        """SGLang's /v1/loads, as far as it means anything here."""
+        info = await asyncio.wrap_future(self.worker.info())
+        queues = {"waiting": info.waiting, "retracted": info.retracted}
+        load = {"timestamp": now(), "dp_rank": 0, **self._load(info), "queues": queues}
+        return JSONResponse({"version": __version__, "loads": [load]})
+
+    def _load(self, info: EngineInfo) -> dict:
+        """What is in the cache and in the queue, by SGLang's names."""
+        capacity = self.worker.engine.cache.capacity
+        return {
+            "num_running_reqs": info.running,
+            "num_waiting_reqs": info.waiting,
+            "max_running_requests": self.worker.engine.cache.max_rows,
+            "num_used_tokens": info.cached_tokens,
+            "max_total_num_tokens": capacity,
+            "token_usage": round(info.cached_tokens / capacity, 4),
+            "cache_hit_rate": 0.0,  # nothing is cached across requests
+        }
+
+    @property
+    def tokenizer_path(self) -> str | None:
+        return None if self.codec is None else str(self.codec.path.parent)
 
     async def model_info(self, request: Request) -> Response:
         info = await asyncio.wrap_future(self.worker.info())
         return JSONResponse(
             {
                 "model_path": self.model_path,
-                "tokenizer_path": None,
+                "served_model_name": self.served,
+                "tokenizer_path": self.tokenizer_path,
                 "is_generation": True,
                 "weight_version": info.version,
             }
         )
 
+    async def models(self, request: Request) -> Response:
+        return JSONResponse(models(self.served, self.limits.max_total_tokens))
+
     async def generate(self, request: Request) -> Response:
-        generation = parse_generate(await _json(request), self.limits)
+        generation = parse_generate(await _json(request), self.limits, self.codec)
+        if generation.stream:
+            incremental = self.speech.incremental_streaming_output
+
+            def event(index: int, progress: Progress) -> dict:
+                return generation.event(index, progress, incremental=incremental)
+
+            return _events(self._follow(generation, event))
+        await self._finish(request, generation)
+        return JSONResponse(generation.answer(self.codec))
+
+    async def completions(self, request: Request) -> Response:
+        body = await _json(request)
+        completion = parse_completion(body, self.limits, self.codec, self.served)
+        if completion.generation.stream:
+            follow = self._follow(completion.generation, completion.chunk, completion.last_chunks)
+            return _events(follow)
+        await self._finish(request, completion.generation)
+        return JSONResponse(completion.answer(self.codec))
+
+    async def _finish(self, request: Request, generation: Generation) -> None:
+        """Generate all of it; a client that leaves takes its sequences along."""
         finished = asyncio.wrap_future(self.worker.submit(generation.sequences))
         gone = asyncio.ensure_future(_disconnected(request))
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not finished.done():
-            mine = set(map(id, generation.sequences))
-            self.worker.call(lambda engine: engine.abort(lambda s: id(s) in mine, "Client left."))
+            self._abandon(generation)
         await finished
-        return JSONResponse(generation.answer())
+
+    async def _follow(
+        self,
+        generation: Generation,
+        event: Callable[[int, Progress], dict],
+        last_events: Callable[[list[Progress]], Iterable[dict]] = lambda parts: (),
+    ) -> AsyncIterator[dict]:
+        """Generate, with an event for each piece; closed early, it takes the sequences along."""
+        interval = generation.interval or self.speech.stream_interval
+        stream = Stream(generation.sequences, generation.styles, self.codec, interval)
+        finished = self.worker.submit(generation.sequences)
+        parts: dict[int, Progress] = {}
+        try:
+            async for index, progress in stream.pieces(finished):
+                parts[index] = progress
+                yield event(index, progress)
+        finally:
+            if not finished.done():
+                self._abandon(generation)
+        for one in last_events([parts[index] for index in sorted(parts)]):
+            yield one
+
+    def _abandon(self, generation: Generation) -> None:
+        mine = set(map(id, generation.sequences))
+        self.worker.call(lambda engine: engine.abort(lambda s: id(s) in mine, "Client left."))
 
     async def flush_cache(self, request: Request) -> Response:
         """Nothing is cached across requests; SGLang's answer while some run is a refusal."""
@@ -292,6 +402,23 @@ async def _json(request: Request, empty: dict | None = None) -> dict:
     if not isinstance(body, dict):
         raise ConfigError("the body must be a JSON object")
     return body
+
+
+def _events(bodies: AsyncIterator[dict]) -> Response:
+    """Bodies as server-sent events, in SGLang's form; what fails on the way is the last of them."""
+
+    async def texts() -> AsyncIterator[bytes]:
+        async with contextlib.aclosing(bodies):
+            try:
+                async for body in bodies:
+                    yield b"data: " + orjson.dumps(body) + b"\n\n"
+            except Exception as error:  # the status has been sent: the client must hear it here
+                log.exception("a stream failed")
+                failure = {"message": str(error), "type": "internal_server_error", "code": 500}
+                yield b"data: " + orjson.dumps({"error": failure}) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(texts(), media_type="text/event-stream")
 
 
 async def _disconnected(request: Request) -> None:

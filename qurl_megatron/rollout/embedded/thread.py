@@ -23,7 +23,10 @@ class EngineInfo:
     version: str
     running: int
     waiting: int
-    generated: int
+    retracted: int  # of those that wait
+    generated: int  # tokens since it started
+    retractions: int  # since it started
+    cached_tokens: int
     paused: bool
 
 
@@ -78,7 +81,10 @@ class EngineThread:
                 version=engine.version,
                 running=len(engine.running),
                 waiting=len(engine.waiting),
+                retracted=sum(s.retractions > 0 for s in engine.waiting),
                 generated=engine.generated,
+                retractions=engine.retractions,
+                cached_tokens=engine.cached_tokens,
                 paused=self._paused,
             )
         )
