@@ -1,76 +1,126 @@
 """Decode speed of the embedded engine: tokens per second by number format and batch size.
 
-``python -m qurl_megatron.bench.decode --hidden 1024 --layers 8 --batch 1 8 32``
-
 The model is random, the prompts are short, and only decode steps count: prefill is over before the
-clock starts. The rate is that of the fastest of several spans of steps, because other processes
-share the machine's cores; the median tells how much they did.
+clock starts. All schemes of a batch size take turns. The limit is the larger of two times of a
+step: that of reading the weights and the keys and values once, at the rate at which this machine
+reads, and that of its products at the rate of its fastest ones. The prediction is that of
+``qurl plan``, from the same rates and the shares of them that it expects of an engine.
 """
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import sys
-import time
-from pathlib import Path
 
 import torch
 
+from qurl_megatron.bench.environment import limits
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import interleaved, progress
+from qurl_megatron.planning.constants import Constants, Gpu
+from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
-from qurl_megatron.weights.arch import Arch
+from qurl_megatron.weights.arch import Arch, read_arch
 
-SCHEMES = ("int8", "fp8", "bfloat16", "float32")
+DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 PROMPT = 32
+WARM_UP = 1  # spans of steps: caches and the allocator
+
+ALL_OF_IT = Constants(
+    attention=1.0, decode_gemm=1.0, decode_hbm=1.0, decode_layer=0.0, decode_step=0.0
+)
+"""What software attains where nothing is lost."""
 
 
-def run(
-    arch: Arch,
-    schemes: list[str],
-    batches: list[int],
-    *,
-    dtype: str = "float32",
-    steps: int = 16,
-    repeats: int = 5,
-    device: str = "cpu",
-) -> list[dict]:
-    """One row per scheme and batch size.
-
-    Args:
-        schemes: of SCHEMES; int8 and fp8 keep everything else in ``dtype``.
-        steps: decode steps in one timed span.
-        repeats: timed spans.
-    """
-    rows = []
-    for scheme in schemes:
-        quantized = scheme in ("int8", "fp8")
-        rest = dtype if quantized else scheme
-        decoder = random_decoder(arch, scheme if quantized else "none", rest, torch.device(device))
-        for batch in batches:
-            engine = Engine(decoder, cache_gb=1.0)
-            spans = _time_decode(engine, batch, steps, repeats)
-            rates = [batch * steps / span for span in spans]
-            rows.append(
-                {
-                    "scheme": scheme,
-                    "dtype": rest,
-                    "batch": batch,
-                    "tokens_per_s": round(max(rates), 1),
-                    "tokens_per_s_median": round(statistics.median(rates), 1),
-                    "ms_per_step": round(1000 * min(spans) / steps, 3),
-                }
+def run(options: argparse.Namespace) -> list[Case]:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    arch = read_arch(config_of(options.model))
+    device = torch.device(options.device)
+    found = []
+    decoders = {scheme: random_decoder(arch, scheme, device) for scheme in options.schemes}
+    for batch in options.batch:
+        spans = {
+            scheme: Span(decoder, batch, options.steps, options.repeats)
+            for scheme, decoder in decoders.items()
+        }
+        measured = interleaved(spans, repeats=options.repeats, warm_up=WARM_UP)
+        for scheme, mine in measured.items():
+            rates = [batch * options.steps / seconds for seconds in mine.seconds]
+            limit, limit_of, predicted = bounds(
+                arch, scheme, batch, spans[scheme].context, options.device
             )
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+            figure = Figure(
+                name="decode",
+                unit="tokens/s",
+                better="higher",
+                repeats=rates,
+                limit=limit,
+                limit_of=limit_of,
+                predicted=predicted,
+            )
+            progress(f"{scheme}, batch {batch}: {figure.median:.0f} tokens/s")
+            found.append(
+                Case(
+                    name=f"{scheme}, batch {batch}",
+                    keys={"model": options.model, "scheme": scheme, "batch": batch},
+                    figures=[figure],
+                    yardsticks=mine.yardsticks,
+                    reasons=mine.reasons,
+                    notes={"threads": torch.get_num_threads(), "steps": options.steps},
+                )
+            )
+    return found
+
+
+class Span:
+    """Calls decode some steps each, of the same responses, which grow meanwhile."""
+
+    def __init__(self, decoder: Decoder, batch: int, steps: int, repeats: int) -> None:
+        vocab = decoder.arch.vocab
+        new = steps * (repeats + WARM_UP) + 1
+        self._engine = Engine(decoder, cache_gb=1.0)
+        self._steps = steps
+        prompts = [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
+        self._engine.add([Sequence(str(i), p, new, seed=i) for i, p in enumerate(prompts)])
+        while self._engine.waiting:
+            self._engine.step()
+        self.context = PROMPT + new / 2  # tokens before the new one, mean over all repeats
+
+    def __call__(self) -> None:
+        for _ in range(self._steps):
+            self._engine.step()
+
+
+def bounds(
+    arch: Arch, scheme: str, batch: int, context: float, device: str
+) -> tuple[float, str, float]:
+    """Tokens/s at most, what sets this limit, and tokens/s that ``qurl plan``'s formula expects."""
+    here = limits(device)
+    wide = scheme if scheme in DTYPE else ("fp32" if device == "cpu" else "bf16")
+    plain = 1e9 * here["fp32_gflop_s" if wide == "fp32" else "bf16_gflop_s"]
+    # Without units for FP8 its products are those of the wider format.
+    flops = {"none": plain, "int8": 1e9 * here["int8_gop_s"], "fp8": plain}
+    machine = Gpu(gib=0, flops=flops, hbm=1e9 * here["read_gb_s"], nvlink=1, network=1, source="")
+    rank = decode_rank(
+        arch, "none" if scheme in DTYPE else scheme, 1, itemsize=4 if wide == "fp32" else 2
+    )
+    least = decode_step(rank, machine, ALL_OF_IT, batch, context)
+    expected = decode_step(rank, machine, Constants(), batch, context)
+    products = "INT8 products" if scheme == "int8" else f"{wide.upper()} products"
+    return (
+        batch / sum(least.values()),
+        products if least[COMPUTE] else "bytes read",
+        batch / sum(expected.values()),
+    )
 
 
 @torch.inference_mode()
-def random_decoder(arch: Arch, scheme: str, dtype: str, device: torch.device) -> Decoder:
+def random_decoder(arch: Arch, scheme: str, device: torch.device) -> Decoder:
     """A decoder whose values do not matter, but are small enough to stay finite."""
     torch.manual_seed(0)
-    decoder = Decoder(arch, scheme, DTYPES[dtype], device)
+    kind = "none" if scheme in DTYPE else scheme
+    beside = "float32" if device.type == "cpu" else "bfloat16"  # quantized products
+    decoder = Decoder(arch, kind, DTYPES[DTYPE.get(scheme, beside)], device)
     for name, slot in decoder.slots.items():
         if slot.dtypes == (torch.int8,):
             slot.target.random_(-127, 128)
@@ -81,99 +131,3 @@ def random_decoder(arch: Arch, scheme: str, dtype: str, device: torch.device) ->
         else:
             slot.target.copy_(torch.randn(slot.target.shape) * 0.02)
     return decoder
-
-
-def _time_decode(engine: Engine, batch: int, steps: int, repeats: int) -> list[float]:
-    vocab = engine.decoder.arch.vocab
-    new = steps * (repeats + 1) + 1
-    prompts = [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
-    engine.add([Sequence(str(i), p, new, seed=i) for i, p in enumerate(prompts)])
-    while engine.waiting:
-        engine.step()
-    spans = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        spans.append(time.perf_counter() - start)
-    return spans[1:]  # the first span warms caches and allocator up
-
-
-def machine() -> dict:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-        model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--intermediate", type=int, default=2816)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=128)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="float32", help="beside int8, fp8"
-    )
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    arch = Arch(
-        family="qwen2",
-        vocab=options.vocab,
-        hidden=options.hidden,
-        intermediate=options.intermediate,
-        num_layers=options.layers,
-        heads=options.heads,
-        kv_heads=options.kv_heads,
-        head_dim=options.hidden // options.heads,
-        rms_eps=1e-6,
-        max_position=4096,
-        tied=False,
-        qkv_bias=True,
-        qk_norm=False,
-        rope_theta=10000.0,
-        rope_scaling=None,
-    )
-    names = ("hidden", "intermediate", "num_layers", "heads", "kv_heads")
-    shape = {name: getattr(arch, name) for name in names}
-    report = {"machine": machine(), "model": {**shape, "vocab": arch.vocab}}
-    report["results"] = run(
-        arch,
-        options.schemes,
-        options.batch,
-        dtype=options.dtype,
-        steps=options.steps,
-        repeats=options.repeats,
-        device=options.device,
-    )
-    text = json.dumps(report, indent=1)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,20 +1,19 @@
 """Time and memory of the loss: log-probs, entropy, the ACR objective, forward and backward.
 
-``python -m qurl_megatron.bench.loss --out docs/results/loss_tp_cpu.json [--verl DIR]``
-
 Every way of computing log-probs and entropy gets the same logits, split over 1, 2 and 4
 tensor-parallel ranks, and the same objective on top. Each runs in fresh processes, gloo on a CPU
-and nccl on GPUs. Peers are in ``bench.peers.losses``; verl is measured where an unpacked wheel is
-named (``pip download --no-deps verl``), Liger on GPUs that have it.
+and nccl on GPUs, twice: all ways forwards, then backwards, with half of the repeats each. Peers
+are in ``bench.peers.losses``; verl is measured where an unpacked wheel is named (``pip download
+--no-deps verl``), Liger on GPUs that have it.
 
-Seconds are those of the slowest rank in the fastest repeat. Memory is one rank's high-water mark
-above its logits. What needs more memory than is free is not run, and the report says so.
+Seconds are those of the slowest rank. Memory is one rank's high-water mark above its logits. The
+limit is one pass that reads the logits and one that writes their gradient. What needs more memory
+than is free is not run, and the record says so.
 """
 
 import argparse
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -30,8 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.algo import objective, token_log_probs
+from qurl_megatron.bench.environment import limits
+from qurl_megatron.bench.options import BENCHMARKS, add_shared, chosen
 from qurl_megatron.bench.peers import losses as peers
 from qurl_megatron.bench.peers.losses import Way
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.runtime.megatron import megatron_runtime
 
@@ -85,73 +89,83 @@ CANDIDATES = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = _arguments().parse_args(argv)
-    if args.candidate:
-        return _run_rank(args)
-    began = os.getloadavg()[0]
-    results: dict[str, dict] = {}
-    for tensor in args.tensor:
-        here = results.setdefault(f"tensor {tensor}", {})
-        for name in args.only or CANDIDATES:
-            reason = _obstacle(name, tensor, args)
-            here[name] = {"not run": reason} if reason else _in_fresh_processes(name, tensor, args)
-            print(f"tensor {tensor}: {name:24} {here[name]}", file=sys.stderr, flush=True)
-    report = {
-        "tokens": args.tokens,
-        "vocab": args.vocab,
-        "dtype": args.dtype,
-        "logits_mib": round(_logits_bytes(args) / MIB, 1),
-        "threads_per_rank": {str(tensor): _threads(tensor, args) for tensor in args.tensor},
-        "gives": {name: candidate.gives for name, candidate in CANDIDATES.items()},
-        "machine": {**machine(args.device), "load_average": [round(began, 1), _load()]},
-        "results": results,
-        "aims": aims(results),
-    }
-    text = json.dumps(report, indent=2) + "\n"
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
-    print(text, end="")
-    return 0
+def run(options: argparse.Namespace) -> list[Case]:
+    """A case per layout and way."""
+    if options.device is None:
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.vocab is None:
+        options.vocab = config_of(options.model)["vocab_size"]
+    names = chosen(options.only, CANDIDATES, "--only")
+    return [case for tensor in options.tensor for case in _layout(tensor, names, options)]
 
 
-def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m qurl_megatron.bench.loss", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--tensor", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=0, help="per rank; 0 shares the cores among the ranks"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--verl", type=Path, help="folder in which the package verl lies")
-    parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="leave the others out")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)  # of one rank
-    return parser
-
-
-def aims(results: dict[str, dict]) -> dict[str, dict]:
-    """What the benchmark is for: memory of no more than the logits and 5 %, and not slower than
-    Megatron's fused cross entropy, the faster of its two forms, which gives no entropy."""
-    found: dict[str, dict] = {}
-    for layout, here in results.items():
-        mine = here.get("ours", {})
-        theirs = [
-            here[name]["seconds"]
-            for name in ("megatron", "megatron_eager")
-            if "seconds" in here.get(name, {})
-        ]
-        if "seconds" in mine:
-            found[layout] = {"peak_over_logits": mine["peak_over_logits"]}
-            if theirs:
-                found[layout]["seconds_over_megatron"] = round(mine["seconds"] / min(theirs), 3)
+def _layout(tensor: int, names: list[str], args: argparse.Namespace) -> list[Case]:
+    obstacles = {name: _obstacle(name, tensor, args) for name in names}
+    there = [name for name in names if not obstacles[name]]
+    runs: dict[str, list[dict]] = {name: [] for name in there}
+    forwards = (args.repeats + 1) // 2
+    for count, order in ((forwards, there), (args.repeats - forwards, there[::-1])):
+        for name in order if count else ():
+            progress(f"tensor {tensor}: {name}, {count} repeats")
+            runs[name].append(_in_fresh_processes(name, tensor, count, args))
+    found = [
+        case_of(name, tensor, args, runs.get(name, [{"not run": obstacles[name]}]))
+        for name in names
+    ]
+    _beside_megatron(found)
     return found
+
+
+def _beside_megatron(cases: list[Case]) -> None:
+    """Note what the benchmark is for: how many times as long ours takes as Megatron's fused cross
+    entropy, the faster of its two forms, which gives no entropy."""
+    seconds = {case.keys["way"]: case.figure("seconds").median for case in cases if case.figures}
+    theirs = [value for way, value in seconds.items() if str(way).startswith("megatron")]
+    for case in cases:
+        if case.keys["way"] == "ours" and case.figures and theirs:
+            case.notes["seconds_over_megatron"] = round(seconds["ours"] / min(theirs), 3)
+
+
+def case_of(name: str, tensor: int, args: argparse.Namespace, runs: list[dict]) -> Case:
+    """Of what the processes found: lists of seconds, of bytes, and errors; or why they did not."""
+    given = {
+        "name": f"{name}, tensor {tensor}",
+        "keys": {"way": name, "tensor": tensor, "tokens": args.tokens, "vocab": args.vocab},
+    }
+    notes = {"gives": CANDIDATES[name].gives, "threads": _threads(tensor, args)}
+    for reason in ("not run", "failed"):
+        if why := next((each[reason] for each in runs if reason in each), None):
+            return Case(**given, reasons=[reason], notes={**notes, reason: why})
+    joined = {
+        key: [value for each in runs for value in each[key]]
+        for key in ("seconds", "peaks", "yardsticks")
+    }
+    logits = _logits_bytes(args)
+    worst = {key: max(each[key] for each in runs) for key in runs[0] if key.endswith("_error")}
+    return Case(
+        **given,
+        figures=[
+            Figure(
+                name="seconds",
+                unit="s",
+                better="lower",
+                repeats=joined["seconds"],
+                limit=2 * logits / 1e9 / limits(args.device)["read_gb_s"],
+                limit_of="bytes moved",
+            ),
+            Figure(
+                name="peak",
+                unit="of the logits",
+                better="lower",
+                repeats=[1 + extra / (logits / tensor) for extra in joined["peaks"]],
+                limit=1.0,
+                limit_of="the logits",
+            ),
+        ],
+        yardsticks=joined["yardsticks"],
+        reasons=load_reasons(joined["yardsticks"]),
+        notes={**notes, **worst, "logits_mib": round(logits / MIB, 1)},
+    )
 
 
 # -- the parent --------------------------------------------------------------------------------
@@ -178,10 +192,10 @@ def _obstacle(name: str, tensor: int, args: argparse.Namespace) -> str | None:
     return None
 
 
-def _in_fresh_processes(name: str, tensor: int, args: argparse.Namespace) -> dict:
-    command = [sys.executable, "-W", "ignore", "-m", "qurl_megatron.bench.loss"]
-    command += ["--candidate", name, "--tensor", str(tensor)]
-    for key in ("tokens", "vocab", "dtype", "device", "repeats", "verl"):
+def _in_fresh_processes(name: str, tensor: int, repeats: int, args: argparse.Namespace) -> dict:
+    command = [sys.executable, "-W", "ignore", "-m", "qurl_megatron.bench.loss", name]
+    command += ["--tensor", str(tensor), "--repeats", str(repeats)]
+    for key in ("tokens", "vocab", "dtype", "device", "verl"):
         if getattr(args, key) is not None:
             command += [f"--{key}", str(getattr(args, key))]
     command += ["--threads", str(_threads(tensor, args))]
@@ -215,7 +229,7 @@ def _in_fresh_processes(name: str, tensor: int, args: argparse.Namespace) -> dic
     ]
     code = _wait(world)
     if code:
-        return {"not run": f"a rank left with code {code}"}
+        return {"failed": f"a rank left with code {code}"}
     return json.loads(world[0].stdout.read().splitlines()[-1])
 
 
@@ -246,14 +260,16 @@ def _free_memory() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
-def _load() -> float:
-    return round(os.getloadavg()[0], 1)
-
-
 # -- a rank ------------------------------------------------------------------------------------
 
 
-def _run_rank(args: argparse.Namespace) -> int:
+def rank(argv: list[str]) -> int:
+    """One rank of one way, in a process of its own; the leading one prints what was found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("candidate")
+    add_shared(parser, BENCHMARKS["loss"])
+    BENCHMARKS["loss"].add_options(parser)
+    args = parser.parse_args(argv)
     (tensor,) = args.tensor
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
@@ -268,10 +284,10 @@ def _run_rank(args: argparse.Namespace) -> int:
         slices: list = [None] * tensor
         dist.all_gather_object(slices, {**measured, **errors})
         if ranks.leads:
-            worst = {key: max(one[key] for one in slices) for key in slices[0]}
-            logits_mib = _logits_bytes(args) / tensor / MIB
-            worst["peak_over_logits"] = round(1 + worst["extra_mib"] / logits_mib, 4)
-            print(json.dumps(worst))
+            worst = {key: max(one[key] for one in slices) for key in errors}
+            for key in ("seconds", "peaks"):
+                worst[key] = [max(each) for each in zip(*(s[key] for s in slices), strict=True)]
+            print(json.dumps({**worst, "yardsticks": measured["yardsticks"]}))
     return 0
 
 
@@ -324,19 +340,25 @@ def one_step(way: Way, candidate: Candidate, batch: Batch) -> Tensor:
 
 def measure(
     way: Way, candidate: Candidate, args: argparse.Namespace, group: dist.ProcessGroup
-) -> dict[str, float]:
-    seconds, extra = [], 0
+) -> dict[str, list[float]]:
+    """Seconds, bytes above the logits, and seconds of the yardstick, by repeat."""
+    found: dict[str, list[float]] = {"seconds": [], "peaks": [], "yardsticks": []}
     for _ in range(args.repeats):
         batch = Batch.make(args.tokens, args.vocab, args, group)
+        # Of the leading rank alone: on all at once it would measure the others.
+        before = yardstick() if dist.get_rank() == 0 else 0.0
         dist.barrier()
         with high_water(args.device) as mark:
             start = _now(args.device)
             gradient = one_step(way, candidate, batch)
             dist.barrier()
-            seconds.append(_now(args.device) - start)
-        extra = max(extra, mark[0])
+            found["seconds"].append(_now(args.device) - start)
+        after = yardstick() if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        found["yardsticks"].append((before + after) / 2)
+        found["peaks"].append(mark[0])
         del batch, gradient
-    return {"seconds": round(min(seconds), 3), "extra_mib": round(extra / MIB, 1)}
+    return found
 
 
 def accuracy(
@@ -396,19 +418,5 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def machine(device: str) -> dict[str, object]:
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else name,
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rank(sys.argv[1:]))

@@ -6,9 +6,11 @@ imported when it is asked for, and raises ConfigError with the reason where it c
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from qurl_megatron.errors import ConfigError
 
 SCHEMES = ("bf16", "fp32", "int8", "fp8")
 
@@ -69,6 +71,18 @@ def add_shared(parser: argparse.ArgumentParser, row: Benchmark) -> None:
         metavar="FILE.json",
         help="compare with an older record: exit code 0 equal or better, 1 slower, 3 no verdict",
     )
+
+
+def chosen(names: list[str] | None, known: Collection[str], key: str) -> list[str]:
+    """All that are known, or those that were named.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"{key} {name} is not known; known: {', '.join(known)}")
+    return list(names or known)
 
 
 def _names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:

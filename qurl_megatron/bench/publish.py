@@ -1,12 +1,11 @@
 """Seconds and memory of publishing weights to a real SGLang engine, beside the straightforward way.
 
-``python -m qurl_megatron.bench.publish --out docs/results/publish_cpu.json``
-
 Two training ranks (TP2, BF16 weights with FP32 masters) hold a random model; one engine is started
 empty per scheme and tensor size. Then our transports and ``peers.gathered`` publish in turns. Ours
 are made anew for each turn, publish once so that their slots exist, and are timed then. The engine
-must give the same log-probs after all of them. Beside every turn stand the load average and what a
-plain copy ran at on both ranks.
+must give the same log-probs after all of them. Beside every turn stand the yardstick and what a
+plain copy ran at on both ranks: such a copy of the version's bytes is the limit. The prediction is
+``publish_model``'s, from this machine's rates.
 
 Memory is the highest of what all processes of one side have for themselves (RssAnon), and of what
 our files and slots in /dev/shm take, above what it was before the sender was made. Pages of files
@@ -20,7 +19,6 @@ import os
 import re
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -28,12 +26,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from qurl_megatron.bench.publish_model import check
-from qurl_megatron.bench.random_model import SIZES
-from qurl_megatron.bench.random_model import main as random_model
+from qurl_megatron.bench.options import chosen
+from qurl_megatron.bench.publish_model import TRANSPORTS, Rates, Setting, predict
+from qurl_megatron.bench.random_model import config_of, write_random
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
 from qurl_megatron.config import (
     ModelConfig,
     OptimizerConfig,
@@ -42,11 +43,15 @@ from qurl_megatron.config import (
     RolloutConfig,
     SyncConfig,
 )
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout import plan
+from qurl_megatron.rollout.process import sglang_python
 from qurl_megatron.runtime.launch import launch
-from qurl_megatron.weights import read_arch, read_config
+from qurl_megatron.weights.arch import Arch, read_arch
 from qurl_megatron.weights.checkpoint import parameter_count
 
-SCHEMES = ("int8", "fp8", "none")
+OWN = {"bf16": "none"}  # quant.scheme of a name that users give
+SHOWN = {"none": "bf16", "int8": "int8", "fp8": "fp8"}
 OURS = ("memory", "files", "files, staged", "files on disk", "group")
 GATHERED = {
     "gathered": ("loader", None),
@@ -78,7 +83,7 @@ class Plan:
         return [c for c in self.candidates if scheme == "none" or c not in own]
 
 
-def run(plan: Plan) -> int:
+def take_turns(plan: Plan) -> int:
     """One training rank."""
     import torch
     import torch.distributed as dist
@@ -116,8 +121,8 @@ def run(plan: Plan) -> int:
             ):
                 dist.barrier()
                 if ranks.leads:
-                    print(f"{scheme} tp{tp}: engine up in {time.perf_counter() - started:.0f} s")
-                case = Case(plan, policy, rollout, fleet, scheme, tp)
+                    progress(f"{scheme} tp{tp}: engine up in {time.perf_counter() - started:.0f} s")
+                case = Turns(plan, policy, rollout, fleet, scheme, tp)
                 names = plan.of(scheme)
                 case.warm_up(names[0])
                 for turn in range(plan.turns):
@@ -126,7 +131,7 @@ def run(plan: Plan) -> int:
     return 0
 
 
-class Case:
+class Turns:
     """One engine, to which candidates publish in turns."""
 
     def __init__(self, plan, policy, rollout, fleet, scheme, tp) -> None:
@@ -145,7 +150,8 @@ class Case:
         dist.all_gather_object(watched, os.getpid())
         dist.barrier()
         memory = Watch(watched, self.fleet, self.plan) if self.fleet else None
-        load = os.getloadavg()[0]
+        before = yardstick() if self.fleet else 0.0
+        dist.barrier()
         folder = Path(tempfile.mkdtemp(dir=self.plan.work)) if self.fleet else None
         box = [folder]
         dist.broadcast_object_list(box)
@@ -175,11 +181,10 @@ class Case:
                 "engine_cpu_s": engine_worked,
                 "trainer_mib": memory.trainer / MIB,
                 "engine_mib": memory.engine / MIB,
-                "load_before": load,
+                "yardstick": before,
                 "copy_gbps": min(copies),
             }
-            record = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
-            print(json.dumps(record), flush=True)
+            progress(f"{self.scheme} tp{self.tp}, {name}: {seconds:.2f} s")
             write(self.plan, record)
 
     def warm_up(self, name: str) -> None:
@@ -366,111 +371,138 @@ def write(plan: Plan, record: dict) -> None:
         out.write(json.dumps(record) + "\n")
 
 
-def summary(records: Sequence[dict], fp32_bytes: int) -> list[dict]:
-    """One row per case and candidate: medians of its turns, fastest turn, highest memory.
+def cases_of(
+    records: Sequence[dict], *, arch: Arch, model: str, rates: dict[str, float], bucket_mb: float
+) -> list[Case]:
+    """One case per scheme, engine and candidate.
 
     Args:
-        fp32_bytes: of the masters of the whole model, for the shares of what a plain copy takes.
+        records: of all turns.
+        rates: GB/s, of ``measure_limits``.
     """
-    rows: dict[tuple, list[dict]] = {}
+    turns: dict[tuple, list[dict]] = {}
     for record in records:
         key = record["scheme"], record["engine_tp"], record["candidate"]
-        rows.setdefault(key, []).append(record)
-    return [_row(turns, fp32_bytes) for turns in rows.values()]
+        turns.setdefault(key, []).append(record)
+    return [
+        _case(these, arch=arch, model=model, rates=rates, bucket_mb=bucket_mb)
+        for these in turns.values()
+    ]
 
 
-def _row(turns: Sequence[dict], fp32_bytes: int) -> dict:
+def _case(
+    turns: Sequence[dict], *, arch: Arch, model: str, rates: dict[str, float], bucket_mb: float
+) -> Case:
     first = turns[0]
-    numbers = [key for key, value in first.items() if isinstance(value, float)]
-    row = {
-        **{key: first[key] for key in ("scheme", "engine_tp", "candidate")},
-        **{key: round(statistics.median(t[key] for t in turns), 4) for key in numbers},
-        "bytes": first["bytes"],
-        "seconds_min": min(t["seconds"] for t in turns),
-        "trainer_mib": max(t["trainer_mib"] for t in turns),
-        "engine_mib": max(t["engine_mib"] for t in turns),
-        "load_before": sorted(t["load_before"] for t in turns),
-    }
-    row["copy_share"] = round(row["bytes"] / 1e9 / row["copy_gbps"] / row["seconds_min"], 3)
-    if "put_s" in row and row["candidate"] in OURS:
-        # A copy reads and writes each byte, quantizing reads four or more and writes one or two.
-        moved = (fp32_bytes + row["bytes"]) / 2 / TRAINERS
-        row["quantize_share"] = round(moved / 1e9 / row["copy_gbps"] / row["quantize_s"], 3)
-        put = row["bytes"] / TRAINERS / 1e9 / row["copy_gbps"]
-        row["put_share"] = round(put / row["put_s"], 3)
-    work = sum(row.get(key, 0) for key in ("gather_s", "quantize_s", "put_s", "load_s"))
-    # 0: one thing after another. Ranks and engine at the same work count once each.
-    row["overlap"] = round(max(0.0, 1 - row["seconds"] / work), 3)
-    return row
+    scheme, tp, candidate = (first[key] for key in ("scheme", "engine_tp", "candidate"))
+    cost = None
+    if candidate in TRANSPORTS:
+        setting = Setting(
+            arch=arch,
+            scheme=scheme,
+            trainer=plan.Layout(tensor=TRAINERS),
+            engines=1,
+            engine_tp=tp,
+            bucket_mb=bucket_mb,
+        )
+        cost = predict(setting, candidate, Rates.of_cpu(rates, scheme, cores=os.cpu_count() or 1))
+    copy_s = first["bytes"] / 1e9 / statistics.median(turn["copy_gbps"] for turn in turns)
 
+    def figure(name: str, unit: str, of: Callable[[dict], float], **given: Any) -> Figure:
+        return Figure(name=name, unit=unit, better="lower", repeats=[of(t) for t in turns], **given)
 
-def machine() -> dict:
-    import platform
-    from importlib import metadata
-
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return {
-        "cpu": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), ""),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "megatron-core")},
-    }
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--append", action="store_true", help="to the turns that --out has")
-    parser.add_argument("--work", type=Path, help="folder on a disk; 5 GB are used")
-    parser.add_argument("--size", choices=SIZES, default="0.5B")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
-    parser.add_argument("--engine-tp", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--bucket-mb", type=float, default=SyncConfig().bucket_mb)
-    parser.add_argument(
-        "--candidates", nargs="+", choices=[*OURS, *GATHERED], default=[*OURS, *GATHERED]
+    yardsticks = [turn["yardstick"] for turn in turns]
+    return Case(
+        name=f"{SHOWN[scheme]}, engine TP{tp}, {candidate}",
+        keys={
+            "model": model,
+            "scheme": SHOWN[scheme],
+            "engine_tp": tp,
+            "way": candidate,
+            "bucket_mb": bucket_mb,
+        },
+        figures=[
+            figure(
+                "seconds",
+                "s",
+                lambda turn: turn["seconds"],
+                limit=copy_s,
+                limit_of="one copy",
+                predicted=cost.seconds if cost else None,
+            ),
+            figure(
+                "work",
+                "CPU s",
+                lambda turn: turn["trainer_cpu_s"] + turn["engine_cpu_s"],
+                predicted=cost.work_s if cost else None,
+            ),
+            figure("paused", "s", lambda turn: turn["paused_s"]),
+            figure("peak memory", "MiB", lambda turn: turn["trainer_mib"] + turn["engine_mib"]),
+        ],
+        yardsticks=yardsticks,
+        reasons=load_reasons(yardsticks),
+        notes={"bytes": first["bytes"], **shares(turns, 4 * parameter_count(arch))},
     )
-    options = parser.parse_args(argv)
+
+
+def shares(turns: Sequence[dict], fp32_bytes: int) -> dict[str, Any]:
+    """Of its phases: seconds, the shares of what a plain copy takes, and how much they overlap.
+
+    Args:
+        fp32_bytes: of the masters of the whole model.
+    """
+    phases = [key for key in ("gather_s", "quantize_s", "put_s", "load_s") if key in turns[0]]
+    found: dict[str, Any] = {
+        key: round(statistics.median(turn[key] for turn in turns), 4) for key in phases
+    }
+    seconds = statistics.median(turn["seconds"] for turn in turns)
+    copy = 1e9 * statistics.median(turn["copy_gbps"] for turn in turns)
+    size = turns[0]["bytes"]
+    # 0: one thing after another. Ranks and engine at the same work count once each.
+    found["overlap"] = round(max(0.0, 1 - seconds / (sum(found.values()) or seconds)), 3)
+    if "put_s" in found and turns[0]["candidate"] in OURS:
+        # A copy reads and writes each byte, quantizing reads four or more and writes one or two.
+        moved = (fp32_bytes + size) / 2 / TRAINERS
+        found["quantize_share"] = round(moved / copy / found["quantize_s"], 3)
+        found["put_share"] = round(size / TRAINERS / copy / found["put_s"], 3)
+    return found
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """
+    Raises:
+        ConfigError: no SGLang, or not this model.
+    """
+    names = chosen(options.candidates, [*OURS, *GATHERED], "--candidates")
+    sglang_python(RolloutConfig().sglang_python)  # or says what to install
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-publish-") as folder:
         work = Path(folder)
-        random_model(options.size, work / "model")
+        config = config_of(options.model)
+        write_random(config, work / "model")
         (work / "disk").mkdir()
-        plan = Plan(
+        todo = Plan(
             model=work / "model",
             work=work,
             disk=work / "disk",
-            cases=tuple((s, tp) for s in options.schemes for tp in options.engine_tp),
-            candidates=tuple(options.candidates),
-            turns=options.turns,
+            cases=tuple((OWN.get(s, s), tp) for s in options.schemes for tp in options.engine_tp),
+            candidates=tuple(names),
+            turns=options.repeats,
             bucket_mb=options.bucket_mb,
         )
-        shared = memory_folder(plan)
+        shared = memory_folder(todo)
         shared.mkdir()
         try:
-            status = launch(run, (plan,), TRAINERS)
+            status = launch(take_turns, (todo,), TRAINERS)
         finally:
             shutil.rmtree(shared)
-            text = (work / "records.jsonl").read_text().splitlines()
-        limits, *records = map(json.loads, text)
-        if options.append and options.out.is_file():
-            records = json.loads(options.out.read_text())["turns"] + records
-        fp32_bytes = 4 * parameter_count(read_arch(read_config(plan.model)))
-    report = {
-        "machine": machine(),
-        "model": options.size,
-        "bucket_mb": options.bucket_mb,
-        **limits,
-        "rows": summary(records, fp32_bytes),
-        "turns": records,
-    }
-    report["cost_model"] = check(report)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if status:
+            raise ConfigError(f"bench publish: a rank left with code {status}; it says why above")
+        rates, *records = map(json.loads, (work / "records.jsonl").read_text().splitlines())
+    return cases_of(
+        records,
+        arch=read_arch(config),
+        model=options.model,
+        rates=rates["limits"],
+        bucket_mb=options.bucket_mb,
+    )

@@ -1,30 +1,23 @@
 """What publishing one version costs, from bandwidths: bytes are exact, seconds an estimate.
 
-``python -m qurl_megatron.bench.publish_model --model qwen2.5-32b --gpus 8 --tp 8 --engines 4
---engine-tp 2 --nvlink-gbps 400 --ib-gbps 50 --disk-gbps 10``
-
 Bytes come from the plan that the publisher follows. Each rank's phases follow from them and from
 the rates of its machine; what overlaps counts as the longest, the rest as the sum:
 
     first bucket: quantize, put   then for each next one: max(quantize + put, load before)   load
 
 On a machine with fewer cores than busy processes no overlap helps beyond all work over the cores.
-``--check`` holds the model against the rows of a benchmark on this machine.
+``qurl bench publish`` sets it beside what it measures, ``qurl plan`` takes it into its steps.
 """
 
-import argparse
-import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from qurl_megatron.rollout import plan
 from qurl_megatron.weights import is_quantized
-from qurl_megatron.weights.arch import Arch, read_arch
+from qurl_megatron.weights.arch import Arch
 from qurl_megatron.weights.checkpoint import hf_shapes
 
 TRANSPORTS = ("memory", "files", "group", "gathered")
@@ -253,94 +246,3 @@ def _gathered(setting: Setting, rates: Rates) -> Cost:
         work_s=trainer.tensor * gather_s + quantize_s + put_s + setting.engines * tp * load_s,
         buffer_mb=3 * min(setting.bucket_mb, bf16 / MIB),  # gathered, joined, quantized
     )
-
-
-def check(report: dict) -> list[dict]:
-    """Predicted beside measured, for the rows of a benchmark on a CPU.
-
-    CPU seconds do not depend on who else uses the machine; seconds do.
-    """
-    arch = make_arch(f"qwen2.5-{report['model'].lower()}")
-    found = []
-    for row in report["rows"]:
-        transport = row["candidate"]
-        if transport not in TRANSPORTS:
-            continue
-        setting = Setting(
-            arch=arch,
-            scheme=row["scheme"],
-            trainer=plan.Layout(tensor=2),
-            engines=1,
-            engine_tp=row["engine_tp"],
-            bucket_mb=report["bucket_mb"],
-        )
-        rates = Rates.of_cpu(report["limits"], row["scheme"], cores=report["machine"]["cores"])
-        cost = predict(setting, transport, rates)
-        found.append(
-            {
-                **{key: row[key] for key in ("scheme", "engine_tp", "candidate")},
-                "bytes_predicted": cost.bytes,
-                "bytes_measured": int(row["bytes"]),
-                "seconds_predicted": round(cost.seconds, 3),
-                "seconds_measured_min": row["seconds_min"],
-                "seconds_ratio": round(row["seconds_min"] / cost.seconds, 2),
-                "cpu_s_predicted": round(cost.work_s, 3),
-                "cpu_s_measured": (worked := round(row["trainer_cpu_s"] + row["engine_cpu_s"], 3)),
-                "cpu_s_ratio": round(worked / cost.work_s, 2),
-            }
-        )
-    return found
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="qwen2.5-32b")
-    parser.add_argument("--gpus", type=int, help="of the trainer; default tp * pp")
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--engine-tp", type=int, default=2)
-    parser.add_argument("--hbm-gbps", type=float, default=3000, help="of a GPU's memory, GB/s")
-    parser.add_argument("--nvlink-gbps", type=float, default=350, help="per GPU, one way, GB/s")
-    parser.add_argument("--ib-gbps", type=float, default=45, help="per GPU, one way, GB/s")
-    parser.add_argument("--disk-gbps", type=float, default=10, help="shared by all, GB/s")
-    parser.add_argument("--bucket-mb", type=float, default=256)
-    parser.add_argument("--check", type=Path, metavar="JSON", help="a benchmark's result instead")
-    options = parser.parse_args(argv)
-    if options.check:
-        print(json.dumps(check(json.loads(options.check.read_text())), indent=1))
-        return 0
-    data, left = divmod(options.gpus or options.tp * options.pp, options.tp * options.pp)
-    if left or not data:
-        parser.error("--gpus must be a multiple of --tp times --pp")
-    ways = {
-        "memory (CUDA IPC)": ("memory", options.nvlink_gbps),
-        "group, NVLink": ("group", options.nvlink_gbps),
-        "group, network": ("group", options.ib_gbps),
-        "files": ("files", options.ib_gbps),
-        "gathered, NVLink": ("gathered", options.nvlink_gbps),
-        "gathered, network": ("gathered", options.ib_gbps),
-    }
-    print(f"{'scheme':6} {'way':18} {'GB':>6} {'GB/rank':>7} {'quant':>6} {'put':>6} {'load':>6}")
-    for scheme in ("int8", "fp8", "none"):
-        setting = Setting(
-            arch=make_arch(options.model),
-            scheme=scheme,
-            trainer=plan.Layout(tensor=options.tp, pipeline=options.pp, data=data),
-            engines=options.engines,
-            engine_tp=options.engine_tp,
-            bucket_mb=options.bucket_mb,
-        )
-        for way, (transport, link) in ways.items():
-            rates = Rates.of_gpus(hbm=options.hbm_gbps, link=link, disk=options.disk_gbps)
-            cost = predict(setting, transport, rates)
-            print(
-                f"{scheme:6} {way:18} {cost.bytes / GB:6.1f} {cost.bytes_per_rank / GB:7.2f} "
-                f"{cost.quantize_s:6.3f} {cost.put_s:6.3f} {cost.load_s:6.3f}  "
-                f"{cost.seconds:6.2f} s, {cost.buffer_mb:.0f} MiB"
-            )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -30,7 +30,8 @@ import xxhash
 
 from qurl_megatron.bench.peers import tuples
 from qurl_megatron.bench.publish import MIB, machine
-from qurl_megatron.bench.publish_model import make_arch, tensors
+from qurl_megatron.bench.publish_model import tensors
+from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.pack import pack_samples
 from qurl_megatron.data.responses import Responses, Summary
@@ -40,6 +41,7 @@ from qurl_megatron.rollout.naming import Names
 from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.weights.arch import read_arch
 
 RESPONSES, TOKENS, PROMPT_TOKENS, GROUP = 2048, 8192, 256, 16
 ENGINES, ENGINE_RANKS, TRAINER_RANKS, BUCKET_MB = 16, 8, 8, 256
@@ -186,7 +188,7 @@ def packing(old_samples: list, new_samples: list, factor: int) -> dict:
 
 def bucket_blobs() -> list[list[Blob]]:
     """What eight training ranks say of every bucket of an INT8 version of 32B, as files."""
-    arch = make_arch("qwen2.5-32b")
+    arch = read_arch(config_of("32B"))
     version = tensors(arch, "int8")
     blobs: list[list[Blob]] = [[] for _ in range(TRAINER_RANKS)]
     for rank in range(TRAINER_RANKS):

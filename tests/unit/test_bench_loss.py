@@ -1,37 +1,47 @@
 import argparse
-import json
 import subprocess
 import sys
 
 import pytest
 
 from qurl_megatron.bench import loss
+from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.errors import ConfigError
 
 
-def arguments(*given: str) -> argparse.Namespace:
-    return loss._arguments().parse_args(["--device", "cpu", *given])
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_shared(parser, BENCHMARKS["loss"])
+    BENCHMARKS["loss"].add_options(parser)
+    return parser.parse_args(["--device", "cpu", *given])
 
 
-def test_the_report_compares_with_megatron_and_tells_the_errors(tmp_path):
-    out = tmp_path / "loss.json"
-    command = ["--tokens", "64", "--vocab", "4096", "--tensor", "2", "--device", "cpu"]
+def test_cases_compare_with_megatron_and_tell_the_errors():
+    given = ["--tokens", "64", "--vocab", "4096", "--tensor", "2", "--repeats", "1"]
     only = ["--only", "ours", "megatron_eager", "dense", "liger"]
-    assert loss.main([*command, "--repeats", "1", *only, "--out", str(out)]) == 0
-    here = json.loads(out.read_text())["results"]["tensor 2"]
+    cases = {case.keys["way"]: case for case in loss.run(options(*given, *only))}
     for name in ("ours", "megatron_eager"):
-        assert here[name]["log_prob_error"] < 1e-6
-        assert here[name]["gradient_error"] < 4e-3  # a BF16 gradient has 8 bits
-    assert here["ours"]["entropy_error"] < 1e-6
-    assert here["dense"] == {"not run": "needs the whole vocabulary"}
-    assert here["liger"] == {"not run": "needs CUDA"}
-    aims = json.loads(out.read_text())["aims"]["tensor 2"]
-    seconds = [here[name]["seconds"] for name in ("ours", "megatron_eager")]
-    assert aims["seconds_over_megatron"] == pytest.approx(seconds[0] / seconds[1], abs=1e-3)
+        case = cases[name]
+        assert case.notes["log_prob_error"] < 1e-6
+        assert case.notes["gradient_error"] < 4e-3  # a BF16 gradient has 8 bits
+        assert len(case.figure("seconds").repeats) == len(case.yardsticks) == 1
+        assert case.figure("seconds").limit < case.figure("seconds").median
+    assert cases["ours"].notes["entropy_error"] < 1e-6
+    assert cases["dense"].notes["not run"] == "needs the whole vocabulary"
+    assert cases["liger"].notes["not run"] == "needs CUDA"
+    seconds = [cases[name].figure("seconds").median for name in ("ours", "megatron_eager")]
+    ratio = cases["ours"].notes["seconds_over_megatron"]
+    assert ratio == pytest.approx(seconds[0] / seconds[1], abs=1e-3)
+
+
+def test_a_way_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="--only theirs is not known; known: ours, "):
+        loss.run(options("--only", "theirs", "--vocab", "64"))
 
 
 def test_what_does_not_fit_into_memory_is_not_tried(monkeypatch):
     monkeypatch.setattr(loss, "_free_memory", lambda: 8 << 30)
-    given = arguments("--tokens", "8192", "--vocab", "151936")  # 2.3 GiB of logits
+    given = options("--tokens", "8192", "--vocab", "151936")  # 2.3 GiB of logits
     assert loss._obstacle("ours", 1, given) is None
     assert loss._obstacle("dense", 1, given) == "needs 17 GiB and 3 to spare, 8 are free"
     assert loss._obstacle("verl", 1, given) == "needs --verl"

@@ -7,29 +7,27 @@ import sys
 import pytest
 import torch
 
-from qurl_megatron.bench.publish import anonymous, bytes_under, summary
-from qurl_megatron.bench.publish_model import (
-    Rates,
-    Setting,
-    check,
-    make_arch,
-    predict,
-    tensors,
-    volumes,
-)
+from qurl_megatron.bench.publish import anonymous, bytes_under, cases_of, shares
+from qurl_megatron.bench.publish_model import Rates, Setting, predict, tensors, volumes
+from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.rollout.plan import Layout, transfers
+from qurl_megatron.weights.arch import Arch, read_arch
 
 GPUS = Rates.of_gpus(hbm=3000, link=50, disk=10)
 WAYS = ("memory", "files", "group", "gathered")
 
 
+def arch_of(model: str) -> Arch:
+    return read_arch(config_of(model))
+
+
 def setting(scheme="int8", **changes) -> Setting:
     defaults = dict(trainer=Layout(tensor=8), engines=4, engine_tp=2)
-    return Setting(arch=make_arch("qwen2.5-32b"), scheme=scheme, **{**defaults, **changes})
+    return Setting(arch=arch_of("32B"), scheme=scheme, **{**defaults, **changes})
 
 
 def test_bytes_are_those_of_the_tensors_that_a_version_holds():
-    names = tensors(make_arch("qwen2.5-0.5b"), "int8")
+    names = tensors(arch_of("0.5B"), "int8")
     # What two training ranks really sent, in the benchmark.
     assert sum(torch.Size(shape).numel() * size for shape, size in names.values()) == 631455488
 
@@ -44,7 +42,7 @@ def test_quantized_versions_of_32b_have_half_the_bytes_and_ranks_share_them():
 
 @pytest.mark.parametrize(("tensor", "pipeline", "engine_tp"), [(1, 1, 1), (2, 4, 2), (2, 3, 1)])
 def test_volumes_from_two_layers_are_those_of_the_whole_plan(tensor, pipeline, engine_tp):
-    arch = make_arch("qwen2.5-0.5b")
+    arch = arch_of("0.5B")
     trainer = Layout(tensor=tensor, pipeline=pipeline)
     sent, received = {}, {}
     for part in transfers(tensors(arch, "int8"), arch, trainer, engine_tp):
@@ -93,38 +91,40 @@ RECORD = {
     "engine_mib": 1.0,
     "trainer_cpu_s": 1.5,
     "engine_cpu_s": 0.5,
-    "load_before": 0.5,
+    "paused_s": 0.7,
+    "yardstick": 0.01,
     "copy_gbps": 2.0,
 }
 
 
-def test_a_row_has_the_median_and_the_fastest_turn_and_the_highest_memory():
-    turns = [RECORD, {**RECORD, "seconds": 1.0, "trainer_mib": 30.0}, {**RECORD, "seconds": 9.0}]
-    (row,) = summary(turns, fp32_bytes=int(6e9))
-    assert (row["seconds"], row["seconds_min"], row["trainer_mib"]) == (2.0, 1.0, 30.0)
-    assert row["copy_share"] == 1.0  # 2 GB at 2 GB/s, in the fastest second
-    assert row["quantize_share"] == 1.0  # each of two ranks moves 2 GB as a copy would
-    assert row["put_share"] == 1.0
-    assert row["overlap"] == 0.2  # 2.5 s of work in 2 s
+def test_phases_stand_beside_a_plain_copy():
+    turns = [RECORD, {**RECORD, "seconds": 1.0}, {**RECORD, "seconds": 9.0}]
+    found = shares(turns, fp32_bytes=int(6e9))
+    assert found["quantize_share"] == 1.0  # each of two ranks moves 2 GB as a copy would
+    assert found["put_share"] == 1.0
+    assert found["overlap"] == 0.2  # 2.5 s of work in 2 s
 
 
-def test_the_model_is_held_against_the_rows_of_a_benchmark():
-    report = {
-        "model": "0.5B",
-        "bucket_mb": 64,
-        "machine": {"cores": 2},
-        "limits": {
-            "copy_gbps": 5.0,
-            "hash_gbps": 20.0,
-            "quantize_int8_gbps": 2.0,
-            "cast_bf16_gbps": 4.0,
-            "gloo_gbps": 1.0,
-        },
-        "rows": [{**RECORD, "seconds_min": 1.0}, {**RECORD, "candidate": "files on disk"}],
-    }
-    (found,) = check(report)
-    assert found["bytes_predicted"] == 631455488
-    assert found["cpu_s_measured"] == 2.0 and found["cpu_s_ratio"] > 0
+RATES = {
+    "copy_gbps": 5.0,
+    "hash_gbps": 20.0,
+    "quantize_int8_gbps": 2.0,
+    "cast_bf16_gbps": 4.0,
+    "gloo_gbps": 1.0,
+}
+
+
+def test_a_case_has_every_turn_the_limit_of_a_copy_and_the_models_prediction():
+    records = [RECORD, {**RECORD, "candidate": "files on disk"}, {**RECORD, "seconds": 1.0}]
+    memory, disk = cases_of(
+        records, arch=arch_of("0.5B"), model="0.5B", rates=RATES, bucket_mb=64.0
+    )
+    assert memory.name == "int8, engine TP1, memory"
+    seconds = memory.figure("seconds")
+    assert (seconds.repeats, seconds.limit) == ([2.0, 1.0], 1.0)  # 2 GB at 2 GB/s
+    assert seconds.predicted > 0 and memory.figure("work").median == 2.0
+    assert memory.yardsticks == [0.01, 0.01]
+    assert disk.figure("seconds").predicted is None  # the model knows no such disk
 
 
 def test_memory_of_processes_and_files_is_counted_and_that_of_the_gone_is_not(tmp_path):
