@@ -138,7 +138,7 @@ def ask(tokens):
 def test_every_token_of_a_stream_is_seen_whether_all_or_only_new_ones_are_sent(
     server, cumulative, together
 ):
-    server.cumulative, server.together = cumulative, together
+    server.cumulative, server.together, server.token_s = cumulative, together, 0.005
     (answer,) = drive(server, [ask(7)]).answers
     assert answer.done and answer.ids == list(range(7))
     assert answer.counts == ([*range(1, 8)] if together == 1 else [3, 6, 7])

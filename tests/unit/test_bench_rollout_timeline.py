@@ -48,6 +48,16 @@ def test_tokens_that_come_together_share_their_gap():
     assert timeline.gaps([answer(0.0, [1.0, 4.0, 6.0], counts=[1, 4, 5])]) == [1.0, 1.0, 1.0, 2.0]
 
 
+def test_events_that_came_in_one_piece_came_together():
+    one = answer(0.0, [1.0])
+    one.came(2, at=3.0)
+    one.came(3, at=3.00002)
+    one.came(3, at=3.5)  # brings no token
+    one.came(4, at=4.0)
+    assert (one.times, one.counts) == ([1.0, 3.0, 4.0], [1, 3, 4])
+    assert timeline.gaps([one]) == [1.0, 1.0, 1.0]
+
+
 def test_time_per_token_leaves_the_first_token_out():
     assert timeline.per_token([answer(0.0, [9.0, 11.0, 12.0])]) == [1.5]
     assert timeline.per_token([answer(0.0, [9.0])]) == []

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from qurl_megatron.bench.load.requests import Ask
 
+TOGETHER_S = 1e-4  # events closer than this came in one piece: their distance is this side's own
+
 
 @dataclass
 class Answer:
@@ -14,7 +16,7 @@ class Answer:
 
     ask: Ask
     began: float  # when it was sent, or should have been: waiting for room is the engine's time
-    times: list[float] = field(default_factory=list)  # of events that brought tokens
+    times: list[float] = field(default_factory=list)  # at which tokens came
     counts: list[int] = field(default_factory=list)  # tokens after each of them
     ended: float | None = None
     failure: str = ""
@@ -33,7 +35,11 @@ class Answer:
 
     def came(self, count: int, at: float) -> None:
         """Now it has ``count`` tokens."""
-        if count > self.tokens:
+        if count <= self.tokens:
+            return
+        if self.times and at - self.times[-1] < TOGETHER_S:
+            self.counts[-1] = count
+        else:
             self.times.append(at)
             self.counts.append(count)
 
