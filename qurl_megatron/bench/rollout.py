@@ -8,6 +8,7 @@ of a decode step allow.
 
 import argparse
 import itertools
+import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +24,14 @@ from qurl_megatron.bench.load.drive import Load, Publishing
 from qurl_megatron.bench.load.engines import Target, reached, started
 from qurl_megatron.bench.load.lengths import long_tailed, recorded
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
-from qurl_megatron.bench.load.requests import Ask, Clients, arriving, groups, serial_digits
+from qurl_megatron.bench.load.requests import (
+    PROMPTS,
+    Ask,
+    Clients,
+    arriving,
+    groups,
+    serial_digits,
+)
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -52,6 +60,7 @@ class Plan:
     clients: Clients
     vocab: int
     seed: int
+    first: int  # serial number of the first prompt
     publish: str | None = None  # "half", "2.5s", "1000tokens" or never
 
     @property
@@ -69,7 +78,7 @@ class Plan:
             samples=self.samples,
             prompt=self.prompt,
             vocab=self.vocab,
-            first=repeat * self.prompts,
+            first=self.first + repeat * self.prompts,
             seed=self.seed,
         )
         rate = self.clients.rate
@@ -146,6 +155,8 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
         Clients.read(options.clients),
         arch.vocab,
         options.seed,
+        # An engine that was there before may have cached the prompts of an earlier command.
+        random.randrange(PROMPTS // 2),
         options.publish_every,
     )
 

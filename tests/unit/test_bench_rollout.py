@@ -65,6 +65,12 @@ def test_every_repeat_has_the_same_lengths_in_the_same_order_on_other_prompts():
     assert len(first) == 16 and sum(a.tokens for a in first) == pytest.approx(16 * 64, rel=0.01)
 
 
+def test_a_later_command_has_the_same_lengths_on_other_prompts():
+    first, later = plan().asks(0), plan().asks(0)
+    assert [ask.tokens for ask in first] == [ask.tokens for ask in later]
+    assert not {ask.prompt for ask in first} & {ask.prompt for ask in later}
+
+
 def test_every_engine_is_measured_in_every_scheme_and_only_sglang_at_several_ranks():
     asked = options("--engine", "embedded,sglang", "--schemes", "bf16,int8", "--tensor", "1", "2")
     assert [subject.name for subject in rollout.subjects_of(asked)] == [

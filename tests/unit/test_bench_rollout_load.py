@@ -55,6 +55,15 @@ def test_lengths_of_a_run_are_those_of_its_newest_evaluation(tmp_path):
     assert sorted(recorded(tmp_path, 3, seed=0)) == [5, 6, 7]
 
 
+def test_lengths_of_a_run_that_kept_its_rollouts_are_those_of_its_last_step(tmp_path):
+    _samples(tmp_path / "eval/step_000040", [9])
+    (tmp_path / "rollouts").mkdir()
+    for step, counts in ((2, [3, 4]), (10, [5, 6])):
+        lines = [json.dumps({"response_ids": [1] * count}) for count in counts]
+        (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
+    assert sorted(recorded(tmp_path, 2, seed=0)) == [5, 6]
+
+
 def test_all_recorded_lengths_are_drawn_before_one_comes_again(tmp_path):
     _samples(tmp_path / "eval", range(1, 11))
     drawn = recorded(tmp_path / "eval/sums.samples.jsonl", 25, seed=3)
@@ -63,8 +72,13 @@ def test_all_recorded_lengths_are_drawn_before_one_comes_again(tmp_path):
 
 
 def test_a_run_without_lengths_is_told_what_records_them(tmp_path):
-    with pytest.raises(ConfigError, match=f"--lengths {tmp_path} .*qurl eval --run"):
+    with pytest.raises(ConfigError, match=f"--lengths {tmp_path} .*train.save_rollouts=true"):
         recorded(tmp_path, 4, seed=0)
+
+
+def test_a_folder_of_lengths_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"--lengths {tmp_path}/run does not exist"):
+        recorded(tmp_path / "run", 4, seed=0)
 
 
 def test_a_damaged_line_of_lengths_is_named(tmp_path):

@@ -8,16 +8,11 @@ only decides their order.
 
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from qurl_megatron.errors import ConfigError, reading
-
-SAMPLES = "*.samples.jsonl"
-"""Files that ``qurl eval`` writes: a line per response, with its ``tokens``."""
-
 
 def long_tailed(count: int, *, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
     """Tokens of ``count`` responses, in an order that ``seed`` decides.
@@ -54,18 +49,20 @@ def recorded(source: Path, count: int, *, seed: int) -> list[int]:
     """Tokens of ``count`` responses of a run, drawn without putting back until all were drawn.
 
     Args:
-        source: a run's folder, or one of ``qurl eval --out``, or a file of JSON lines that have
-            ``tokens``.
+        source: a run's folder, or one of ``qurl eval --out``, or one of their files of JSON lines.
 
     Raises:
         ConfigError: there are no lengths.
     """
-    files = [source] if source.is_file() else _newest(source)
-    found = [length for file in files for length in _tokens(file)]
+    files = _newest(source) if source.is_dir() else [source]
+    try:
+        found = [length for file in files for length in _lengths(file)]
+    except FileNotFoundError:
+        raise ConfigError(f"--lengths {source} does not exist; give the folder of a run") from None
     if not found:
         raise ConfigError(
-            f"--lengths {source} records no response's length: `qurl eval --run {source}` writes "
-            f"{SAMPLES} with the tokens of each"
+            f"--lengths {source} records no response's length: train with train.save_rollouts=true "
+            f"or run `qurl eval --run {source}`, either of which keeps them"
         )
     generator = np.random.default_rng(seed)
     rounds = -(-count // len(found))
@@ -73,13 +70,16 @@ def recorded(source: Path, count: int, *, seed: int) -> list[int]:
 
 
 def _newest(folder: Path) -> list[Path]:
-    """The files of one evaluation: of the latest one where a run has several."""
-    files = sorted(folder.rglob(SAMPLES))
+    """The responses of the last training step, or else of the last evaluation."""
+    if steps := sorted(folder.glob("rollouts/step_*.jsonl")):
+        return steps[-1:]
+    files = sorted(folder.rglob("*.samples.jsonl"))
     latest = max((file.parent for file in files), default=None)
     return [file for file in files if file.parent == latest]
 
 
-def _tokens(file: Path) -> Sequence[int]:
+def _lengths(file: Path) -> list[int]:
+    """Of the lines that are responses."""
     with reading(file):
         lines = file.read_bytes().splitlines()
     found = []
@@ -88,7 +88,8 @@ def _tokens(file: Path) -> Sequence[int]:
             record = json.loads(line)
         except ValueError:
             raise ConfigError(f"{file} line {number} is not JSON; delete the line") from None
-        tokens = record.get("tokens") if isinstance(record, dict) else None
-        if type(tokens) is int and tokens > 0:
-            found.append(tokens)
+        # Of a training step, or of an evaluation; the first line of the latter has no response.
+        length = len(record["response_ids"]) if "response_ids" in record else record.get("tokens")
+        if length:
+            found.append(length)
     return found
