@@ -20,7 +20,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["qurl_megatron", "qurl_megatron.*"]),
-    package_data={"qurl_megatron": ["observe/*.html", "observe/*.css"]},
+    package_data={"qurl_megatron": ["bench/*.html", "observe/*.html", "observe/*.css"]},
     install_requires=[
         "httpx",
         "jinja2",

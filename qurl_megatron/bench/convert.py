@@ -1,10 +1,9 @@
 """Seconds and memory of the converters, beside a plain copy of their output and beside peers.
 
-``python -m qurl_megatron.bench.convert --peers /tmp/peers --out docs/results/convert_cpu.json``
-
 Every conversion is a process of its own, started as a user starts it, so start-up counts; what a
-tiny model takes is given apart. Candidates take turns, and ratios are medians over the turns. The
-input is in the page cache, and what earlier runs wrote is on the disk before the next one starts.
+tiny model takes is noted. Candidates take turns. The input is in the page cache, and what earlier
+runs wrote is on the disk before the next one starts. The limit of a converter's seconds is a copy
+of what it wrote, with a sync and SHA-256 sums, since it does both.
 
 Peers are used where they are found: mbridge loads the model into Megatron's modules and saves them
 with Megatron's own writer; llm-compressor quantizes Hugging Face files without a model. Neither
@@ -13,11 +12,8 @@ hashes nor syncs what it writes. The converters do both; --no-checksums leaves t
 """
 
 import argparse
-import hashlib
-import itertools
-import json
 import os
-import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -29,8 +25,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
-from qurl_megatron.bench.random_model import SIZES
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.errors import ConfigError
 
 # No torch up here: the peak memory of a child starts from what its parent has.
 
@@ -43,11 +43,22 @@ SYNC = "find $2 -type f -exec sync {} +"
 # Python's SHA-256, which the converters use too: that of coreutils takes twice as long here.
 DIGEST = "import hashlib, sys; [hashlib.file_digest(open(x, 'rb'), 'sha256') for x in sys.argv[1:]]"
 HASH = f'find $2 -type f -exec $0 -c "{DIGEST}" {{}} +'
+HASHED = "cp+sync+sha256"
 COPIES = {
     "cp": COPY,
     "cp+sync": f"{COPY} && {SYNC}",
-    "cp+sync+sha256": f"{COPY} && {SYNC} && {HASH}",
+    HASHED: f"{COPY} && {SYNC} && {HASH}",
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process took."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+    bytes: int  # written
 
 
 @dataclass(frozen=True)
@@ -86,29 +97,27 @@ class Bench:
         self.peers = {name: version(name, [*own, *sys.path]) for name in PEERS}
         self.environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *own])}
 
-    def interpreter(self) -> dict:
-        """What a process takes that imports torch and ends."""
-        command = [sys.executable, "-c", "import torch"]
-        return figures([self.child(command) for _ in range(self.runs)])
-
-    def conversions(self, size: str, tasks: Iterable[str], *, copies: bool = False) -> dict:
-        """Figures and ratios of some conversions of one model, by task.
+    def conversions(
+        self, model: str, tasks: Iterable[str], *, copies: bool = False
+    ) -> dict[str, dict[str, Repeats[Run]]]:
+        """Some conversions of one model, by task and by who does it.
 
         Args:
             copies: time plain copies of what was written, and runs without checksums, too.
         """
-        self.child(self.command(f"-m qurl_megatron.bench.random_model {size}", "HF"))
+        self.child(self.command(f"-m qurl_megatron.bench.random_model {model}", "HF"))
         self.child(self.command("checkpoints_tools/hf_to_megatron.py --hf HF --out", "MEGATRON"))
         results = {}
         for name in tasks:
             candidates = self.candidates(TASKS[name], copies)
-            runs: dict[str, list[dict]] = {who: [] for who in candidates}
-            for _ in range(self.runs):
-                for who, command in candidates.items():
-                    runs[who].append(self.child(command, writes=Path(command[-1])))
-            results[name] = {who: figures(these) for who, these in runs.items()}
-            results[name]["seconds_over"] = seconds_over(runs)
-            print(size, name, results[name]["seconds_over"], file=sys.stderr, flush=True)
+            # What is copied is what ours wrote: so ours goes first, and that round does not count.
+            calls = {
+                who: lambda command=command: self.child(command, writes=Path(command[-1]))
+                for who, command in candidates.items()
+            }
+            calls["ours"]()
+            results[name] = interleaved(calls, repeats=self.runs, warm_up=0)
+            progress(f"{model} {name}: {statistics.median(results[name]['ours'].seconds):.2f} s")
             for out in {command[-1] for command in candidates.values()}:
                 shutil.rmtree(out)
         for folder in self.work.iterdir():
@@ -133,16 +142,15 @@ class Bench:
         folders = {name: str(self.work / name) for name in ("HF", "MEGATRON")}
         return [sys.executable, *(folders.get(w, w) for w in words.split()), str(self.work / out)]
 
-    def child(self, command: list[str], writes: Path | None = None) -> dict:
-        """Seconds, memory and bytes of one process.
+    def child(self, command: list[str], writes: Path | None = None) -> Run:
+        """One process.
 
         Raises:
-            RuntimeError: it failed; with what it said.
+            ConfigError: it failed; with what it said last.
         """
         if writes:
             shutil.rmtree(writes, ignore_errors=True)
         os.sync()
-        load = os.getloadavg()[0]
         with tempfile.TemporaryFile() as said:
             start = time.perf_counter()
             process = subprocess.Popen(
@@ -153,55 +161,76 @@ class Bench:
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode:
                 said.seek(0)
-                raise RuntimeError(f"{command} failed: {said.read().decode()[-2000:]}")
+                lines = said.read().decode(errors="replace").strip().splitlines()
+                why = lines[-1] if lines else f"code {process.returncode}"
+                raise ConfigError(f"bench convert: {shlex.join(command)} failed: {why}")
         files = [path for path in writes.rglob("*") if path.is_file()] if writes else []
-        return {
-            "seconds": round(seconds, 3),
-            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
-            "peak_mib": round(usage.ru_maxrss * 1024 / MIB, 1),
-            "bytes": sum(path.stat().st_size for path in files),
-            "load_before": round(load, 2),
-        }
-
-
-def figures(runs: list[dict]) -> dict:
-    """What a candidate's runs come to."""
-    seconds = statistics.median(run["seconds"] for run in runs)
-    return {
-        "seconds_min": min(run["seconds"] for run in runs),
-        "seconds_median": seconds,
-        "cpu_seconds_median": statistics.median(run["cpu_seconds"] for run in runs),
-        "peak_mib": max(run["peak_mib"] for run in runs),
-        "bytes": runs[0]["bytes"],
-        "mb_per_s_median": round(runs[0]["bytes"] / 1e6 / seconds, 1),
-        "runs": runs,
-    }
-
-
-def seconds_over(runs: dict[str, list[dict]]) -> dict[str, float]:
-    """How many times as long ours takes as each other candidate: median of runs next in time."""
-    pairs = itertools.product(("ours", "ours --no-checksums"), runs)
-    return {
-        f"{ours} / {who}": round(
-            statistics.median(
-                a["seconds"] / b["seconds"] for a, b in zip(runs[ours], runs[who], strict=True)
-            ),
-            3,
+        return Run(
+            seconds=seconds,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            peak_mib=usage.ru_maxrss * 1024 / MIB,
+            bytes=sum(path.stat().st_size for path in files),
         )
-        for ours, who in pairs
-        if ours in runs and not who.startswith("ours")
-    }
 
 
-def add_beyond(tasks: dict, startup: dict, torch: dict) -> dict:
-    """Add what converters take beyond what a tiny model takes, and beyond ``import torch``."""
-    for name, found in tasks.items():
-        for who in found.keys() - COPIES.keys() - {"seconds_over"}:
-            tiny = startup[name][who.removesuffix(" --no-checksums")]["seconds_median"]
-            own = found[who]
-            own["seconds_beyond_startup"] = round(own["seconds_median"] - tiny, 3)
-            own["peak_mib_beyond_torch"] = round(own["peak_mib"] - torch["peak_mib"], 1)
-    return tasks
+def cases_of(
+    model: str,
+    task: str,
+    measured: dict[str, Repeats[Run]],
+    startup: dict[str, Repeats[Run]],
+) -> list[Case]:
+    """A case for each of who did the task.
+
+    Args:
+        startup: the same of a tiny model.
+    """
+    limit = None
+    if HASHED in measured:
+        limit = statistics.median(run.seconds for run in measured[HASHED].results)
+    found = []
+    for who, repeats in measured.items():
+        runs = repeats.results
+        ours = who.startswith("ours")
+        seconds = statistics.median(run.seconds for run in runs)
+        notes: dict[str, Any] = {
+            "bytes": runs[0].bytes,
+            "mb_per_s": round(runs[0].bytes / 1e6 / seconds, 1),
+        }
+        if tiny := startup.get(who.removesuffix(" --no-checksums")):
+            start_up = statistics.median(run.seconds for run in tiny.results)
+            notes["start_up_s"] = round(start_up, 3)
+        found.append(
+            Case(
+                name=f"{model}: {task}, {who}",
+                keys={"model": model, "task": task, "who": who},
+                figures=[
+                    Figure(
+                        name="seconds",
+                        unit="s",
+                        better="lower",
+                        repeats=[run.seconds for run in runs],
+                        limit=limit if ours else None,
+                        limit_of="copy, sync, SHA-256" if ours and limit else "",
+                    ),
+                    Figure(
+                        name="work",
+                        unit="CPU s",
+                        better="lower",
+                        repeats=[run.cpu_seconds for run in runs],
+                    ),
+                    Figure(
+                        name="peak memory",
+                        unit="MiB",
+                        better="lower",
+                        repeats=[run.peak_mib for run in runs],
+                    ),
+                ],
+                yardsticks=repeats.yardsticks,
+                reasons=repeats.reasons,
+                notes=notes,
+            )
+        )
+    return found
 
 
 def version(package: str, path: list[str]) -> str | None:
@@ -211,58 +240,23 @@ def version(package: str, path: list[str]) -> str | None:
     return next((each.version for each in installed), "unknown") if found else None
 
 
-def machine(work: Path) -> dict:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
-    data, start = bytes(64 << 20), time.perf_counter()
-    hashlib.sha256(data).digest()
-    return {
-        "cpu": model or platform.processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "disk_free_gb": round(shutil.disk_usage(work).free / 1e9),
-        "sha256_mb_per_s_one_thread": round(len(data) / 1e6 / (time.perf_counter() - start)),
-        "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-    }
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--work", type=Path, help="folder on the disk to measure; 15 GB are used")
-    parser.add_argument("--peers", type=Path, help="folder with packages for the peers alone")
-    parser.add_argument("--compared", choices=SIZES, default="0.5B", help="size for everything")
-    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["0.1B", "0.5B", "1.5B"])
-    parser.add_argument("--runs", type=int, default=3)
-    options = parser.parse_args(argv)
+def run(options: argparse.Namespace) -> list[Case]:
+    """Everything of ``--model``, then the growth of memory over ``--sizes``."""
+    for model in (options.model, *options.sizes):
+        config_of(model)
+    cases = []
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-convert-") as folder:
-        bench = Bench(Path(folder), options.peers, options.runs)
+        bench = Bench(Path(folder), options.peers, options.repeats)
         for name in (name for name, found in bench.peers.items() if not found):
-            print(f"{name} is not installed: the benchmark goes on without it", file=sys.stderr)
-        own = ("torch", "megatron-core", "safetensors", "transformers")
-        report = {
-            "machine": machine(bench.work),
-            "versions": {name: metadata.version(name) for name in own} | bench.peers,
-            "import_torch": bench.interpreter(),
+            progress(f"{name} is not installed: the benchmark goes on without it")
+        startup = bench.conversions("tiny", TASKS)
+        wholes = {options.model: (TASKS, True)} | {
+            model: (GROWTH, False) for model in options.sizes if model != options.model
         }
-        torch = report["import_torch"]
-        startup = report["startup"] = bench.conversions("tiny", TASKS)
-        compared = bench.conversions(options.compared, TASKS, copies=True)
-        report["compared"] = {"size": options.compared, **add_beyond(compared, startup, torch)}
-        report["growth"] = {
-            size: add_beyond(bench.conversions(size, GROWTH), startup, torch)
-            for size in options.sizes
-        }
-    text = json.dumps(report, indent=1)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        for model, (tasks, copies) in wholes.items():
+            for task, measured in bench.conversions(model, tasks, copies=copies).items():
+                cases += cases_of(model, task, measured, startup[task])
+        for case in cases:
+            if peer := bench.peers.get(str(case.keys["who"])):
+                case.notes["version"] = peer
+    return cases

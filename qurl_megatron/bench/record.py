@@ -81,6 +81,11 @@ class Case:
     reasons: list[str] = field(default_factory=list)  # names from REASONS; empty: it is valid
     notes: dict[str, Any] = field(default_factory=dict)
 
+    def why(self, reason: str) -> str:
+        """A reason, and what its case notes of it, or what it means."""
+        meaning = self.notes.get(reason, REASONS.get(reason, ""))
+        return f"{reason}: {meaning}" if meaning else reason
+
     def figure(self, name: str) -> Figure:
         return next(figure for figure in self.figures if figure.name == name)
 
@@ -116,8 +121,7 @@ class Record:
                 lines.append((first, *cells(figure)))
                 first = ""
             for reason in case.reasons:
-                why = case.notes.get(reason, REASONS.get(reason, ""))
-                lines.append((first, f"{reason}: {why}" if why else reason))
+                lines.append((first, case.why(reason)))
                 first = ""
         full = [line for line in lines if len(line) == len(HEADS)]
         widths = [max(len(line[i]) for line in full) for i in range(len(HEADS))]

@@ -1,7 +1,5 @@
 """What the leading rank's Python does for one step of a 32B model: parse, hand over, describe.
 
-``python -m qurl_megatron.bench.scale --out docs/results/scale_cpu.json``
-
 A step has 2048 responses of 8192 tokens, and a version goes to 16 engines of 8 ranks. Each part is
 timed once as it is and once in the straightforward way (``peers.tuples``), beside its limit: a copy
 in memory of the same bytes, or XXH3 over them in one run. The samples and the bytes of the weights
@@ -13,9 +11,7 @@ it keeps Python's lock.
 import argparse
 import gc
 import json
-import os
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,9 +25,10 @@ import torch.distributed as dist
 import xxhash
 
 from qurl_megatron.bench.peers import tuples
-from qurl_megatron.bench.publish import MIB, machine
 from qurl_megatron.bench.publish_model import tensors
 from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.pack import pack_samples
 from qurl_megatron.data.responses import Responses, Summary
@@ -46,6 +43,7 @@ from qurl_megatron.weights.arch import read_arch
 RESPONSES, TOKENS, PROMPT_TOKENS, GROUP = 2048, 8192, 256, 16
 ENGINES, ENGINE_RANKS, TRAINER_RANKS, BUCKET_MB = 16, 8, 8, 256
 VOCABULARY = 152064
+MIB = 1 << 20
 PARALLEL = ParallelConfig(tensor=2, data=2)  # of the ranks that samples are handed to
 
 
@@ -66,12 +64,10 @@ def copied(size: int) -> float:
 def row(old: tuple, new: tuple, limit_s: float, factor: float, **numbers: float) -> dict:
     """One part; seconds are those of the whole step."""
     return {
-        "old_s": round(factor * old[0], 3),
-        "old_cpu_s": round(factor * old[1], 3),
-        "new_s": round(factor * new[0], 3),
-        "new_cpu_s": round(factor * new[1], 3),
-        "limit_cpu_s": round(factor * limit_s, 4),
-        **numbers,
+        "tuples": {"seconds": factor * old[0], "work": factor * old[1]},
+        "ours": {"seconds": factor * new[0], "work": factor * new[1]},
+        "limit": factor * limit_s,
+        "numbers": numbers,
     }
 
 
@@ -260,44 +256,59 @@ def hashing(size: int, factor: int) -> dict:
     return row(seconds, seconds, limit, size / TRAINER_RANKS / total, bytes=size // TRAINER_RANKS)
 
 
-def run(factor: int) -> dict:
-    rows = {}
-
-    def keep(name: str, found: dict) -> None:
-        rows[name] = found
-        print(name, json.dumps(found), file=sys.stderr, flush=True)
-
+def parts(factor: int) -> dict[str, dict]:
+    """Every part once."""
     buckets = bucket_blobs()
-    keep("messages", messages(buckets, min(factor, ENGINES)))
-    keep("hash", hashing(sum(b.bytes for blobs in buckets for b in blobs), factor))
-    found, old_samples, new_samples = parsing(factor)
-    keep("parse", found)
-    keep("pack", packing(old_samples, new_samples, factor))
-    with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
-        keep("hand over", handing(Path(folder), old_samples, new_samples, factor))
-    return rows
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--factor", type=int, default=8, help="by which the step is smaller")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    arguments = parser.parse_args(argv)
-    load = os.getloadavg()[0]
-    rows = run(arguments.factor)
-    step = {
-        "tokens": RESPONSES * TOKENS,
-        "responses": RESPONSES,
-        "engines": ENGINES,
-        "engine_ranks": ENGINE_RANKS,
-        "factor": arguments.factor,
+    found = {
+        "messages": messages(buckets, min(factor, ENGINES)),
+        "hash": hashing(sum(b.bytes for blobs in buckets for b in blobs), factor),
     }
-    report = {"machine": {**machine(), "load": load}, "step": step, "rows": rows}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
-    return 0
+    found["parse"], old_samples, new_samples = parsing(factor)
+    found["pack"] = packing(old_samples, new_samples, factor)
+    with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
+        found["hand over"] = handing(Path(folder), old_samples, new_samples, factor)
+    return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(options: argparse.Namespace) -> list[Case]:
+    """A case per part and way."""
+    calls = {"step": lambda: parts(options.factor)}
+    rounds = interleaved(
+        calls,
+        repeats=options.repeats,
+        warm_up=0,
+        seen=lambda _, found: progress(f"parse: {found['parse']['ours']['work']:.2f} CPU s"),
+    )["step"]
+    return [
+        case_of(part, way, rounds, options.factor)
+        for part in rounds.results[0]
+        for way in ("ours", "tuples")
+        if (part, way) != ("hash", "tuples")  # it has only ever been so
+    ]
+
+
+def case_of(part: str, way: str, rounds: Repeats[dict], factor: int) -> Case:
+    found = [each[part] for each in rounds.results]
+    return Case(
+        name=f"{part}, {way}",
+        keys={"part": part, "way": way, "factor": factor},
+        figures=[
+            Figure(
+                name="work",
+                unit="CPU s",
+                better="lower",
+                repeats=[each[way]["work"] for each in found],
+                limit=min(each["limit"] for each in found),
+                limit_of="XXH3 and a copy" if part == "hash" else "a copy",
+            ),
+            Figure(
+                name="seconds",
+                unit="s",
+                better="lower",
+                repeats=[each[way]["seconds"] for each in found],
+            ),
+        ],
+        yardsticks=rounds.yardsticks,
+        reasons=rounds.reasons,
+        notes=found[0]["numbers"],
+    )

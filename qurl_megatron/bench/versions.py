@@ -1,7 +1,5 @@
 """Did the engines of a run serve what its checkpoints hold?
 
-``python -m qurl_megatron.bench.versions RUN_DIR --out docs/results/versions_cpu.json``
-
 For every checkpoint of a finished run on SGLang engines: quantize it into a folder, start a new
 SGLang server on that folder, and have it score the responses that the run's engines gave at this
 version. The log-probs that the run recorded while sampling, from weights that came shard by shard
@@ -22,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import progress
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient
@@ -98,48 +98,43 @@ def _client(process: EngineProcess) -> EngineClient:
     return EngineClient(f"http://127.0.0.1:{port}")
 
 
-def run(run_dir: Path, *, limit: int) -> list[dict]:
-    """One row per version that has a checkpoint and responses."""
+def run(options: argparse.Namespace) -> list[Case]:
+    """One case per version that has a checkpoint and responses."""
+    run_dir: Path = options.run_dir
     config = load(run_dir / RECIPE)
     python = sglang_python(config.rollout.sglang_python)
-    rows = []
+    cases = []
     for checkpoint in checkpoints(run_dir):
         version = int(checkpoint.name.removeprefix("step_"))
-        responses = recorded(run_dir, version, limit)
-        others = recorded(run_dir, version - 1, limit)
+        responses = recorded(run_dir, version, options.responses)
+        others = recorded(run_dir, version - 1, options.responses)
         if not responses:
             continue
         with fresh_engine(checkpoint, python, config.quant.scheme, config.model.dtype) as client:
             same, other = differences(client, responses), differences(client, others)
-        rows.append(
-            {
-                "version": version,
-                "tokens": len(same),
-                "max": max(same),
-                "mean": statistics.mean(same),
-                "max_of_version_before": max(other, default=None),
-                "mean_of_version_before": statistics.mean(other) if other else None,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    if not rows:
+        cases.append(case_of(version, same, other))
+        progress(f"version {version}: {cases[-1].figure('mean difference').median:.2g} nats")
+    if not cases:
         raise ConfigError(
             f"{run_dir} has no checkpoint with responses; train with train.save_rollouts=true "
             "checkpoint.every=1 checkpoint.keep=100"
         )
-    return rows
+    return cases
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--responses", type=int, default=64, help="per version")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    rows = run(arguments.run_dir, limit=arguments.responses)
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"versions": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def case_of(version: int, same: Sequence[float], other: Sequence[float]) -> Case:
+    """
+    Args:
+        same: differences of this version's responses, one per token.
+        other: the control, those of the version before.
+    """
+    control = {"mean": statistics.mean(other), "max": max(other)} if other else None
+    return Case(
+        name=f"version {version}",
+        keys={"version": version},
+        figures=[
+            Figure(name=f"{name} difference", unit="nats", better="lower", repeats=[value])
+            for name, value in (("mean", statistics.mean(same)), ("largest", max(same)))
+        ],
+        notes={"tokens": len(same), "against_the_version_before": control},
+    )

@@ -1,0 +1,226 @@
+"""Records as one HTML page that works offline: a picture like the paper's Figure 8, and tables.
+
+``write_page(DIR)`` puts all records of a folder on DIR/index.html, in the style of a run's report.
+"""
+
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import FuncFormatter
+
+from qurl_megatron.bench.record import HEADS, Case, Figure, Record, cells, read
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe import plots
+from qurl_megatron.observe.text import number
+from qurl_megatron.runtime.files import refusing
+
+PAGE = "index.html"
+SERIES = ("scheme", "way", "who", "engine")
+"""The key whose values are told apart by colour is the first of these that cases differ in."""
+PALETTE = ("blue", "orange", "green", "purple", "yellow", "muted", "other", "ink")
+CAPTION = (
+    "Bars are medians, thin lines the middle half of the repeats. A dash above a bar is its limit, "
+    "a ring what was predicted. Pale bars cannot be compared; the table says why."
+)
+LOG = 100  # heights that differ by more stand on a log scale
+
+
+@dataclass(frozen=True)
+class Part:
+    """One record, drawn, with what the page writes around it."""
+
+    record: Record
+    title: str
+    facts: list[str]
+    svg: str  # "" where nothing can be drawn
+    legend: list[tuple[str, str]]  # label, colour
+    notes: list[tuple[str, str]]  # case, what is noted
+    environment: list[tuple[str, str]]
+
+
+def write_page(folder: Path) -> Path:
+    """
+    Raises:
+        ConfigError: the folder has no records, or one that cannot be read.
+    """
+    records = [read(path) for path in sorted(folder.glob("*.json"))]
+    if not records:
+        raise ConfigError(f"{folder} holds no records; qurl bench WHAT --out {folder} writes them")
+    here = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template("page.html").render(
+        css=(here.parent / "observe/report.css").read_text(encoding="utf-8"),
+        name="Benchmarks",
+        facts=sorted({str(record.environment.get("cpu", "")) for record in records}),
+        parts=[part_of(record) for record in records],
+        caption=CAPTION,
+        heads=HEADS,
+        cells=cells,
+    )
+    path = folder / PAGE
+    aside = path.with_name(f".{PAGE}.new")
+    with refusing(path, key="--out", half_written=aside):
+        aside.write_text(text, encoding="utf-8")
+        aside.rename(path)
+    return path
+
+
+def part_of(record: Record) -> Part:
+    bars = chart(record.cases)
+    environment = record.environment
+    loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
+    facts = [
+        record.started,
+        f"{environment.get('cores')} cores, {', '.join(environment.get('instructions', []))}",
+        f"commit {environment.get('commit')}",
+        *([f"load {' to '.join(f'{load:g}' for load in loads)}"] if loads else []),
+    ]
+    return Part(
+        record=record,
+        title=f"{bars[0].figure.name}, {bars[0].figure.unit}" if bars else "",
+        facts=facts,
+        svg=chart_svg(bars, record.benchmark) if bars else "",
+        legend=list({bar.series: bar.color for bar in bars}.items()),
+        notes=[
+            (case.name, "; ".join(f"{key}: {value}" for key, value in case.notes.items()))
+            for case in record.cases
+            if case.notes
+        ],
+        environment=[(key, _told(value)) for key, value in environment.items()],
+    )
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_told(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_told, value)) or "none"
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One case in the picture."""
+
+    group: str  # bars side by side
+    series: str  # a colour
+    color: str
+    figure: Figure
+    valid: bool
+
+
+def chart(cases: Sequence[Case]) -> list[Bar]:
+    """The first figure of each case, and those of its kind, by what colour and group tell apart."""
+    cases = [case for case in cases if case.figures]
+    if not cases:
+        return []
+    headline = cases[0].figures[0]
+    differing = [
+        key for key in cases[0].keys if len({str(case.keys.get(key)) for case in cases}) > 1
+    ]
+    series = next((key for key in SERIES if key in differing), None)
+    labels = list(dict.fromkeys(str(case.keys.get(series, "")) for case in cases))
+    bars = []
+    for case in cases:
+        found = [f for f in case.figures if (f.name, f.unit) == (headline.name, headline.unit)]
+        label = str(case.keys.get(series, ""))
+        rest = [key for key in differing if key != series]
+        for figure in found:
+            bars.append(
+                Bar(
+                    group=", ".join(f"{key} {case.keys.get(key)}" for key in rest),
+                    series=label or headline.name,
+                    color=PALETTE[labels.index(label) % len(PALETTE)],
+                    figure=figure,
+                    valid=not case.reasons,
+                )
+            )
+    return bars
+
+
+def chart_svg(bars: Sequence[Bar], key: str) -> str:
+    """An ``<svg>`` element for a page that defines ``plots.COLORS`` as CSS variables."""
+    width, height = 1094, 300
+    heights = [bar.figure.median for bar in bars]
+    log = min(heights) > 0 and max(heights) / min(heights) > LOG
+    with matplotlib.rc_context(plots.STYLE):
+        drawing = Drawing(figsize=(width / 72, height / 72), dpi=72)
+        FigureCanvasAgg(drawing)
+        drawing.patch.set_visible(False)
+        axes = drawing.add_axes((64 / width, 46 / height, 1 - 72 / width, 1 - 54 / height))
+        groups = list(dict.fromkeys(bar.group for bar in bars))
+        place, middles = 0.0, []
+        for group in groups:
+            members = [bar for bar in bars if bar.group == group]
+            for offset, bar in enumerate(members):
+                _draw(axes, bar, place + offset)
+            middles.append(place + (len(members) - 1) / 2)
+            place += len(members) + 0.8
+        axes.set_xticks(middles, [_wrapped(group, len(groups)) for group in groups])
+        axes.set_yscale("log" if log else "linear")
+        if not log:
+            axes.set_ylim(0, 1.15 * max(map(_top, bars)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        axes.tick_params(length=0)
+        axes.patch.set_visible(False)
+        axes.grid(axis="y", color=plots.COLORS["rule"], linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "left", "right"):
+            axes.spines[side].set_visible(False)
+        file = io.StringIO()
+        drawing.savefig(file, format="svg", metadata={"Date": None})
+    name = "; ".join(
+        f"{bar.group} {bar.series}: {number(bar.figure.median)} {bar.figure.unit}" for bar in bars
+    )
+    return plots.for_html(file.getvalue(), key, name)
+
+
+def _top(bar: Bar) -> float:
+    """The highest thing that is drawn of it; a limit far above it is left outside."""
+    figure = bar.figure
+    marks = [figure.limit, figure.predicted]
+    return max(figure.median, *(m for m in marks if m and m < 2 * figure.median), figure.median)
+
+
+def _draw(axes: Axes, bar: Bar, place: float) -> None:
+    figure, color = bar.figure, plots.COLORS[bar.color]
+    axes.bar(place, figure.median, 0.86, color=color, alpha=1.0 if bar.valid else 0.35, linewidth=0)
+    ink = plots.COLORS["ink"]
+    if len(figure.repeats) > 1:
+        low, _, high = statistics.quantiles(figure.repeats, n=4, method="inclusive")
+        axes.plot([place, place], [low, high], color=ink, linewidth=1)
+    if figure.limit is not None:
+        span = [place - 0.43, place + 0.43]
+        axes.plot(span, [figure.limit] * 2, color=ink, linewidth=1.4, clip_on=True)
+    if figure.predicted is not None:
+        style = dict(marker="o", markersize=6, markerfacecolor=plots.COLORS["paper"])
+        axes.plot([place], [figure.predicted], color=ink, linestyle="none", **style)
+
+
+def _wrapped(group: str, count: int) -> str:
+    """The label of a group, in as many lines as its share of the width asks for."""
+    room = max(8, math.floor(150 / max(count, 1)))
+    lines, line = [], ""
+    for word in group.split():
+        if line and len(line) + 1 + len(word) > room:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}".strip()
+    return "\n".join([*lines, line])
