@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-import torch
-
 from qurl_megatron.bench import environment
 from qurl_megatron.bench.load import limits, reasons, timeline
 from qurl_megatron.bench.load.answers import Outcome
@@ -38,7 +36,6 @@ from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.rollout_time import decode_rank
 from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.runtime.children import children_cores
 from qurl_megatron.weights import Arch, read_arch
 
 SCHEMES = {  # name -> (quant.scheme, format of all else)
@@ -118,7 +115,6 @@ def run(options: argparse.Namespace) -> list[Case]:
     Raises:
         ConfigError: an engine does not start or answer, or the options do not fit together.
     """
-    torch.set_num_threads(len(children_cores()))  # of the limits: engines have all cores, too
     arch = read_arch(config_of(options.model))
     plan, subjects = plan_of(options, arch), subjects_of(options)
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
