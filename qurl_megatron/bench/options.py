@@ -5,6 +5,7 @@ imported when it is asked for, and raises ConfigError with the reason where it c
 """
 
 import argparse
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,63 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _rollout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        type=lambda text: text.split(","),
+        default=["embedded"],
+        metavar="A,B",
+        help="embedded, sglang, or the URL of an engine that runs; default embedded",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=["sglang", "openai"],
+        default="sglang",
+        help="what the engine at a URL speaks; vLLM: openai",
+    )
+    parser.add_argument(
+        "--tensor", type=int, nargs="+", default=[1], metavar="N", help="ranks of an SGLang engine"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="of a rank; default: all cores"
+    )
+    parser.add_argument(
+        "--clients",
+        default="closed",
+        metavar="HOW",
+        help="closed (all requests at once), concurrency:N or poisson:RATE; default closed",
+    )
+    parser.add_argument("--prompts", type=_at_least_one, default=8, metavar="N")
+    parser.add_argument(
+        "--samples", type=_at_least_one, default=4, metavar="N", help="responses to a prompt"
+    )
+    parser.add_argument("--prompt", type=_at_least_one, default=32, metavar="N", help="its tokens")
+    parser.add_argument("--mean", type=float, default=64, metavar="N", help="tokens of a response")
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, metavar="X", help="of the lengths' logarithm"
+    )
+    parser.add_argument("--max", type=int, default=256, metavar="N", help="no response is longer")
+    parser.add_argument(
+        "--lengths", type=Path, metavar="RUN_DIR", help="take a run's lengths (qurl eval) instead"
+    )
+    parser.add_argument(
+        "--publish-every",
+        type=_publish_every,
+        metavar="WHEN",
+        help="half (once, at half of the tokens), 10s or 5000tokens; default: never",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="of a response"
+    )
+
+
+def _publish_every(text: str) -> str:
+    if not re.fullmatch(r"half|[1-9]\d*tokens|\d*\.?\d+s", text):
+        raise argparse.ArgumentTypeError(f"must be half, SECONDSs or Ntokens, got {text!r}")
+    return text
+
+
 def _publish(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-tp", nargs="+", type=int, default=[1, 2], metavar="N")
     parser.add_argument("--bucket-mb", type=float, default=64.0, metavar="MIB")
@@ -160,6 +218,14 @@ def _versions(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARKS = {
+    "rollout": Benchmark(
+        "engines under a load with long-tailed, grouped responses",
+        _rollout,
+        ("--model", "tiny", "--schemes", "bf16,int8", "--prompts", "4", "--mean", "16")
+        + ("--max", "64", "--repeats", "3"),
+        model="h1024",
+        schemes=("bf16", "int8", "fp8", "fp32"),
+    ),
     "publish": Benchmark(
         "publishing a version to a real SGLang engine, beside gathering it",
         _publish,

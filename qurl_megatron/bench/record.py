@@ -22,6 +22,14 @@ REASONS = {
     "another load": "something else used the machine meanwhile",
     "not run": "it cannot be run here; its note says why",
     "failed": "it ended with an error; its note says which",
+    "client-bound": "the load generator was too slow to see what the engine can do",
+    "wrong lengths": "responses came back longer or shorter than they were told to be",
+    "cache hits": "prompts that nobody had sent were in the engine's cache",
+    "failed requests": "requests failed; their tokens are not counted, their time is",
+    "preempted requests": "the engine took requests back for lack of room, and computed them anew",
+    "identical samples": "samples of one prompt are the same, so the engine did not sample each",
+    "failed publication": "a new version of the weights did not reach the engine",
+    "engine changed": "the engine is not the one that it was at the first repeat",
 }
 """Why a case cannot be compared. A benchmark with reasons of its own adds rows here."""
 

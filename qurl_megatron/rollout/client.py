@@ -136,6 +136,10 @@ class EngineClient:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
         return shortened(str(version))
 
+    def get(self, endpoint: str, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
+        """What another server than ours may tell at an endpoint of its own."""
+        return self._object("GET", endpoint, None, timeout_s)
+
     def load(self) -> Load:
         """Version, queue and speed, for a table."""
         info = self.server_info()
@@ -441,6 +445,41 @@ class Session:
                 return read(answer.of_json())
             except BadAnswer as error:
                 raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
+
+    async def get(self, endpoint: str) -> bytes:
+        client = self._client
+        answer = await client._exchange(
+            self._http, "GET", endpoint, None, CONTROL_TIMEOUT_S, CONTROL_BYTES
+        )
+        return answer.whole()
+
+    async def events(self, endpoint: str, body: dict) -> AsyncIterator[Any]:
+        """What a server-sent stream brings, event by event, up to its ``[DONE]``.
+
+        Raises:
+            EngineError: it was refused, broke off, or took longer than the client's limit.
+        """
+        client, content, rest = self._client, orjson.dumps(body), b""
+        try:
+            async with (
+                asyncio.timeout(client._timeout_s),
+                self._http.stream("POST", endpoint, content=content) as response,
+            ):
+                answer = _Body(client, endpoint, response, CONTROL_BYTES)
+                async for chunk in response.aiter_raw():
+                    if response.status_code != 200:
+                        answer.take(chunk)
+                        continue
+                    *whole, rest = (rest + chunk).split(b"\n\n")
+                    for event in whole:
+                        if (data := event.removeprefix(b"data:").strip()) == b"[DONE]":
+                            return
+                        if event.startswith(b"data:"):  # the rest keeps a connection alive
+                            yield client._parsed(endpoint, data)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise client._silent(endpoint, error, client._timeout_s) from error
+        answer.whole()  # raises what a refusal says
+        raise EngineError(f"{client.url}{endpoint} ended its stream before [DONE]")
 
 
 def _generation(

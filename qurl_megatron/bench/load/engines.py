@@ -1,0 +1,129 @@
+"""Engines to put a load on: started here with a model of a scheme, or already there at a URL.
+
+Those started here are a trainer's: one process each, brought to every version by the fleet. One at
+a URL serves what it serves, and is asked nothing but what a client asks.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from qurl_megatron.bench.load.answers import Look
+from qurl_megatron.bench.load.drive import Looking, Publish
+from qurl_megatron.bench.load.model import Version
+from qurl_megatron.bench.load.protocols import PROTOCOLS, Protocol, read_look, read_metrics
+from qurl_megatron.config import RolloutConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.answer import parsed
+from qurl_megatron.rollout.client import EngineClient, EngineError, Session
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.sglang.launch import given_key
+
+TOLD = ("version", "engine", "tp_size", "scheme", "quantization", "dtype", "device", "threads")
+"""What ``/server_info`` says of the engine that must not change between repeats."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One engine, as a load needs it."""
+
+    client: EngineClient
+    protocol: Protocol
+    model: str  # name that OpenAI's protocol wants
+    look: Looking
+    identity: Callable[[], dict[str, object]]  # equal as long as it is the same engine
+    publish: Publish | None = None
+
+
+@contextlib.contextmanager
+def started(
+    kind: str,
+    folder: Path,
+    version: Version,
+    vocab: int,
+    logs: Path,
+    *,
+    tensor: int,
+    threads: int,
+    timeout_s: float,
+) -> Iterator[Target]:
+    """An engine of its own, with ``version`` published to it.
+
+    Args:
+        kind: "embedded" or "sglang".
+        folder: the model's, from which it starts.
+        threads: of each rank; 0 takes the cores of the machine.
+        timeout_s: for a response.
+
+    Raises:
+        ConfigError, EngineError: it does not start, or does not take the weights.
+    """
+    config = RolloutConfig(
+        backend=kind, engine_tensor=tensor, engine_threads=threads, timeout_s=timeout_s
+    )
+    logs.mkdir(parents=True)
+    with Fleet(
+        config,
+        folder,
+        scheme=version.scheme,
+        dtype=version.dtype,
+        log_dir=logs,
+        vocabulary=vocab,
+    ) as fleet:
+        fleet.await_recruits(config.start_limit_s)
+        numbers = iter(range(1, 1 << 30))
+        version.publish(fleet, next(numbers))
+        (engine,) = fleet.engines()
+
+        def identity() -> dict[str, object]:
+            process = engine.process.popen
+            return {**_told(engine.client), "process": process and process.pid}
+
+        yield Target(
+            engine.client,
+            PROTOCOLS["sglang"],
+            "",
+            _look_at_embedded if kind == "embedded" else _look_at_sglang,
+            identity,
+            lambda: version.publish(fleet, next(numbers)),
+        )
+
+
+def reached(url: str, protocol: str, *, timeout_s: float) -> Target:
+    """The engine at a URL, with the key in QURL_API_KEY if there is one.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    client = EngineClient(url, api_key=given_key(os.environ), timeout_s=timeout_s)
+    try:
+        if protocol == "openai":
+            models = client.get("/v1/models")["data"]
+            return Target(client, PROTOCOLS[protocol], models[0]["id"], _look_at_metrics, dict)
+        info = client.info()
+    except (EngineError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"--engine {url} does not answer as --protocol {protocol}: {error}"
+        ) from None
+    look = _look_at_embedded if info.kind == "embedded" else _look_at_sglang
+    return Target(client, PROTOCOLS[protocol], "", look, lambda: _told(client))
+
+
+def _told(client: EngineClient) -> dict[str, object]:
+    info = client.server_info()
+    return {name: info[name] for name in TOLD if name in info}
+
+
+async def _look_at_embedded(session: Session, at: float) -> Look:
+    return read_look(parsed(await session.get("/server_info")), at)
+
+
+async def _look_at_sglang(session: Session, at: float) -> Look:
+    loads = parsed(await session.get("/v1/loads?include=core"))["loads"]
+    return read_look(loads[0], at)
+
+
+async def _look_at_metrics(session: Session, at: float) -> Look:
+    return read_metrics((await session.get("/metrics")).decode(), at)

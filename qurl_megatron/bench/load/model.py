@@ -1,0 +1,124 @@
+"""The model of a load: a checkpoint, or random weights of a shape; and its versions for engines.
+
+A version is what the trainer would publish: quantized, in the engines' own layout, checked and
+named. It is written once and published under ever new numbers, since engines do not care whether
+weights have changed.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from qurl_megatron.bench.random_model import config_of, write_random
+from qurl_megatron.config import SyncConfig
+from qurl_megatron.convert.source import folding, read_tensors
+from qurl_megatron.quant import quantize
+from qurl_megatron.quant.export import stored
+from qurl_megatron.rollout.embedded.model import DTYPES
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.transport.files import FilesSender
+from qurl_megatron.rollout.update import Update
+from qurl_megatron.rollout.version import manifest_of
+from qurl_megatron.rollout.wire import Blob
+from qurl_megatron.weights import is_quantized
+from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
+
+BUCKET = 256 << 20  # bytes
+
+
+def model_folder(given: str, work: Path) -> Path:
+    """Where the weights are: ``given`` itself, or random ones made in ``work``.
+
+    Args:
+        given: a checkpoint, a folder with a config.json alone, or a shape's name.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    folder = Path(given)
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.distcp")):
+        return folder
+    random = work / "model"
+    write_random(config_of(given), random)
+    return random
+
+
+class Version:
+    """The weights as one training rank would send them; their folder is the caller's to remove."""
+
+    def __init__(self, source: Checkpoint, scheme: str, dtype: str, root: Path) -> None:
+        """
+        Args:
+            scheme: of the linear layers; "none", "int8" or "fp8".
+            dtype: of all else.
+            root: gets the files.
+        """
+        self.source, self.scheme, self.dtype = source, scheme, dtype
+        self.sender = FilesSender(root, "tp0", leads=False)
+        self.sender.begin(1)
+        self.blobs: list[Blob] = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        for parts in _buckets(self._tensors()):
+            shapes |= {name: tuple(tensor.shape) for name, tensor in parts}
+            whole = [(name, tensor, None, 0) for name, tensor in parts]
+            self.blobs.append(self.sender.put(len(self.blobs), whole))
+        self.sender.seal(manifest_of(1, scheme, self.blobs, shapes))
+
+    @property
+    def folder(self) -> Path:
+        return self.sender.folder
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for op in self.source.ops():
+            quantized = self.scheme != "none" and is_quantized(op.hf[0].name)
+            dtype = None if quantized else DTYPES[self.dtype]
+            for name, tensor in read_tensors(self.source, op, folding(1.0), dtype).items():
+                if quantized:
+                    yield from stored(name, quantize(tensor, self.scheme), "sglang").items()
+                else:
+                    yield name, tensor
+
+    def publish(self, fleet: Fleet, number: int) -> tuple[str, float]:
+        """As the trainer does it; to be called with rising numbers.
+
+        Returns:
+            What the engine calls these weights, and for how many seconds it paused.
+
+        Raises:
+            EngineError: it did not take them.
+        """
+        name, began = fleet.names.of(number), time.monotonic()
+        if any(engine.kind == "embedded" for engine in fleet.engines()):
+            fleet.publish(self.folder, number)
+            return name, time.monotonic() - began
+        with (
+            fleet.publication() as engines,
+            Update(fleet, engines, number, SyncConfig(), self.sender.describe) as update,
+        ):
+            for blob in self.blobs:
+                update.bucket(lambda engine, rank, blob=blob: [blob])
+            return name, update.commit(self.sender.receipts).paused_s
+
+
+def _buckets(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    yield bucket
+
+
+def checkpoint_of(folder: Path) -> Checkpoint:
+    """
+    Raises:
+        ConfigError: it is not one.
+    """
+    source = open_checkpoint(folder)
+    source.check()
+    return source

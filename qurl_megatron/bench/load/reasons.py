@@ -1,0 +1,119 @@
+"""Why a load's figures may not be compared with others: one test per name in ``REASONS``.
+
+Each test says what it found in a few words, or nothing. What only shows between repeats (the
+yardstick, the engine's own version) is added where the repeats are.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import combinations
+
+import numpy as np
+
+from qurl_megatron.bench.load import timeline
+from qurl_megatron.bench.load.answers import Answer, Outcome
+
+BUSY = 0.8  # of one core, that Python on this side may use
+TOO_LATE = 0.5  # of the median gap between tokens, that this side's event loop may be late
+ALIKE = 8  # first tokens that samples of one prompt do not have in common by chance
+
+
+def client_bound(outcome: Outcome, allowed: int) -> str:
+    share = outcome.client.cpu_s / timeline.makespan(outcome.answers)
+    if share > BUSY:
+        return f"the client used {share:.0%} of a core; it may use {BUSY:.0%}"
+    gaps = timeline.gaps(outcome.answers)
+    if gaps and outcome.client.lags:
+        late, gap = np.percentile(outcome.client.lags, 90), np.median(gaps)
+        if late > TOO_LATE * gap:
+            return (
+                f"every tenth time the client woke {1e3 * late:.1f} ms late or more, with "
+                f"{1e3 * gap:.1f} ms between tokens"
+            )
+    return ""
+
+
+def wrong_lengths(outcome: Outcome, allowed: int) -> str:
+    wrong = timeline.wrong_lengths(outcome.answers)
+    if not wrong:
+        return ""
+    first = wrong[0]
+    return (
+        f"{len(wrong)} of {len(outcome.answers)} responses; the first has {first.tokens} tokens, "
+        f"where {first.ask.tokens} were asked for"
+    )
+
+
+def cache_hits(outcome: Outcome, allowed: int) -> str:
+    """Of a group's first response to be computed: what its own prompt has in common with others is
+    a few tokens; the other responses may find all of it."""
+    groups = defaultdict(list)
+    for answer in outcome.answers:
+        if answer.done and answer.cached is not None:
+            groups[answer.ask.group].append(answer.cached)
+    warm = [min(cached) for cached in groups.values() if min(cached) > allowed]
+    if not warm:
+        return ""
+    return (
+        f"{len(warm)} of {len(groups)} prompts were in the cache before anybody had sent them "
+        f"(up to {max(warm)} tokens)"
+    )
+
+
+def failed(outcome: Outcome, allowed: int) -> str:
+    found = [answer for answer in outcome.answers if not answer.done]
+    if not found:
+        return ""
+    return f"{len(found)} of {len(outcome.answers)} requests; the first: {found[0].failure}"
+
+
+def preempted(outcome: Outcome, allowed: int) -> str:
+    count = timeline.preemptions(outcome)
+    return f"{count} times; give the engine more cache, or ask for less at once" if count else ""
+
+
+def identical(outcome: Outcome, allowed: int) -> str:
+    groups: dict[int, list[Answer]] = defaultdict(list)
+    for answer in outcome.answers:
+        if answer.done:
+            groups[answer.ask.group].append(answer)
+    same = sum(any(_alike(*pair) for pair in combinations(g, 2)) for g in groups.values())
+    return f"in {same} of {len(groups)} groups" if same else ""
+
+
+def _alike(one: Answer, other: Answer) -> bool:
+    length = min(len(one.ids), len(other.ids))
+    return length >= ALIKE and one.ids[:length] == other.ids[:length]
+
+
+def unpublished(outcome: Outcome, allowed: int) -> str:
+    return outcome.unpublished
+
+
+TESTS: Mapping[str, Callable[[Outcome, int], str]] = {
+    "client-bound": client_bound,
+    "wrong lengths": wrong_lengths,
+    "cache hits": cache_hits,
+    "failed requests": failed,
+    "preempted requests": preempted,
+    "identical samples": identical,
+    "failed publication": unpublished,
+}
+
+
+def found(outcome: Outcome, allowed_hits: int) -> dict[str, str]:
+    """The names of ``TESTS`` that apply, each with what was found.
+
+    Args:
+        allowed_hits: tokens that a prompt may have in common with one that was there before.
+    """
+    told = {name: test(outcome, allowed_hits) for name, test in TESTS.items()}
+    return {name: text for name, text in told.items() if text}
+
+
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> str:
+    """What an engine said of itself, and says otherwise now; of "engine changed"."""
+    names = [name for name in (*before, *after) if before.get(name) != after.get(name)]
+    return "; ".join(
+        f"{name} was {before.get(name)}, is {after.get(name)}" for name in dict.fromkeys(names)
+    )

@@ -1,0 +1,384 @@
+"""Engines under the load of a reinforcement-learning step, by engine, scheme and tensor size.
+
+All engines have the same weights, in their scheme, and get the same load in turns: the same
+lengths in the same order, on prompts that nobody has sent before. What a step waits for comes
+first, the makespan and its tail; then rates and latencies, each beside the least that the bytes
+of a decode step allow.
+"""
+
+import argparse
+import itertools
+import random
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from qurl_megatron.bench import environment
+from qurl_megatron.bench.load import limits, reasons, timeline
+from qurl_megatron.bench.load.answers import Outcome
+from qurl_megatron.bench.load.drive import Load, Publishing
+from qurl_megatron.bench.load.engines import Target, reached, started
+from qurl_megatron.bench.load.lengths import long_tailed, recorded
+from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
+from qurl_megatron.bench.load.requests import (
+    PROMPTS,
+    Ask,
+    Clients,
+    arriving,
+    groups,
+    serial_digits,
+)
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning.rollout_time import decode_rank
+from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.weights import Arch, read_arch
+
+SCHEMES = {  # name -> (quant.scheme, format of all else)
+    "bf16": ("none", "bfloat16"),
+    "fp32": ("none", "float32"),
+    "int8": ("int8", "bfloat16"),
+    "fp8": ("fp8", "bfloat16"),
+}
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One load, the same for all engines and repeats but for the ids of its prompts."""
+
+    lengths: Sequence[int]
+    samples: int
+    prompt: int
+    clients: Clients
+    vocab: int
+    seed: int
+    first: int  # serial number of the first prompt
+    publish: str | None = None  # "half", "2.5s", "1000tokens" or never
+
+    @property
+    def prompts(self) -> int:
+        return len(self.lengths) // self.samples
+
+    @property
+    def slots(self) -> int:
+        """Responses that run at once, if the engine holds them."""
+        return min(self.clients.at_once or len(self.lengths), len(self.lengths))
+
+    def asks(self, repeat: int) -> list[Ask]:
+        made = groups(
+            self.lengths,
+            samples=self.samples,
+            prompt=self.prompt,
+            vocab=self.vocab,
+            first=self.first + repeat * self.prompts,
+            seed=self.seed,
+        )
+        rate = self.clients.rate
+        return made if rate is None else arriving(made, rate, self.seed)
+
+    def publishing(self, target: Target) -> Publishing | None:
+        if self.publish is None:
+            return None
+        if target.publish is None:
+            raise ConfigError(
+                "--publish-every needs an engine that this command starts; leave it out, or give "
+                "--engine embedded or sglang"
+            )
+        if self.publish == "half":
+            return Publishing(target.publish, tokens=sum(self.lengths) // 2, once=True)
+        if self.publish.endswith("tokens"):
+            return Publishing(target.publish, tokens=int(self.publish.removesuffix("tokens")))
+        return Publishing(target.publish, seconds=float(self.publish.removesuffix("s")))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One row of the table: an engine of a kind with weights of a scheme."""
+
+    engine: str  # "embedded", "sglang" or a URL
+    scheme: str  # of SCHEMES
+    tensor: int = 1
+
+    @property
+    def name(self) -> str:
+        tensor = f" tp{self.tensor}" if self.tensor > 1 else ""
+        return f"{self.engine} {self.scheme}{tensor}"
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """
+    Raises:
+        ConfigError: an engine does not start or answer, or the options do not fit together.
+    """
+    arch = read_arch(config_of(options.model))
+    plan, subjects = plan_of(options, arch), subjects_of(options)
+    with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
+        targets = _targets(options, plan, subjects, Path(work), stack)
+        before = {name: target.identity() for name, target in targets.items()}
+        candidates = {
+            name: _candidate(plan, target, itertools.count()) for name, target in targets.items()
+        }
+        found = interleaved(candidates, repeats=options.repeats, seen=_tell)
+        after = {name: target.identity() for name, target in targets.items()}
+    gpus = environment.gpus()
+    read = environment.limits("cuda" if gpus else "cpu")["read_gb_s"]
+    cases = []
+    for subject in subjects:
+        name = subject.name
+        changed = reasons.changed(before[name], after[name])
+        bounds = bounds_of(plan, subject, arch, read, gpus[0]["name"] if gpus else None)
+        cases.append(case_of(plan, subject, found[name], bounds, changed, before[name]))
+    return cases
+
+
+def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
+    count = options.prompts * options.samples
+    if options.lengths:
+        lengths = recorded(options.lengths, count, seed=options.seed)
+    else:
+        lengths = long_tailed(
+            count, mean=options.mean, sigma=options.sigma, longest=options.max, seed=options.seed
+        )
+    return Plan(
+        lengths,
+        options.samples,
+        options.prompt,
+        Clients.read(options.clients),
+        arch.vocab,
+        options.seed,
+        # An engine that was there before may have cached the prompts of an earlier command.
+        random.randrange(PROMPTS // 2),
+        options.publish_every,
+    )
+
+
+def subjects_of(options: argparse.Namespace) -> list[Subject]:
+    """Every engine in every scheme; tensor sizes are SGLang's."""
+    found = []
+    for engine in options.engine:
+        if "://" in engine and len(options.schemes) > 1:
+            raise ConfigError(
+                f"--engine {engine} serves one scheme; say which one with --schemes, for its limit"
+            )
+        tensors = options.tensor if engine != "embedded" else [1]
+        found += [Subject(engine, s, t) for s in options.schemes for t in tensors]
+    return found
+
+
+def _targets(
+    options: argparse.Namespace,
+    plan: Plan,
+    subjects: Sequence[Subject],
+    work: Path,
+    stack: ExitStack,
+) -> dict[str, Target]:
+    """Every engine, up and with its weights; ``stack`` ends them."""
+    found: dict[str, Target] = {}
+    versions: dict[str, Version] = {}
+    folder = None
+    for subject in subjects:
+        if "://" in subject.engine:
+            found[subject.name] = reached(
+                subject.engine, options.protocol, timeout_s=options.timeout
+            )
+            continue
+        folder = folder or model_folder(options.model, work)
+        if subject.scheme not in versions:
+            source = checkpoint_of(folder)
+            place = work / f"versions-{subject.scheme}"
+            versions[subject.scheme] = Version(source, *SCHEMES[subject.scheme], place)
+        progress(f"starting {subject.name}")
+        try:
+            engine = started(
+                subject.engine,
+                folder,
+                versions[subject.scheme],
+                plan.vocab,
+                work / f"logs-{len(found)}",
+                tensor=subject.tensor,
+                threads=options.threads,
+                timeout_s=options.timeout,
+            )
+            found[subject.name] = stack.enter_context(engine)
+        except EngineError as error:
+            raise ConfigError(f"{subject.name} did not start: {error}") from None
+    return found
+
+
+def _candidate(plan: Plan, target: Target, repeats: itertools.count):
+    def load() -> Outcome:
+        one = Load(
+            target.client,
+            target.protocol,
+            target.model,
+            look=target.look,
+            publishing=plan.publishing(target),
+        )
+        return one.drive(plan.asks(next(repeats)), plan.clients.at_once)
+
+    return load
+
+
+def _tell(name: str, outcome: Outcome) -> None:
+    answers = outcome.answers
+    seconds, tokens = timeline.makespan(answers), timeline.tokens(answers)
+    wrong = sum(not answer.done for answer in answers)
+    failures = f", {wrong} failed" if wrong else ""
+    progress(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f}/s{failures}")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds of the makespan; None where a rate of arrivals decides."""
+
+    least: float | None = None  # by the bytes of its decode steps
+    predicted: float | None = None  # by qurl plan, where it knows the machine
+
+
+def case_of(
+    plan: Plan,
+    subject: Subject,
+    repeats: Repeats[Outcome],
+    bounds: Bounds,
+    changed: str,
+    identity: dict[str, object],
+) -> Case:
+    """Figures and reasons of all repeats.
+
+    Args:
+        changed: what the engine says otherwise than before the first repeat.
+        identity: what it said then.
+    """
+    told: dict[str, object] = {}
+    for outcome in repeats.results:
+        told |= reasons.found(outcome, serial_digits(plan.vocab) - 1)
+    if changed:
+        told["engine changed"] = changed
+    names = [*told, *(reason for reason in repeats.reasons if reason not in told)]
+    lengths = plan.lengths
+    keys = {
+        "engine": subject.engine,
+        "scheme": subject.scheme,
+        "tensor": subject.tensor,
+        "prompts": plan.prompts,
+        "samples": plan.samples,
+        "prompt tokens": plan.prompt,
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "clients": plan.clients.text,
+        "publish": plan.publish,
+    }
+    outcomes = [o for o in repeats.results if any(answer.done for answer in o.answers)]
+    whole = len(outcomes) == len(repeats.results)  # else there is nothing to time
+    figures = figures_of(outcomes, bounds) if whole else []
+    return Case(
+        name=subject.name,
+        keys=keys,
+        figures=figures,
+        yardsticks=repeats.yardsticks,
+        reasons=names,
+        notes={"identity": identity, **told},
+    )
+
+
+def bounds_of(
+    plan: Plan, subject: Subject, arch: Arch, read_gb_s: float, gpu: str | None
+) -> Bounds:
+    """
+    Args:
+        read_gb_s: that the machine's memory, or one GPU's, was measured to read.
+        gpu: what its driver calls the GPU; None: the engine has none.
+    """
+    if plan.clients.rate is not None:
+        return Bounds()
+    scheme, dtype = SCHEMES[subject.scheme]
+    rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[dtype])
+    # Ranks on CPUs share the memory's rate; GPUs have each their own.
+    share = 1 if gpu else subject.tensor
+    load = {"prompt": plan.prompt, "slots": plan.slots}
+    least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
+    known = limits.gpu_named(gpu, scheme) if gpu else None
+    if known is None:
+        return Bounds(least)
+    predicted = limits.predicted_seconds(
+        rank, plan.lengths, **load, prompts=plan.prompts, gpu=known
+    )
+    return Bounds(least, predicted)
+
+
+def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
+    """A figure per quantity, of all repeats; those that not every repeat has are left out."""
+    measured = [_measured(outcome) for outcome in outcomes]
+    tokens = timeline.tokens(outcomes[0].answers)
+    told = {
+        "tokens/s": Bounds(*(seconds and tokens / seconds for seconds in astuple(bounds))),
+        "makespan": bounds,
+    }
+    figures = []
+    for name in dict.fromkeys(name for one in measured for name in one):
+        repeats = [one[name] for one in measured if name in one]
+        if len(repeats) < len(outcomes):
+            continue
+        own = told.get(name, Bounds())
+        figures.append(
+            Figure(
+                name=name,
+                unit=UNITS.get(name, "ms"),
+                better="higher" if name == "tokens/s" else "lower",
+                repeats=repeats,
+                limit=own.least,
+                limit_of="DRAM bytes" if own.least else "",
+                predicted=own.predicted,
+            )
+        )
+    return figures
+
+
+UNITS = {
+    "tokens/s": "1/s",
+    "makespan": "s",
+    "tail": "%",
+    "cache in use, mean": "%",
+    "cache in use, most": "%",
+    "preemptions": "",
+    "paused to publish": "s",
+    "first valid token": "s",
+    "tokens computed anew": "",
+    "client's CPU": "%",
+}
+"""Of figures; latencies are in milliseconds."""
+
+
+def _measured(outcome: Outcome) -> dict[str, float]:
+    """Every quantity of one repeat, in its unit."""
+    answers = outcome.answers
+    seconds = timeline.makespan(answers)
+    found = {
+        "tokens/s": timeline.tokens(answers) / seconds,
+        "makespan": seconds,
+        "tail": 100 * timeline.tail_share(answers),
+    }
+    latencies = {
+        "first token": timeline.first_token(answers),
+        "between tokens": timeline.gaps(answers),
+        "per token": timeline.per_token(answers),
+    }
+    for name, values in latencies.items():
+        for percent, value in timeline.percentiles(values).items():
+            found[f"{name}, p{percent}"] = 1e3 * value
+    if (used := timeline.occupancy(outcome)) is not None:
+        found["cache in use, mean"], found["cache in use, most"] = (100 * share for share in used)
+    found["preemptions"] = timeline.preemptions(outcome)
+    if published := outcome.publications:
+        found["paused to publish"] = max(p.paused_s for p in published)
+        valid = [timeline.first_valid(p, answers) for p in published]
+        if all(value is not None for value in valid):
+            found["first valid token"] = max(valid)
+        found["tokens computed anew"] = sum(timeline.recomputed(p, answers) for p in published)
+    found["client's CPU"] = 100 * outcome.client.cpu_s / seconds
+    return found

@@ -1,0 +1,59 @@
+"""``qurl bench rollout`` against real engines: those it starts, and one that is there already."""
+
+import argparse
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qurl_megatron.bench import rollout
+from qurl_megatron.bench.load.model import model_folder
+from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.record import read
+
+QURL = [sys.executable, "-m", "qurl_megatron.cli"]
+LOAD = ["--model", "tiny", "--prompts", "3", "--samples", "2", "--mean", "24", "--max", "60"]
+NOISE = {"another load", "client-bound"}  # of a machine that has other work to do
+
+
+def test_an_engine_that_it_starts_is_published_to_in_the_middle_of_its_load(tmp_path):
+    words = ["--schemes", "int8", "--repeats", "2", "--publish-every", "40tokens"]
+    command = [*QURL, "bench", "rollout", *LOAD, *words, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s" in done.stdout
+    (case,) = read(tmp_path / "rollout.json").cases
+    assert set(case.reasons) <= NOISE
+    assert case.keys["tokens"] == 6 * 24
+    assert case.figure("paused to publish").median > 0
+    assert case.figure("first valid token").median > 0
+    assert case.figure("preemptions").median == 0  # a publication's are not counted
+    assert len(case.figure("tokens/s").repeats) == 2
+    assert case.figure("tokens/s").share < 1
+    assert case.notes["identity"]["scheme"] == "int8"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    model, port = model_folder("tiny", folder), folder / "port"
+    command = [*QURL, "serve", str(model), "--port-file", str(port), "--exit-with-stdin"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as engine:
+        while not port.exists():
+            assert engine.poll() is None
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port.read_text().strip()}"
+        engine.stdin.close()
+
+
+@pytest.mark.parametrize("protocol", ["sglang", "openai"])
+def test_an_engine_that_is_there_is_driven_by_either_protocol(url, protocol):
+    parser = argparse.ArgumentParser()
+    add_shared(parser, BENCHMARKS["rollout"])
+    BENCHMARKS["rollout"].add_options(parser)
+    words = ["--engine", url, "--protocol", protocol, "--schemes", "bf16", "--repeats", "1"]
+    (case,) = rollout.run(parser.parse_args([*LOAD, *words, "--clients", "concurrency:3"]))
+    assert set(case.reasons) <= NOISE
+    assert case.keys["engine"] == url and case.keys["clients"] == "concurrency:3"
+    assert case.figure("first token, p50").median > 0

@@ -1,0 +1,196 @@
+"""The rollout benchmark but for its engines: what is asked of whom, and what becomes of it."""
+
+import argparse
+
+import pytest
+import torch
+
+from qurl_megatron.bench import rollout
+from qurl_megatron.bench.load.answers import Answer, Client, Outcome, Publication
+from qurl_megatron.bench.load.engines import Target
+from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
+from qurl_megatron.bench.load.protocols import PROTOCOLS
+from qurl_megatron.bench.load.requests import Ask
+from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.repeats import Repeats
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
+from qurl_megatron.rollout.embedded.weights import read_weights
+from qurl_megatron.weights import read_arch
+
+ARCH = read_arch(config_of("tiny"))
+
+
+def options(*words):
+    parser = argparse.ArgumentParser()
+    add_shared(parser, BENCHMARKS["rollout"])
+    BENCHMARKS["rollout"].add_options(parser)
+    return parser.parse_args(["--model", "tiny", *words])
+
+
+def plan(*words):
+    return rollout.plan_of(options(*words), ARCH)
+
+
+def target(publish=None):
+    return Target(None, PROTOCOLS["sglang"], "", None, dict, publish)
+
+
+def outcome(failure=""):
+    """Two requests of 2 tokens, the first done after one second, the second after two."""
+    made = []
+    for sample, end in enumerate((1.0, 2.0)):
+        ask = Ask(0, sample, (1, 2, 3), 2)
+        made.append(Answer(ask, 0.0, [0.5, end], [1, 2], end, failure, [sample, 9]))
+    return Outcome(made, client=Client(cpu_s=0.5))
+
+
+def repeats(*outcomes):
+    return Repeats(seconds=[2.0] * len(outcomes), results=list(outcomes))
+
+
+def case(*outcomes, changed="", words=(), gpu=None):
+    subject = rollout.Subject("embedded", "int8")
+    made = plan("--prompts", "1", "--samples", "2", "--mean", "2", "--sigma", "0", *words)
+    bounds = rollout.bounds_of(made, subject, ARCH, read_gb_s=10.0, gpu=gpu)
+    return rollout.case_of(made, subject, repeats(*outcomes), bounds, changed, {"threads": 2})
+
+
+def test_every_repeat_has_the_same_lengths_in_the_same_order_on_other_prompts():
+    made = plan("--prompts", "4")
+    first, second = made.asks(0), made.asks(1)
+    assert [ask.tokens for ask in first] == [ask.tokens for ask in second]
+    assert not {ask.prompt for ask in first} & {ask.prompt for ask in second}
+    assert len(first) == 16 and sum(a.tokens for a in first) == pytest.approx(16 * 64, rel=0.01)
+
+
+def test_a_later_command_has_the_same_lengths_on_other_prompts():
+    first, later = plan().asks(0), plan().asks(0)
+    assert [ask.tokens for ask in first] == [ask.tokens for ask in later]
+    assert not {ask.prompt for ask in first} & {ask.prompt for ask in later}
+
+
+def test_every_engine_is_measured_in_every_scheme_and_only_sglang_at_several_ranks():
+    asked = options("--engine", "embedded,sglang", "--schemes", "bf16,int8", "--tensor", "1", "2")
+    assert [subject.name for subject in rollout.subjects_of(asked)] == [
+        "embedded bf16",
+        "embedded int8",
+        "sglang bf16",
+        "sglang bf16 tp2",
+        "sglang int8",
+        "sglang int8 tp2",
+    ]
+
+
+def test_an_engine_at_a_url_has_one_scheme():
+    asked = options("--engine", "http://127.0.0.1:1", "--schemes", "bf16,int8")
+    with pytest.raises(ConfigError, match="--engine http://127.0.0.1:1 serves one scheme"):
+        rollout.subjects_of(asked)
+
+
+def test_an_engine_that_is_not_there_is_named():
+    asked = options("--engine", "http://127.0.0.1:9", "--schemes", "bf16", "--protocol", "openai")
+    with pytest.raises(ConfigError, match="--engine http://127.0.0.1:9 does not answer as --proto"):
+        rollout.run(asked)
+
+
+@pytest.mark.parametrize(
+    "when, seconds, tokens, once",
+    [
+        ("half", None, 512, True),
+        ("2.5s", 2.5, None, False),
+        ("300tokens", None, 300, False),
+    ],
+)
+def test_a_publication_comes_at_half_or_every_so_often(when, seconds, tokens, once):
+    made = plan("--publish-every", when, "--prompts", "4", "--mean", "64", "--sigma", "0")
+    found = made.publishing(target(publish=lambda: ("2", 0.0)))
+    assert (found.seconds, found.tokens, found.once) == (seconds, tokens, once)
+
+
+def test_nothing_is_published_unless_asked_nor_to_an_engine_at_a_url():
+    assert plan().publishing(target()) is None
+    with pytest.raises(ConfigError, match="--publish-every needs an engine that this command sta"):
+        plan("--publish-every", "half").publishing(target())
+
+
+@pytest.mark.parametrize("when", ["sometimes", "0tokens", "5"])
+def test_another_word_for_when_to_publish_is_refused(when, capsys):
+    with pytest.raises(SystemExit):
+        options("--publish-every", when)
+    assert "must be half, SECONDSs or Ntokens" in capsys.readouterr().err
+
+
+def test_figures_have_a_value_per_repeat_and_the_makespan_its_limit():
+    found = case(outcome(), outcome())
+    assert found.figure("tokens/s").repeats == [2.0, 2.0]
+    assert found.figure("makespan").repeats == [2.0, 2.0]
+    assert found.figure("first token, p50").median == 500.0
+    assert found.figure("client's CPU").median == 25.0
+    makespan, rate = found.figure("makespan"), found.figure("tokens/s")
+    assert 0 < makespan.limit < 2.0 and rate.limit == pytest.approx(4 / makespan.limit)
+    assert makespan.predicted is None  # the planner knows no CPU
+    assert found.reasons == [] and found.keys["scheme"] == "int8"
+
+
+def test_on_a_gpu_that_the_planner_knows_a_makespan_stands_beside_its_prediction():
+    makespan = case(outcome(), gpu="NVIDIA H100 80GB HBM3").figure("makespan")
+    assert 0 < makespan.limit < makespan.predicted < 2.0
+
+
+def test_arrivals_at_a_rate_have_no_limit():
+    found = case(outcome(), words=("--clients", "poisson:4"))
+    assert found.figure("makespan").limit is None
+    assert found.keys["clients"] == "poisson:4"
+
+
+def test_a_publications_figures_are_those_of_the_slowest():
+    published = outcome()
+    published.publications += [
+        Publication("2", 0.2, 0.4, paused_s=0.15),
+        Publication("3", 0.6, 0.9, paused_s=0.25),
+    ]
+    published.answers[0].first_of = {"2": 0.5, "3": 1.0}
+    found = case(published)
+    assert found.figure("paused to publish").median == 0.25
+    assert found.figure("first valid token").median == pytest.approx(0.4)
+    assert found.figure("tokens computed anew").median == 2 * (3 + 1)  # at 0.6 both had one token
+
+
+def test_a_reason_of_one_repeat_is_one_of_the_case():
+    broken = outcome()
+    broken.answers[1].failure = "cut off"
+    found = case(outcome(), broken)
+    assert found.reasons == ["failed requests"]
+    assert found.notes["failed requests"] == "1 of 2 requests; the first: cut off"
+
+
+def test_a_repeat_without_a_single_answer_leaves_no_figures_and_says_why():
+    found = case(outcome(), outcome(failure="refused"))
+    assert found.figures == [] and found.reasons == ["failed requests"]
+
+
+def test_an_engine_that_changed_between_repeats_is_a_reason():
+    found = case(outcome(), changed="version was 1, is 2")
+    assert found.reasons == ["engine changed"]
+    assert found.notes["engine changed"] == "version was 1, is 2"
+
+
+@pytest.mark.parametrize("scheme", rollout.SCHEMES)
+def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme):
+    source = checkpoint_of(model_folder("tiny", tmp_path))
+    number, dtype = rollout.SCHEMES[scheme]
+    version = Version(source, number, dtype, tmp_path / "versions")
+    decoder = Decoder(source.arch, number, DTYPES[dtype], torch.device("cpu"))
+    tensors, _ = read_weights(version.folder, decoder)  # which checks every tensor
+    kinds = {tensors[name].dtype for name in tensors if name.endswith("q_proj.weight")}
+    assert kinds == {
+        {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(scheme, DTYPES[dtype]),
+    }
+
+
+def test_a_folder_that_has_weights_is_taken_as_it_is(tmp_path):
+    random = model_folder("tiny", tmp_path)
+    assert model_folder(str(random), tmp_path / "other") == random
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,258 @@
+"""The driver against a small server that streams as SGLang and OpenAI's protocol say."""
+
+import asyncio
+import json
+import re
+import threading
+import time
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from qurl_megatron.bench.load import timeline
+from qurl_megatron.bench.load.drive import Load, Publishing
+from qurl_megatron.bench.load.protocols import PROTOCOLS, read_look, read_metrics
+from qurl_megatron.bench.load.requests import Ask, arriving, groups
+from qurl_megatron.rollout.client import EngineClient, EngineError
+
+
+class Streams:
+    """Token i of a response is i; what it shall do wrong is set by a test."""
+
+    def __init__(self) -> None:
+        self.token_s, self.version, self.most = 0.0, "1", 0
+        self.cumulative, self.together, self.tells_ids = True, 1, True
+        self.fault = ""
+        self.bodies: list[dict] = []
+        self._running = 0
+        paths = {"/generate": self.generate, "/v1/completions": self.completions}
+        app = Starlette(routes=[Route(*item, methods=["POST"]) for item in paths.items()])
+        config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    async def generate(self, request):
+        body = await request.json()
+        tokens = body["sampling_params"]["max_new_tokens"]
+        return self._answer(body, tokens, self._native)
+
+    async def completions(self, request):
+        body = await request.json()
+        return self._answer(body, body["max_tokens"], self._openai)
+
+    def _answer(self, body, tokens, event):
+        self.bodies.append(body)
+        if self.fault == "refuse":
+            return JSONResponse({"error": {"message": "no such parameter"}}, status_code=400)
+        return StreamingResponse(self._stream(tokens, event), media_type="text/event-stream")
+
+    async def _stream(self, tokens, event):
+        self._running += 1
+        self.most = max(self.most, self._running)
+        try:
+            spans = []
+            for end in [*range(self.together, tokens, self.together), tokens]:
+                await asyncio.sleep(self.token_s)
+                if not spans or spans[-1]["version"] != self.version:
+                    start = spans[-1]["end"] if spans else 0
+                    spans.append({"version": self.version, "start": start})
+                spans[-1]["end"] = end
+                if self.fault == "cut" and end > tokens // 2:
+                    return
+                yield b"data: " + json.dumps(event(end, tokens, spans)).encode() + b"\n\n"
+            if event == self._openai:
+                usage = {"completion_tokens": tokens, "prompt_tokens": 4}
+                yield b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            self._running -= 1
+
+    def _native(self, end, tokens, spans):
+        if self.fault == "malformed":
+            return {"text": "no ids"}
+        if self.fault == "abort" and end == tokens:
+            finish = {"type": "abort", "message": "out of memory"}
+        else:
+            finish = {"type": "length"} if end == tokens else None
+        meta = {
+            "completion_tokens": end,
+            "cached_tokens": 3,
+            "num_retractions": 2,
+            "finish_reason": finish,
+            "weight_versions": spans,
+        }
+        begin = 0 if self.cumulative else (end - 1) // self.together * self.together
+        return {"output_ids": list(range(begin, end)), "meta_info": meta}
+
+    def _openai(self, end, tokens, spans):
+        ids = list(range((end - 1) // self.together * self.together, end))
+        choice = {"index": 0, "text": "x" * len(ids), "finish_reason": None}
+        return {"choices": [choice | ({"token_ids": ids} if self.tells_ids else {})]}
+
+
+@pytest.fixture(scope="module")
+def running():
+    server = Streams()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(running):
+    running.__dict__.update(
+        token_s=0.0,
+        version="1",
+        most=0,
+        cumulative=True,
+        together=1,
+        tells_ids=True,
+        fault="",
+        bodies=[],
+    )
+    return running
+
+
+def drive(server, asks, *, protocol="sglang", at_once=None, **options):
+    client = EngineClient(server.url, timeout_s=20)
+    return Load(client, PROTOCOLS[protocol], "toy", **options).drive(asks, at_once)
+
+
+def ask(tokens):
+    return Ask(0, 0, (1, 2, 3, 4), tokens)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_every_token_of_a_stream_is_seen_whether_all_or_only_new_ones_are_sent(
+    server, cumulative, together
+):
+    server.cumulative, server.together, server.token_s = cumulative, together, 0.005
+    (answer,) = drive(server, [ask(7)]).answers
+    assert answer.done and answer.ids == list(range(7))
+    assert answer.counts == ([*range(1, 8)] if together == 1 else [3, 6, 7])
+    assert answer.times == sorted(answer.times) and answer.times[-1] <= answer.ended
+    assert (answer.cached, answer.preempted) == (3, 2)
+    (body,) = server.bodies
+    assert body["input_ids"] == [1, 2, 3, 4] and body["stream"] is True
+    params = body["sampling_params"]
+    assert params == {"max_new_tokens": 7, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.mark.parametrize("tells_ids", [True, False])
+def test_openai_streams_are_counted_by_ids_and_by_the_usage_at_the_end(server, tells_ids):
+    server.tells_ids, server.together = tells_ids, 2
+    (answer,) = drive(server, [ask(5)], protocol="openai").answers
+    assert answer.done and answer.tokens == 5
+    assert answer.ids == ([0, 1, 2, 3, 4] if tells_ids else [])
+    (body,) = server.bodies
+    assert (body["model"], body["prompt"], body["max_tokens"]) == ("toy", [1, 2, 3, 4], 5)
+    assert body["ignore_eos"] is True and body["stream_options"] == {"include_usage": True}
+
+
+def test_a_closed_batch_has_all_requests_under_way_at_once(server):
+    server.token_s = 0.02
+    outcome = drive(server, [ask(4)] * 120)  # more than clients of libraries usually connect
+    assert server.most == 120
+    assert all(answer.done for answer in outcome.answers)
+
+
+def test_concurrency_is_kept_to_the_end(server):
+    server.token_s = 0.01
+    outcome = drive(server, [ask(3)] * 12, at_once=4)
+    assert server.most == 4 and len(outcome.answers) == 12
+
+
+def test_requests_are_sent_when_they_are_due_and_timed_from_then(server):
+    asks = arriving(groups([2] * 10, samples=1, prompt=8, vocab=99, first=0, seed=0), 100.0, 0)
+    outcome = drive(server, asks)
+    assert [answer.began for answer in outcome.answers] == [ask.due for ask in asks]
+    assert all(answer.times[0] > answer.ask.due for answer in outcome.answers)
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ("cut", "generate (did not answer|ended its stream)"),
+        ("refuse", "answered 400: no such parameter"),
+        ("malformed", "/generate sent a malformed event"),
+        ("abort", "aborted: out of memory"),
+    ],
+)
+def test_a_failed_request_stays_failed_with_its_cause(server, fault, said):
+    server.fault = fault
+    outcome = drive(server, [ask(6), ask(6)])
+    assert not any(answer.done for answer in outcome.answers)
+    assert timeline.tokens(outcome.answers) == 0
+    assert re.search(said, outcome.answers[0].failure)
+
+
+def test_a_publication_comes_in_the_middle_and_its_first_token_is_found(server):
+    server.token_s = 0.01
+
+    def publish():
+        server.version = "2"
+        return "2", 0.125
+
+    plan = Publishing(publish, tokens=20, once=True)
+    outcome = drive(server, [ask(20), ask(20)], publishing=plan)
+    (publication,) = outcome.publications
+    assert publication.name == "2" and publication.paused_s == 0.125
+    valid = timeline.first_valid(publication, outcome.answers)
+    assert 0 < valid < outcome.answers[0].ended - publication.began
+    # The others keep what they have: 10 tokens each, or a few more, and their prompts.
+    assert 20 + 8 <= timeline.recomputed(publication, outcome.answers) <= 40 + 8
+
+
+def test_publications_repeat_until_the_load_is_over(server):
+    server.token_s = 0.01
+    versions = iter(range(2, 99))
+    plan = Publishing(lambda: (str(next(versions)), 0.0), seconds=0.05)
+    outcome = drive(server, [ask(25)], publishing=plan)
+    assert len(outcome.publications) >= 2
+    began = [publication.began for publication in outcome.publications]
+    assert all(later - earlier >= 0.05 for earlier, later in zip(began, began[1:], strict=False))
+
+
+def test_a_publication_that_fails_is_told_and_the_load_goes_on(server):
+    server.token_s = 0.01
+
+    def publish():
+        raise EngineError("engine-0 rejects version 2")
+
+    outcome = drive(server, [ask(8)], publishing=Publishing(publish, tokens=2))
+    assert outcome.unpublished == "engine-0 rejects version 2"
+    assert outcome.answers[0].done and outcome.publications == []
+
+
+def test_the_engine_is_looked_at_and_this_sides_own_work_is_measured(server):
+    server.token_s = 0.01
+
+    async def look(session, at):
+        return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120}, at)
+
+    outcome = drive(server, [ask(20)], look=look)
+    assert timeline.occupancy(outcome) == (0.25, 0.25)
+    assert outcome.client.cpu_s > 0 and len(outcome.client.lags) >= 5
+
+
+def test_vllms_metrics_are_read_for_what_they_tell():
+    text = """# HELP vllm:kv_cache_usage_perc KV-cache usage.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
+"""
+    look = read_metrics(text, at=1.5)
+    assert (look.running, look.occupancy, look.preemptions) == (3, 0.25, 7)
+    assert read_metrics("", at=0.0) == read_look({}, at=0.0)
