@@ -36,7 +36,6 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     """
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     check_container(cluster)
-    check_mounts(config, cluster.container)
     run_dir = Path(config.train.run_dir)
     check_shared("train.run_dir", run_dir, cluster)
     refuse_other_run(run_dir, config)
@@ -47,7 +46,8 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
     if layout.rollout:
         nodes += f", {layout.rollout.nodes} with {layout.engines} engines"
-    return [nodes, check_memory(config, cluster), check_disk(config, arch)]
+    found = [nodes, check_memory(config, cluster), check_disk(config, arch)]
+    return found + not_mounted(config, cluster.container)
 
 
 def check_limits(job: JobConfig, facts: Mapping[str, str], pace: Pace) -> str:
@@ -104,28 +104,32 @@ def check_container(cluster: ClusterConfig) -> None:
         )
 
 
-def check_mounts(config: RunConfig, container: ContainerConfig) -> None:
-    """The container has what the recipe names, under the same names."""
+def not_mounted(config: RunConfig, container: ContainerConfig) -> list[str]:
+    """What the recipe names and ``container.mounts`` has not under the same name, a line for each.
+
+    No more than lines: a site may mount folders in every container, and apptainer mounts some.
+    """
     if container.kind == "none":
-        return
+        return []
     needed = {
         "the working folder": ".",
         "train.run_dir": config.train.run_dir,
         "model.path": config.model.path,
         "critic.path": config.critic.path,
+        "algo.reference": config.algo.reference,
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
         "sync.dir": config.sync.dir,
     }
     ends = [mount.split(":")[:2] for mount in container.mounts]
     same = [Path(outside) for outside, *inside in ends if inside in ([], [outside])]
-    for key, path in needed.items():
-        there = Path(path).absolute()
-        if path and not any(there.is_relative_to(mount) for mount in same):
-            raise ConfigError(
-                f"{key}, {there}, is in none of container.mounts, and the ranks would not find it; "
-                "add it, or a folder around it, to container.mounts in the cluster file"
-            )
+    paths = {key: Path(os.path.abspath(path)) for key, path in needed.items() if path}
+    return [
+        f"{key}, {path}, is in none of container.mounts: unless this site mounts it everywhere, "
+        "the ranks will not find it"
+        for key, path in paths.items()
+        if not any(path.is_relative_to(mount) for mount in same)
+    ]
 
 
 def check_script(command: Sequence[str]) -> None:
