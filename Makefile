@@ -53,9 +53,10 @@ test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 	$(GPU_PYTHON) -m pytest -k nccl tests/distributed tests/unit
 	$(GPU_PYTHON) -m pytest tests/gpu
 
-bench-gpu:  ## the loss at TP 1, 2, 4 and 8; the leading rank's work
-	$(GPU_PYTHON) -m qurl_megatron.bench.loss --device cuda --tensor 1 2 4 8 --out docs/results/loss_gpu.json
-	$(GPU_PYTHON) -m qurl_megatron.bench.scale --out docs/results/scale_gpu.json
+bench-gpu:  ## decoding, the loss at TP 1, 2, 4 and 8, and the leading rank's work
+	$(GPU_PYTHON) -m qurl_megatron.cli bench decode --device cuda --model 7B --schemes int8,bf16 --out runs/bench-gpu
+	$(GPU_PYTHON) -m qurl_megatron.cli bench loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu
+	$(GPU_PYTHON) -m qurl_megatron.cli bench scale --repeats 3 --out runs/bench-gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -59,7 +59,7 @@ setup(
         # For transformers to load what checkpoints_tools/quantize.py writes.
         "compressed-tensors": ["compressed-tensors>=0.15"],
         # llmcompressor pins transformers and compressed-tensors: give it an environment of its own,
-        # or a folder for `bench.convert --peers`.
+        # or a folder for `qurl bench convert --peers`.
         "bench": ["liger-kernel", "llmcompressor", "mbridge"],
         "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },

@@ -6,11 +6,12 @@ these ratios is the estimate (Hodges and Lehmann's), and those that the rank tes
 Whitney cannot exclude are its confidence interval. It is exact, needs no shape of the noise, and
 one outlier does not move it; with too few repeats it is endless, and there is no verdict.
 
-A **regression** is at least ``SMALLEST`` worse, and excludes "no change" even when as many figures
-are looked at as there are (Bonferroni's correction: twenty figures are twenty chances of a false
-alarm). What slows a machine down comes in bursts, which neighbouring repeats share and the rank
-test takes for evidence; but it leaves the quickest repeats alone, so a regression must show there,
-too. **Equal** excludes ``SMALLEST`` and more. In between nothing is claimed.
+A **regression** is at least ``SMALLEST`` worse, more than ``NOISE`` times the spread, and excludes
+"no change" with confidence ``ALARM``, even when as many figures are looked at as there are
+(Bonferroni's correction: twenty figures are twenty chances of a false alarm). What slows a machine
+down comes in bursts, which neighbouring repeats share and the rank test takes for evidence; but it
+leaves the quickest repeats alone, so a regression must show there, too. **Equal** excludes
+``SMALLEST`` and more. In between nothing is claimed.
 """
 
 import math
@@ -27,6 +28,10 @@ from qurl_megatron.observe.text import how_many
 SMALLEST = 0.05
 """A change that matters."""
 CONFIDENCE = 0.95
+ALARM = 0.99
+"""Confidence that a regression takes, of all figures together: who is alarmed stops working."""
+NOISE = 3
+"""So many times the spread of the repeats a regression must be."""
 YARDSTICK = 0.10
 """By so much the yardsticks of two cases may differ; beyond, they saw two different machines."""
 
@@ -167,12 +172,13 @@ def _figure(
     case: str, figure: Figure, old: list[float], new: list[float], looked_at: int, differ: str
 ) -> Compared:
     ratio, low, high = (math.exp(x) for x in shift(old, new, CONFIDENCE))
-    strict = math.exp(shift(old, new, 1 - (1 - CONFIDENCE) / looked_at)[1])
+    surely = math.exp(shift(old, new, 1 - (1 - ALARM) / looked_at)[1])
     least = min(ratio, math.exp(_quickest(new) - _quickest(old)))
+    noise = math.exp(NOISE * max(_spread(old), _spread(new)))
     why = differ if is_time(figure.unit) else ""
     if why:
         verdict = "no verdict"
-    elif strict > 1 and least >= 1 + SMALLEST:
+    elif surely > 1 and least >= 1 + SMALLEST and ratio >= noise:
         verdict = "regression"
     elif high < 1 + SMALLEST:
         verdict = "better" if high < 1 else "equal"
@@ -181,6 +187,14 @@ def _figure(
         few = math.isinf(high)
         why = f"{min(len(old), len(new))} repeats are too few" if few else "too noisy"
     return Compared(case, figure.name, verdict, ratio, low, high, why)
+
+
+def _spread(logs: Sequence[float]) -> float:
+    """Half of the interquartile range."""
+    if len(logs) < 2:
+        return math.inf
+    low, _, high = statistics.quantiles(logs, n=4, method="inclusive")
+    return (high - low) / 2
 
 
 def _quickest(logs: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ DIR/index.html   one page of all records in DIR (``bench.page``)
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -46,17 +47,24 @@ def measure(name: str, options: argparse.Namespace) -> Record:
     started = environment.started()
     around = environment.environment()
     cases: list[Case] = import_module(f"qurl_megatron.bench.{name}").run(options)
+    around |= {"load_after": environment.load(), "busy_after": environment.busy()}
+    # Where all repeats suffered alike, their yardsticks have nothing to stand out from.
+    if max(around["busy_before"], around["busy_after"]) > environment.BUSY:
+        cases = [replace(case, reasons=_with("another load", case)) for case in cases]
     return Record(
         benchmark=name,
         command=shlex.join(["qurl", *sys.argv[1:]]),
         started=started,
         environment={
             **around,
-            "load_after": environment.load(),
             "limits": environment.limits(getattr(options, "device", None) or "cpu"),
         },
         cases=cases,
     )
+
+
+def _with(reason: str, case: Case) -> list[str]:
+    return case.reasons if not case.figures or reason in case.reasons else [*case.reasons, reason]
 
 
 def keep(record: Record, folder: Path) -> Path:

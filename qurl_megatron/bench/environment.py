@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from qurl_megatron.observe.clock import now
 
 INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and what it is called
@@ -40,6 +42,9 @@ HARDWARE = ("cpu", "cores", "instructions", "gpus")
 SIZE = 1024  # of the square products that are timed
 READ_MIB = 256  # more than caches hold
 TIMES = 5  # the fastest counts
+WATCH_S = 0.4
+BUSY = 0.2
+"""From this share of the cores on, while this process rests, others use the machine."""
 
 
 def environment(repository: Path | None = None) -> dict[str, Any]:
@@ -61,11 +66,18 @@ def environment(repository: Path | None = None) -> dict[str, Any]:
         "versions": {name: found for name in PACKAGES if (found := version(name))},
         "commit": commit(repository or Path(__file__).parent),
         "load_before": load(),
+        "busy_before": busy(),
     }
 
 
 def load() -> float:
     return round(os.getloadavg()[0], 2)
+
+
+def busy() -> float:
+    """Share of the cores that others use now; takes ``WATCH_S`` of rest. The load average would
+    still tell of what this process has just done."""
+    return round(psutil.cpu_percent(interval=WATCH_S) / 100, 2)
 
 
 def started() -> str:

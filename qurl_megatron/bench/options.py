@@ -202,6 +202,16 @@ def _scale(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe", default="launch/recipes/quickstart.toml", metavar="FILE.toml", help="what runs"
+    )
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2], metavar="N")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="of one repeat")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="for the run folders")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
 def _versions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--responses", type=int, default=64, metavar="N", help="per version")
@@ -246,6 +256,12 @@ BENCHMARKS = {
         "what the leading rank's Python does for one step of a 32B model",
         _scale,
         ("--factor", "64", "--repeats", "5"),
+    ),
+    "step": Benchmark(
+        "seconds of a whole RL step, with rollouts in turn and ahead",
+        _step,
+        ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
+        repeats=6,
     ),
     "versions": Benchmark(
         "whether the engines of a run served what its checkpoints hold",

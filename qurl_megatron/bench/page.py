@@ -4,8 +4,8 @@
 """
 
 import io
-import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +29,11 @@ SERIES = ("scheme", "way", "who", "engine")
 """The key whose values are told apart by colour is the first of these that cases differ in."""
 PALETTE = ("blue", "orange", "green", "purple", "yellow", "muted", "other", "ink")
 CAPTION = (
-    "Bars are medians, thin lines the middle half of the repeats. A dash above a bar is its limit, "
+    "Bars are medians, thin lines the middle half of the repeats. A dash is the limit of its bar, "
     "a ring what was predicted. Pale bars cannot be compared; the table says why."
 )
+GROUPS = 6  # in a row
+FILLED = 0.84  # of a group's room, by bars
 LOG = 100  # heights that differ by more stand on a log scale
 
 
@@ -144,7 +146,7 @@ def chart(cases: Sequence[Case]) -> list[Bar]:
         for figure in found:
             bars.append(
                 Bar(
-                    group=", ".join(f"{key} {case.keys.get(key)}" for key in rest),
+                    group=", ".join(_label(key, case.keys.get(key)) for key in rest),
                     series=label or headline.name,
                     color=PALETTE[labels.index(label) % len(PALETTE)],
                     figure=figure,
@@ -154,35 +156,35 @@ def chart(cases: Sequence[Case]) -> list[Bar]:
     return bars
 
 
+def _label(key: str, value: Any) -> str:
+    """A name says what it is; a number needs its key."""
+    return value if isinstance(value, str) else f"{key.replace('_', ' ')} {value}"
+
+
 def chart_svg(bars: Sequence[Bar], key: str) -> str:
     """An ``<svg>`` element for a page that defines ``plots.COLORS`` as CSS variables."""
-    width, height = 1094, 300
+    groups = list(dict.fromkeys(bar.group for bar in bars))
+    rows = [groups[start : start + GROUPS] for start in range(0, len(groups), GROUPS)]
+    width, height = 1094, 260 * len(rows)
     heights = [bar.figure.median for bar in bars]
     log = min(heights) > 0 and max(heights) / min(heights) > LOG
     with matplotlib.rc_context(plots.STYLE):
         drawing = Drawing(figsize=(width / 72, height / 72), dpi=72)
         FigureCanvasAgg(drawing)
         drawing.patch.set_visible(False)
-        axes = drawing.add_axes((64 / width, 46 / height, 1 - 72 / width, 1 - 54 / height))
-        groups = list(dict.fromkeys(bar.group for bar in bars))
-        place, middles = 0.0, []
-        for group in groups:
-            members = [bar for bar in bars if bar.group == group]
-            for offset, bar in enumerate(members):
-                _draw(axes, bar, place + offset)
-            middles.append(place + (len(members) - 1) / 2)
-            place += len(members) + 0.8
-        axes.set_xticks(middles, [_wrapped(group, len(groups)) for group in groups])
-        axes.set_yscale("log" if log else "linear")
-        if not log:
-            axes.set_ylim(0, 1.15 * max(map(_top, bars)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-        axes.tick_params(length=0)
-        axes.patch.set_visible(False)
-        axes.grid(axis="y", color=plots.COLORS["rule"], linewidth=0.8)
-        axes.set_axisbelow(True)
-        for side in ("top", "left", "right"):
-            axes.spines[side].set_visible(False)
+        members = {group: [bar for bar in bars if bar.group == group] for group in groups}
+        # Groups have equal room, for their labels, and bars equal widths.
+        bar_width = FILLED / max(map(len, members.values()))
+        for number_of_row, row in enumerate(rows):
+            bottom = 1 - (number_of_row + 1) / len(rows)
+            axes = drawing.add_axes(
+                (64 / width, bottom + 46 / height, 1 - 72 / width, 200 / height)
+            )
+            _draw_row(axes, [members[group] for group in row], bar_width)
+            axes.set_xlim(-0.5, len(rows[0]) - 0.5)
+            axes.set_yscale("log" if log else "linear")
+            axes.set_ylim(0.7 * min(heights) if log else 0, 1.1 * max(map(_top, bars)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
         file = io.StringIO()
         drawing.savefig(file, format="svg", metadata={"Date": None})
     name = "; ".join(
@@ -191,36 +193,44 @@ def chart_svg(bars: Sequence[Bar], key: str) -> str:
     return plots.for_html(file.getvalue(), key, name)
 
 
+def _draw_row(axes: Axes, groups: Sequence[Sequence[Bar]], bar_width: float) -> None:
+    for middle, group in enumerate(groups):
+        for index, bar in enumerate(group):
+            _draw(axes, bar, middle + (index - (len(group) - 1) / 2) * bar_width, 0.9 * bar_width)
+    labels = [textwrap.fill(group[0].group, 150 // GROUPS) for group in groups]
+    axes.set_xticks(range(len(groups)), labels)
+    axes.tick_params(length=0)
+    axes.patch.set_visible(False)
+    axes.grid(axis="y", color=plots.COLORS["rule"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+
+
 def _top(bar: Bar) -> float:
     """The highest thing that is drawn of it; a limit far above it is left outside."""
     figure = bar.figure
-    marks = [figure.limit, figure.predicted]
-    return max(figure.median, *(m for m in marks if m and m < 2 * figure.median), figure.median)
+    marks = [mark for mark in (figure.limit, figure.predicted) if mark is not None]
+    return max(_middle_half(figure)[1], *(m for m in marks if m < 2 * figure.median), 0.0)
 
 
-def _draw(axes: Axes, bar: Bar, place: float) -> None:
+def _middle_half(figure: Figure) -> tuple[float, float]:
+    if len(figure.repeats) < 2:
+        return figure.median, figure.median
+    low, _, high = statistics.quantiles(figure.repeats, n=4, method="inclusive")
+    return low, high
+
+
+def _draw(axes: Axes, bar: Bar, place: float, width: float) -> None:
     figure, color = bar.figure, plots.COLORS[bar.color]
-    axes.bar(place, figure.median, 0.86, color=color, alpha=1.0 if bar.valid else 0.35, linewidth=0)
+    alpha = 1.0 if bar.valid else 0.35
+    axes.bar(place, figure.median, width, color=color, alpha=alpha, linewidth=0)
     ink = plots.COLORS["ink"]
     if len(figure.repeats) > 1:
-        low, _, high = statistics.quantiles(figure.repeats, n=4, method="inclusive")
-        axes.plot([place, place], [low, high], color=ink, linewidth=1)
+        axes.plot([place, place], _middle_half(figure), color=ink, linewidth=1)
     if figure.limit is not None:
-        span = [place - 0.43, place + 0.43]
+        span = [place - width / 2, place + width / 2]
         axes.plot(span, [figure.limit] * 2, color=ink, linewidth=1.4, clip_on=True)
     if figure.predicted is not None:
         style = dict(marker="o", markersize=6, markerfacecolor=plots.COLORS["paper"])
         axes.plot([place], [figure.predicted], color=ink, linestyle="none", **style)
-
-
-def _wrapped(group: str, count: int) -> str:
-    """The label of a group, in as many lines as its share of the width asks for."""
-    room = max(8, math.floor(150 / max(count, 1)))
-    lines, line = [], ""
-    for word in group.split():
-        if line and len(line) + 1 + len(word) > room:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}".strip()
-    return "\n".join([*lines, line])

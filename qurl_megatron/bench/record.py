@@ -19,7 +19,7 @@ from qurl_megatron.runtime.files import refusing
 SCHEMA = "qurl-bench/1"
 
 REASONS = {
-    "another load": "something else used the machine: the yardstick beside it took longer",
+    "another load": "something else used the machine meanwhile",
     "not run": "it cannot be run here; its note says why",
     "failed": "it ended with an error; its note says which",
     "client-bound": "the load generator was too slow to see what the engine can do",
@@ -135,19 +135,20 @@ LEFT = ("case", "figure", "unit")
 
 def cells(figure: Figure) -> tuple[str, ...]:
     """What a table shows of a figure, by ``HEADS`` after the first."""
-
-    def share(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.3g}{NARROW_SPACE}%"
-
     return (
         figure.name,
         number(figure.median),
         figure.unit,
-        f"±{share(figure.spread)}" if len(figure.repeats) > 1 else "",
+        f"±{percent(figure.spread)}" if len(figure.repeats) > 1 else "",
         "" if figure.limit is None else f"{number(figure.limit)} {figure.limit_of}".strip(),
-        share(figure.share),
+        "" if figure.share is None else percent(figure.share),
         "" if figure.predicted is None else number(figure.predicted),
     )
+
+
+def percent(share: float) -> str:
+    """0.123 -> "12 %", 0.0123 -> "1.2 %"."""
+    return f"{100 * share:.{0 if share >= 0.0995 else 1}f}{NARROW_SPACE}%"
 
 
 def _line(line: tuple[str, ...], widths: list[int]) -> str:

@@ -138,7 +138,9 @@ class Constants:
         "norm reads the gradient again (4)",
     )
     disk: float = _constant(
-        10 * GB, "bytes/s for all", "estimate of a shared file system, as in docs/performance.md"
+        10 * GB,
+        "bytes/s for all",
+        "estimate of a shared file system, as in docs/performance-notes.md",
     )
     rollout_over: float = _constant(
         1.0, "times this model", "--measured: what a run's rollouts took over their prediction"
@@ -149,7 +151,7 @@ class Constants:
     publish_over: float = _constant(
         2.0,
         "times this model",
-        "docs/performance.md: 1.7 to 3.3 on CPUs; --measured: likewise, its publications",
+        "docs/performance-notes.md: 1.7 to 3.3 on CPUs; --measured: likewise, its publications",
     )
     mean_response: float = _constant(
         0.3, "share of rollout.max_new_tokens", "estimate; --mean-tokens says better"

@@ -5,10 +5,11 @@ node, which begins anew, or goes on by itself, where Slurm requeues it.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm.cluster import ClusterConfig
@@ -27,7 +28,13 @@ class Tool:
     prefix: tuple[str, ...]  # before the words the user gives; {} stands for the first of them
     gpus: Callable[[Sequence[str]], bool]  # the user's words: does it take those of a node?
     names: str  # what the first word is
-    folder: str = ""  # where the first word names a Python file; "" where it does not
+    known: Callable[[], Collection[str]] | None = None  # what it may be; None: anything
+
+
+def _checkpoint_tools() -> list[str]:
+    return sorted(
+        p.stem for p in (Path(__file__).parents[2] / "checkpoints_tools").glob("[a-z]*.py")
+    )
 
 
 TOOLS = {
@@ -35,13 +42,13 @@ TOOLS = {
         ("python", "checkpoints_tools/{}.py"),
         gpus=lambda words: "te" in words,  # quantize --backend te
         names="a tool of checkpoints_tools",
-        folder="checkpoints_tools",
+        known=_checkpoint_tools,
     ),
     "bench": Tool(
-        ("python", "-m", "qurl_megatron.bench.{}"),
-        gpus=lambda words: words[0].removesuffix(".py") in ("loss", "publish"),
-        names="a benchmark of qurl_megatron.bench",
-        folder="qurl_megatron/bench",
+        ("qurl", "bench", "{}"),
+        gpus=lambda words: words[0] in ("loss", "publish", "rollout") or "cuda" in words,
+        names="a benchmark of qurl bench",
+        known=lambda: BENCHMARKS,
     ),
     "eval": Tool(
         ("qurl", "eval", "{}"), gpus=lambda words: "--url" not in words, names="a benchmark file"
@@ -101,13 +108,11 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     if not words:
         raise ConfigError(f"--kind {kind} needs {tool.names}, and behind it what it is to be given")
     first, *rest = words
-    if tool.folder:
+    if tool.known:
         first = first.removesuffix(".py")
-        here = Path(__file__).parents[2] / tool.folder
-        known = sorted(p.stem for p in here.glob("[a-z]*.py"))
-        if first not in known:
+        if first not in tool.known():
             raise ConfigError(
-                f"--kind {kind}: {first} is not {tool.names}; known: {', '.join(known)}"
+                f"--kind {kind}: {first} is not {tool.names}; known: {', '.join(tool.known())}"
             )
     gpus = cluster.node.gpus if tool.gpus(words) else 0
     component = Component(nodes=1, tasks=1, gpus=gpus)

@@ -31,9 +31,9 @@ READY = {
     "bench_14b.sbatch": (
         "bench",
         *("loss", "--device", "cuda", "--tokens", "20480", "--vocab", "152064"),
-        *("--tensor", "2", "4", "8", "--out", "runs/bench/loss_14b.json"),
+        *("--tensor", "2", "4", "8", "--out", "runs/bench/loss_14b"),
     ),
-    "bench_32b.sbatch": ("bench", "scale", "--factor", "1", "--out", "runs/bench/scale_32b.json"),
+    "bench_32b.sbatch": ("bench", "scale", "--factor", "1", "--out", "runs/bench/scale_32b"),
 }
 """Kind and words of each: a recipe, or a command."""
 

@@ -137,7 +137,9 @@ def test_a_tool_is_one_command_on_one_node_without_gpus():
         ("convert", ["quantize", "--backend", "te"], True),
         ("convert", ["quantize", "--backend", "native"], False),
         ("bench", ["loss", "--device", "cuda"], True),
-        ("bench", ["scale.py", "--factor", "1"], False),
+        ("bench", ["scale", "--factor", "1"], False),
+        ("bench", ["decode", "--device", "cuda"], True),
+        ("bench", ["decode"], False),
         ("eval", ["aime.jsonl", "--model", "m"], True),
         ("eval", ["aime.jsonl", "--model", "m", "--url", "http://a:1"], False),
     ],
@@ -159,7 +161,7 @@ def test_a_study_is_an_array():
     [
         ("convert", [], "--kind convert needs a tool of checkpoints_tools"),
         ("convert", ["hf_to_megatrom"], "hf_to_megatrom is not a tool of checkpoints_tools; known"),
-        ("bench", ["../cli"], "is not a benchmark of qurl_megatron.bench; known: "),
+        ("bench", ["../cli"], "../cli is not a benchmark of qurl bench; known: publish, loss, "),
     ],
 )
 def test_an_unknown_tool_is_one_sentence(kind, words, said):

@@ -1,0 +1,125 @@
+import argparse
+import dataclasses
+import importlib
+import json
+
+import pytest
+
+from qurl_megatron import cli
+from qurl_megatron.bench import command, environment, random_model
+from qurl_megatron.bench.options import BENCHMARKS
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import read
+from qurl_megatron.errors import ConfigError
+
+DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    """Nobody else uses it, and its rates come from work that is over at once."""
+    monkeypatch.setattr(environment, "SIZE", 64)
+    monkeypatch.setattr(environment, "READ_MIB", 1)
+    monkeypatch.setattr(environment, "busy", lambda: 0.0)
+    environment.limits.cache_clear()
+    yield
+    environment.limits.cache_clear()
+
+
+def test_a_benchmark_leaves_its_record_and_page_and_shows_its_table(tmp_path, capsys):
+    words = [*DECODE, "--schemes", "int8,fp32", "--repeats", "2", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    record = read(tmp_path / "decode.json")
+    assert [case.name for case in record.cases] == ["int8, batch 1", "fp32, batch 1"]
+    figure = record.cases[0].figure("decode")
+    assert len(figure.repeats) == len(record.cases[0].yardsticks) == 2
+    assert figure.limit > 0 and figure.predicted > 0
+    assert record.environment["limits"]["read_gb_s"] > 0
+    said = capsys.readouterr().out
+    assert "int8, batch 1" in said and said.endswith(f"{tmp_path}/index.html\n")
+
+
+def test_too_few_repeats_against_an_older_record_are_no_verdict(tmp_path, capsys):
+    words = [*DECODE, "--schemes", "fp32", "--repeats", "2"]
+    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    assert cli.main([*words, "--against", str(tmp_path / "decode.json")]) == 3
+    assert "no verdict" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.0), (0.0, 0.5)])
+def test_a_machine_that_others_use_before_or_after_gives_every_case_a_reason(
+    tmp_path, monkeypatch, shares
+):
+    monkeypatch.setattr(environment, "busy", iter(shares).__next__)
+    words = [*DECODE, "--schemes", "fp32", "--repeats", "1", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    (case,) = read(tmp_path / "decode.json").cases
+    assert case.reasons == ["another load"]
+
+
+def test_a_wrong_record_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "old.json").write_text(json.dumps({"results": []}))
+    assert cli.main([*DECODE, "--against", str(tmp_path / "old.json")]) == 2
+    assert "old.json has schema None" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_cannot_be_run_here_says_why_in_one_sentence(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where there is no .venv-sglang
+    assert cli.main(["bench", "publish", "--model", "tiny"]) == 2
+    said = capsys.readouterr().err
+    assert "make sglang" in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_help_and_a_module_that_runs(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["bench", name, "--help"])
+    assert left.value.code == 0
+    assert "--against FILE.json" in capsys.readouterr().out
+    assert callable(importlib.import_module(f"qurl_megatron.bench.{name}").run)
+
+
+def test_the_short_form_of_every_benchmark_is_made_of_its_options():
+    for row in BENCHMARKS.values():
+        if row.short is not None:
+            parser = argparse.ArgumentParser()
+            command.add_shared(parser, row)
+            row.add_options(parser)
+            parser.parse_args(row.short)
+
+
+def test_all_goes_on_where_one_cannot_be_run(tmp_path, capsys, monkeypatch):
+    short = {name: BENCHMARKS[name] for name in ("publish", "decode")}
+    monkeypatch.setattr(command, "BENCHMARKS", short)
+    words = ("--model", "tiny", "--batch", "1", "--steps", "1", "--repeats", "1")
+    short["decode"] = dataclasses.replace(short["decode"], short=words)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "all", "--out", "found"]) == 0
+    assert [path.name for path in (tmp_path / "found").glob("*.json")] == ["decode.json"]
+    assert "publish: rollout.backend=sglang needs SGLang" in capsys.readouterr().err
+
+
+def test_a_scheme_that_is_not_known_is_named(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*DECODE, "--schemes", "int8,int3"])
+    assert left.value.code == 2 and "int3 is not among int8, fp8, bf16" in capsys.readouterr().err
+
+
+def test_a_model_is_a_shape_a_folder_or_refused(tmp_path):
+    assert config_of("7B")["tie_word_embeddings"] is False
+    assert config_of("Qwen2.5-14B")["hidden_size"] == config_of("14B")["hidden_size"]
+    (tmp_path / "config.json").write_text('{"hidden_size": 3}')
+    assert config_of(str(tmp_path)) == {"hidden_size": 3}
+    with pytest.raises(ConfigError, match="--model 8B is neither a folder with a config.json nor"):
+        config_of("8B")
+
+
+def test_shapes_are_those_of_the_models_that_ship():
+    for size, folder in (("7B", "Qwen2.5-Math-7B"), ("14B", "Qwen2.5-14B"), ("32B", "Qwen2.5-32B")):
+        ours, theirs = config_of(size), config_of(folder)
+        for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"):
+            assert ours[key] == theirs[key], (size, key)
+    assert set(random_model.UNTIED) < set(random_model.SIZES)
