@@ -79,7 +79,9 @@ def _version(case: Case, base: Path, folder: Path, seed: int) -> Checkpoint:
 class Server:
     """One SGLang server of the test's own, with an API key."""
 
-    def __init__(self, model: Path, case: Case, folder: Path, *, empty: bool = False) -> None:
+    def __init__(
+        self, model: Path, case: Case, folder: Path, *, empty: bool = False, text: bool = False
+    ) -> None:
         self.case = case
         self.key = secrets.token_hex(16)
         self.log = folder / "engine.log"
@@ -97,7 +99,7 @@ class Server:
         folder.mkdir()
         with self.log.open("wb") as out:
             self.popen = subprocess.Popen(
-                launch.command,
+                [part for part in launch.command if not (text and part == "--skip-tokenizer-init")],
                 env={**os.environ, **launch.env},
                 stdin=subprocess.PIPE,
                 stdout=out,

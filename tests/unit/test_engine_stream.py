@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from qurl_megatron.cli import main
 from qurl_megatron.rollout.embedded.engine import Engine, Job
 from qurl_megatron.rollout.embedded.protocol import Generation, Limits, parse_generate
 from qurl_megatron.rollout.embedded.server import Speech
-from qurl_megatron.rollout.embedded.stream import Stream
+from qurl_megatron.rollout.embedded.stream import Bell, Stream
 from qurl_megatron.rollout.embedded.text import GrowingText, TextCodec
 from tests.unit.engine_models import (
     LiveServer,
@@ -60,7 +61,7 @@ def shared(folder):
 async def _followed(engine: Engine, generation: Generation, codec, incremental: bool) -> list:
     """Every event, with a reader that looks after each step of the engine."""
     interval = generation.interval or 1
-    stream = Stream(generation.sequences, generation.styles, codec, interval)
+    stream = Stream(generation.sequences, generation.styles, codec, interval, Bell())
     job = Job(generation.sequences)
     found = []
 
@@ -281,6 +282,11 @@ def test_an_engine_without_text_speaks_ids_alone(folder):
         assert server.client.server_info()["tokenizer_path"] is None
     finally:
         server.close()
+
+
+def test_an_interval_of_no_tokens_is_refused(folder, capsys):
+    assert main(["serve", str(folder), "--stream-interval", "0"]) == 2
+    assert "--stream-interval must be >= 1, got 0" in capsys.readouterr().err
 
 
 def test_server_info_says_what_the_cache_holds(live):

@@ -1,10 +1,12 @@
+import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
-from qurl_megatron.rollout.sglang import cpu
+from qurl_megatron.rollout.sglang import cpu, vision
 
 
 @pytest.mark.parametrize(("scheme", "apply"), [("int8", cpu._apply_int8), ("fp8", cpu._apply_fp8)])
@@ -47,3 +49,17 @@ def test_the_stub_fails_when_it_is_called_not_when_it_is_imported():
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.silu_and_mul needs a GPU"):
         stub.silu_and_mul(1)
     assert not hasattr(stub, "__path__")
+
+
+def test_torchvision_finds_its_operators_when_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "torchvision.py").write_text(
+        "import torch\noperator = torch.ops.torchvision.nms.default\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    vision.before_import()
+    try:
+        assert str(importlib.import_module("torchvision").operator) == "torchvision.nms.default"
+        assert not any(isinstance(finder, vision._Before) for finder in sys.meta_path)
+    finally:
+        sys.modules.pop("torchvision", None)

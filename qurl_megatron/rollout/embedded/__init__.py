@@ -2,5 +2,6 @@
 
 Read it in this order: ``arch`` (what config.json says), ``kernels`` (quantized matrix products),
 ``model`` (one decoder and its named buffers), ``cache`` (keys and values), ``sampling``, ``engine``
-(continuous batching), ``thread``, ``weights`` (validated updates), ``protocol`` and ``server``.
+(continuous batching), ``thread``, ``weights`` (validated updates), ``text``, ``stream`` (a request
+followed token by token), ``protocol`` and ``openai`` (what clients say and hear), and ``server``.
 """

@@ -34,7 +34,7 @@ from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.openai import models, parse_completion
 from qurl_megatron.rollout.embedded.protocol import Generation, Limits, parse_generate
-from qurl_megatron.rollout.embedded.stream import Progress, Stream
+from qurl_megatron.rollout.embedded.stream import Bell, Progress, Stream
 from qurl_megatron.rollout.embedded.text import TextCodec
 from qurl_megatron.rollout.embedded.thread import EngineInfo, EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
@@ -59,6 +59,10 @@ class Speech:
 
     incremental_streaming_output: bool = False
     """Events have what is new; SGLang's default is all there is so far."""
+
+    def __post_init__(self) -> None:
+        if self.stream_interval < 1:
+            raise ConfigError(f"--stream-interval must be >= 1, got {self.stream_interval}")
 
 
 def serve(
@@ -184,6 +188,7 @@ class _Handlers:
         self.limits = Limits(decoder.arch.vocab, worker.engine.max_total_tokens, read_eos(folder))
         self._updating = asyncio.Lock()
         self._lease = Lease()
+        self._bell: Bell | None = None
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.worker.failure is None else 503)
@@ -294,7 +299,9 @@ class _Handlers:
     ) -> AsyncIterator[dict]:
         """Generate, with an event for each piece; closed early, it takes the sequences along."""
         interval = generation.interval or self.speech.stream_interval
-        stream = Stream(generation.sequences, generation.styles, self.codec, interval)
+        if self._bell is None:  # the event loop runs by now
+            self._bell = Bell()
+        stream = Stream(generation.sequences, generation.styles, self.codec, interval, self._bell)
         finished = self.worker.submit(generation.sequences)
         parts: dict[int, Progress] = {}
         try:

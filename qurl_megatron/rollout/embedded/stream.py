@@ -1,8 +1,8 @@
 """One request followed token by token, from the engine's thread to an event loop.
 
 The engine leaves each token in lists that only it appends to, and wakes the loop once for whatever
-has come since the loop last looked. It never waits: a reader that is slow finds several tokens in
-its next piece.
+has come since the loop last looked, in whichever request. It never waits: a reader that is slow
+finds several tokens in its next piece.
 """
 
 import asyncio
@@ -125,8 +125,34 @@ class Tap:
         self._stream.tell(self.index)
 
 
+class Bell:
+    """Wakes the readers of one event loop, all that a step of the engine has news for at once.
+
+    Waking a loop from another thread is a system call, several times as dear as an event's text.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rung: deque[asyncio.Event] = deque()
+        self._ringing = False
+
+    def ring(self, reader: asyncio.Event) -> None:
+        """Called by the engine's thread."""
+        self._rung.append(reader)
+        if not self._ringing:
+            self._ringing = True
+            # A closed loop means that the server has left, and nobody reads any more.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._ringing = False  # before looking: what comes from here on rings anew
+        while self._rung:
+            self._rung.popleft().set()
+
+
 class Stream:
-    """The sequences of one request; made in the event loop that follows them."""
+    """The sequences of one request, followed by an event loop."""
 
     def __init__(
         self,
@@ -134,15 +160,16 @@ class Stream:
         styles: list[Style],
         codec: TextCodec | None,
         interval: int,
+        bell: Bell,
     ) -> None:
         """
         Args:
             styles: one per sequence.
             interval: tokens per piece; the first comes alone, the last with what is left.
+            bell: of the event loop.
         """
-        self._loop = asyncio.get_running_loop()
+        self._bell = bell
         self._wake = asyncio.Event()
-        self._woken = False
         self._fresh: deque[int] = deque()
         self._taps = [Tap(index, interval, self) for index in range(len(sequences))]
         pairs = zip(sequences, styles, strict=True)
@@ -153,7 +180,7 @@ class Stream:
     def tell(self, index: int) -> None:
         """Called by the engine: there is something new about sequence ``index``."""
         self._fresh.append(index)
-        self._rouse()
+        self._bell.ring(self._wake)
 
     async def pieces(self, finished: Future) -> AsyncIterator[tuple[int, Progress]]:
         """Index and progress of a sequence, whenever there is some, until all have ended.
@@ -161,12 +188,11 @@ class Stream:
         Args:
             finished: of the engine; what it raises is raised here.
         """
-        finished.add_done_callback(lambda _: self._rouse())
+        finished.add_done_callback(lambda _: self._bell.ring(self._wake))
         left = set(range(len(self._readers)))
         while left:
             await self._wake.wait()
-            self._wake.clear()
-            self._woken = False  # before looking: what comes from here on rouses anew
+            self._wake.clear()  # before looking: what comes from here on wakes anew
             fresh = dict.fromkeys(self._fresh.popleft() for _ in range(len(self._fresh)))
             for index in fresh:
                 if index in left:  # its last token and its end may have been told apart
@@ -176,11 +202,3 @@ class Stream:
                     yield index, progress
             if left and finished.done() and not self._fresh:
                 finished.result()
-
-    def _rouse(self) -> None:
-        if self._woken:
-            return
-        self._woken = True
-        # A closed loop means that the server has left, and nobody reads any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._wake.set)

@@ -4,6 +4,7 @@
     loader    what SGLang calls with each message of an update
     targets   where each Hugging Face tensor lives in SGLang's parameters
     cpu       what SGLang lacks on a machine without a GPU
+    vision    what its torchvision lacks there, for SGLang's tools too
     launch    the command line of one engine, for the fleet
 
 All but ``launch`` runs in SGLang's environment, where this package is installed without its

@@ -4,7 +4,7 @@ SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it sti
 torch, once three gaps are filled:
 
     sgl_kernel     imported everywhere; here a stub, whose functions fail when they are called
-    torchvision    PyPI's wheel expects two operators of the CUDA build when it is imported
+    torchvision    PyPI's wheel expects two operators of the CUDA build (``vision``)
     W8A8 layers    w8a8_int8, w8a8_fp8 and compressed-tensors with a scale per channel, as
                    ``rollout.embedded.kernels``: INT8 products are exact, FP8 is emulated in FP32
 
@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from qurl_megatron.rollout.embedded.kernels import fp8_linear, int8_linear
-
-_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
+from qurl_megatron.rollout.sglang.vision import define_operators
 
 
 def wanted() -> bool:
@@ -54,11 +53,7 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if "sgl_kernel" not in sys.modules:
         sys.modules["sgl_kernel"] = _Stub("sgl_kernel")
-    if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _libraries.append(library)
+    define_operators()
 
 
 def register() -> None:
