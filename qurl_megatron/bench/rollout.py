@@ -51,6 +51,7 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 class Plan:
     """One load, the same for all engines and repeats but for the ids of its prompts."""
 
+    model: str
     lengths: Sequence[int]
     samples: int
     prompt: int
@@ -145,6 +146,7 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
             count, mean=options.mean, sigma=options.sigma, longest=options.max, seed=options.seed
         )
     return Plan(
+        options.model,
         lengths,
         options.samples,
         options.prompt,
@@ -262,6 +264,7 @@ def case_of(
     names = [*told, *(reason for reason in repeats.reasons if reason not in told)]
     lengths = plan.lengths
     keys = {
+        "model": plan.model,
         "engine": subject.engine,
         "scheme": subject.scheme,
         "tensor": subject.tensor,
