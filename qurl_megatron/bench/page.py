@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter
 
-from qurl_megatron.bench.record import HEADS, Case, Figure, Record, cells, read
+from qurl_megatron.bench.record import HEADS, Case, Figure, Record, cells, records_in
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import plots
 from qurl_megatron.observe.text import number
@@ -55,7 +55,7 @@ def write_page(folder: Path) -> Path:
     Raises:
         ConfigError: the folder has no records, or one that cannot be read.
     """
-    records = [read(path) for path in sorted(folder.glob("*.json"))]
+    records = list(records_in(folder).values())
     if not records:
         raise ConfigError(f"{folder} holds no records; qurl bench WHAT --out {folder} writes them")
     here = Path(__file__).parent

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qurl_megatron.bench.options import BENCHMARKS
-from qurl_megatron.bench.record import SCHEMA, Case, Figure, Record, percent, read
+from qurl_megatron.bench.record import Case, Figure, Record, percent, records_in
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import number
-from qurl_megatron.weights.arch import read_json
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "performance.md"
@@ -43,12 +42,8 @@ def rendered(folder: Path = RESULTS) -> str:
     Raises:
         ConfigError: a record cannot be read.
     """
-    parts = [HEAD]
-    for path in sorted(folder.glob("*.json")):
-        # A study leaves its numbers in this folder as well.
-        if read_json(path).get("schema") == SCHEMA:
-            parts.append(_section(path, read(path)))
-    return "\n".join(parts)
+    sections = [_section(path, record) for path, record in records_in(folder).items()]
+    return "\n".join([HEAD, *sections])
 
 
 def _section(path: Path, record: Record) -> str:

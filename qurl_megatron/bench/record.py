@@ -15,6 +15,7 @@ from typing import Any, Literal
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.observe.text import NARROW_SPACE, number
 from qurl_megatron.runtime.files import refusing
+from qurl_megatron.weights.arch import read_json
 
 SCHEMA = "qurl-bench/1"
 
@@ -184,3 +185,16 @@ def read(path: Path) -> Record:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path}: {where}: {first['msg']}; measure it again") from None
+
+
+def records_in(folder: Path) -> dict[Path, Record]:
+    """All records of a folder by file; other JSON files are left alone.
+
+    Raises:
+        ConfigError: a record is damaged.
+    """
+    return {
+        path: read(path)
+        for path in sorted(folder.glob("*.json"))
+        if read_json(path).get("schema") == SCHEMA
+    }

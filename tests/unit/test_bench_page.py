@@ -72,7 +72,9 @@ def test_one_page_holds_every_figure_limit_prediction_and_reason(tmp_path):
 def test_records_of_a_folder_share_a_page_and_a_folder_without_any_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no records"):
         write_page(tmp_path)
+    (tmp_path / "other.json").write_text('{"study": "not a benchmark"}')
     record(*CASES).write(tmp_path / "decode.json")
     page = write_page(tmp_path).read_text(encoding="utf-8")
-    assert page.count("<section") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.json", "index.html"]
+    assert page.count("<section") == 1 and "study" not in page
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["decode.json", "index.html", "other.json"]
