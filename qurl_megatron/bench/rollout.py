@@ -348,10 +348,10 @@ UNITS = {
     "tail": "%",
     "cache in use, mean": "%",
     "cache in use, most": "%",
-    "preemptions": "",
+    "preemptions": "times",
     "paused to publish": "s",
     "first valid token": "s",
-    "tokens computed anew": "",
+    "tokens computed anew": "tokens",
     "client's CPU": "%",
 }
 """Of figures; latencies are in milliseconds."""
