@@ -163,6 +163,8 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
     """Every engine in every scheme; tensor sizes are SGLang's."""
     found = []
     for engine in options.engine:
+        if engine not in ("embedded", "sglang") and "://" not in engine:
+            raise ConfigError(f"--engine {engine} is neither embedded, sglang nor a URL")
         if "://" in engine and len(options.schemes) > 1:
             raise ConfigError(
                 f"--engine {engine} serves one scheme; say which one with --schemes, for its limit"

@@ -89,6 +89,11 @@ def test_an_engine_at_a_url_has_one_scheme():
         rollout.subjects_of(asked)
 
 
+def test_an_engine_of_another_name_is_refused():
+    with pytest.raises(ConfigError, match="--engine sglong is neither embedded, sglang nor a URL"):
+        rollout.subjects_of(options("--engine", "embedded,sglong"))
+
+
 def test_an_engine_that_is_not_there_is_named():
     asked = options("--engine", "http://127.0.0.1:9", "--schemes", "bf16", "--protocol", "openai")
     with pytest.raises(ConfigError, match="--engine http://127.0.0.1:9 does not answer as --proto"):
