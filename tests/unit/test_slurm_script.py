@@ -161,7 +161,7 @@ def test_a_study_is_an_array():
     [
         ("convert", [], "--kind convert needs a tool of checkpoints_tools"),
         ("convert", ["hf_to_megatrom"], "hf_to_megatrom is not a tool of checkpoints_tools; known"),
-        ("bench", ["../cli"], "../cli is not a benchmark of qurl bench; known: publish, loss, "),
+        ("bench", ["../cli"], "../cli is not a benchmark of qurl bench; known: "),
     ],
 )
 def test_an_unknown_tool_is_one_sentence(kind, words, said):
