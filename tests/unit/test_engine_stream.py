@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 
 from qurl_megatron.cli import main
 from qurl_megatron.rollout.embedded.engine import Engine, Job
@@ -17,7 +18,9 @@ from qurl_megatron.rollout.embedded.text import GrowingText, TextCodec
 from tests.unit.engine_models import (
     LiveServer,
     engine_for,
+    finish,
     random_tensors,
+    sequence,
     write_model,
     write_tokenizer,
     write_version,
@@ -116,6 +119,26 @@ def test_every_event_has_all_there_is_so_far_and_the_last_is_the_answer(folder, 
         assert pairs[1][:count] == pairs[0]
 
 
+def test_the_last_token_is_told_with_the_end_and_not_before(folder):
+    heard = []
+
+    class Ear:
+        def token(self, token, log_prob, version):
+            heard.append(token)
+
+        def ended(self):
+            heard.append("ended")
+
+    whole, broken = (sequence([5, 6, 7], 4, listener=Ear()) for _ in range(2))
+    finish(engine_for(folder), whole)
+    assert heard == [*whole.output_ids[:-1], "ended"] and len(heard) == 4
+    heard.clear()
+    engine = engine_for(folder)
+    engine.decoder.logits = lambda hidden_BH: torch.full((len(hidden_BH), 264), float("nan"))
+    finish(engine, broken)  # what is drawn from nan means nothing
+    assert (heard, broken.output_ids) == (["ended"], [])
+
+
 def test_incremental_events_join_to_the_cumulative_ones(folder, codec, limits):
     params = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 5, "n": 2}
     body = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}
@@ -197,6 +220,7 @@ def test_a_reader_that_leaves_takes_its_sequences_along(live):
     with pytest.raises(ZeroDivisionError):
         first_event(live, {"input_ids": [[5, 6], [7]], "sampling_params": LONG}, lambda: 1 / 0)
     live.wait_for("num_running_reqs", 0)
+    assert live.client.server_info()["num_generated_tokens"] < 2 * 4000
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
