@@ -51,6 +51,7 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 class Plan:
     """One load, the same for all engines and repeats but for the ids of its prompts."""
 
+    model: str
     lengths: Sequence[int]
     samples: int
     prompt: int
@@ -145,6 +146,7 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
             count, mean=options.mean, sigma=options.sigma, longest=options.max, seed=options.seed
         )
     return Plan(
+        options.model,
         lengths,
         options.samples,
         options.prompt,
@@ -161,6 +163,8 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
     """Every engine in every scheme; tensor sizes are SGLang's."""
     found = []
     for engine in options.engine:
+        if engine not in ("embedded", "sglang") and "://" not in engine:
+            raise ConfigError(f"--engine {engine} is neither embedded, sglang nor a URL")
         if "://" in engine and len(options.schemes) > 1:
             raise ConfigError(
                 f"--engine {engine} serves one scheme; say which one with --schemes, for its limit"
@@ -262,6 +266,7 @@ def case_of(
     names = [*told, *(reason for reason in repeats.reasons if reason not in told)]
     lengths = plan.lengths
     keys = {
+        "model": plan.model,
         "engine": subject.engine,
         "scheme": subject.scheme,
         "tensor": subject.tensor,
@@ -345,10 +350,10 @@ UNITS = {
     "tail": "%",
     "cache in use, mean": "%",
     "cache in use, most": "%",
-    "preemptions": "",
+    "preemptions": "times",
     "paused to publish": "s",
     "first valid token": "s",
-    "tokens computed anew": "",
+    "tokens computed anew": "tokens",
     "client's CPU": "%",
 }
 """Of figures; latencies are in milliseconds."""

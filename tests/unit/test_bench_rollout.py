@@ -89,6 +89,11 @@ def test_an_engine_at_a_url_has_one_scheme():
         rollout.subjects_of(asked)
 
 
+def test_an_engine_of_another_name_is_refused():
+    with pytest.raises(ConfigError, match="--engine sglong is neither embedded, sglang nor a URL"):
+        rollout.subjects_of(options("--engine", "embedded,sglong"))
+
+
 def test_an_engine_that_is_not_there_is_named():
     asked = options("--engine", "http://127.0.0.1:9", "--schemes", "bf16", "--protocol", "openai")
     with pytest.raises(ConfigError, match="--engine http://127.0.0.1:9 does not answer as --proto"):
@@ -131,7 +136,8 @@ def test_figures_have_a_value_per_repeat_and_the_makespan_its_limit():
     makespan, rate = found.figure("makespan"), found.figure("tokens/s")
     assert 0 < makespan.limit < 2.0 and rate.limit == pytest.approx(4 / makespan.limit)
     assert makespan.predicted is None  # the planner knows no CPU
-    assert found.reasons == [] and found.keys["scheme"] == "int8"
+    assert found.reasons == []
+    assert (found.keys["model"], found.keys["engine"]) == ("tiny", "embedded")
 
 
 def test_on_a_gpu_that_the_planner_knows_a_makespan_stands_beside_its_prediction():

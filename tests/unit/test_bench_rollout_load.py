@@ -106,7 +106,9 @@ def test_no_prompt_comes_twice_nor_begins_like_another_over_all_repeats():
         seen += [ask.prompt for ask in asks]
     digits = serial_digits(vocab)
     assert len({prompt[:digits] for prompt in seen}) == 150
-    # What two have in common is shorter than that, whatever their random ids are.
+    # Whatever their random ids are: those that are asked for together begin with other tokens.
+    for start in range(len(seen) - vocab + 2):
+        assert len({prompt[0] for prompt in seen[start : start + vocab - 2]}) == vocab - 2
     assert all(0 < token < vocab - 1 for prompt in seen for token in prompt)
 
 

@@ -100,8 +100,15 @@ def reached(url: str, protocol: str, *, timeout_s: float) -> Target:
     client = EngineClient(url, api_key=given_key(os.environ), timeout_s=timeout_s)
     try:
         if protocol == "openai":
-            models = client.get("/v1/models")["data"]
-            return Target(client, PROTOCOLS[protocol], models[0]["id"], _look_at_metrics, dict)
+            told = _told_by_openai(client)
+            model = str(told["model"])
+            return Target(
+                client,
+                PROTOCOLS[protocol],
+                model,
+                _look_at_metrics,
+                lambda: _told_by_openai(client),
+            )
         info = client.info()
     except (EngineError, LookupError, TypeError) as error:
         raise ConfigError(
@@ -114,6 +121,13 @@ def reached(url: str, protocol: str, *, timeout_s: float) -> Target:
 def _told(client: EngineClient) -> dict[str, object]:
     info = client.server_info()
     return {name: info[name] for name in TOLD if name in info}
+
+
+def _told_by_openai(client: EngineClient) -> dict[str, object]:
+    told: dict[str, object] = {"model": client.get("/v1/models")["data"][0]["id"]}
+    with contextlib.suppress(EngineError):  # vLLM tells it, others need not
+        told["version"] = client.get("/version").get("version")
+    return told
 
 
 async def _look_at_embedded(session: Session, at: float) -> Look:

@@ -14,6 +14,7 @@ import numpy as np
 
 from qurl_megatron.errors import ConfigError, reading
 
+
 def long_tailed(count: int, *, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
     """Tokens of ``count`` responses, in an order that ``seed`` decides.
 
