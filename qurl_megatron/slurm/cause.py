@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.observe.failures import Failure
-from qurl_megatron.slurm.steps import ENGINES_SAY
+from qurl_megatron.slurm.steps import ENGINES_SAY, EXAMINATION_SAYS
 from qurl_megatron.slurm.tracebacks import tracebacks
 
 REASON, KILLED, ENGINE, NO_ENGINE, NO_PEER, SILENT = range(1, 7)
@@ -184,7 +184,8 @@ class Cause:
 
 def first_cause(evidence: Evidence) -> Cause | None:
     """None: nothing says that anything failed."""
-    srun = [line for line in evidence.srun if not line.startswith(ENGINES_SAY)]
+    others = (ENGINES_SAY, EXAMINATION_SAYS)
+    srun = [line for line in evidence.srun if not line.startswith(others)]
     engines = [
         line.removeprefix(ENGINES_SAY) for line in evidence.srun if line.startswith(ENGINES_SAY)
     ]

@@ -9,11 +9,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import read_record
@@ -24,7 +26,7 @@ from qurl_megatron.slurm.bad_nodes import Report, judge
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.layout import Allocation
 from qurl_megatron.slurm.measure import CANARY, from_json
-from qurl_megatron.slurm.steps import examining_steps
+from qurl_megatron.slurm.steps import EXAMINATION_SAYS, examining_steps
 
 VERDICT = "verdict.json"
 POLL_S = 0.1
@@ -179,6 +181,7 @@ def _ask(
     heard: dict[str, Report] = {}
     running = [_start(step) for step in steps]
     listeners = [threading.Thread(target=_listen, args=(one.stdout, heard)) for one in running]
+    listeners += [threading.Thread(target=_pass_on, args=(one.stderr,)) for one in running]
     for listener in listeners:
         listener.start()
     end = time.monotonic() + seconds
@@ -202,13 +205,24 @@ def _start(step: list[str]) -> subprocess.Popen:
     env = {"PYTHONWARNINGS": "ignore", **os.environ}
     try:
         return subprocess.Popen(
-            step, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+            step,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
     except OSError as error:
         raise ConfigError(f"{step[0]} cannot be run: {error}") from None
 
 
-def _listen(said, heard: dict[str, Report]) -> None:
+def _pass_on(said: IO[str]) -> None:
+    for line in said:
+        print(f"{EXAMINATION_SAYS}{line}", end="", file=sys.stderr, flush=True)
+
+
+def _listen(said: IO[str], heard: dict[str, Report]) -> None:
     for line in said:
         try:
             report = from_json(line)

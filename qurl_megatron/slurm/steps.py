@@ -10,6 +10,8 @@ TRAINING, ROLLOUT, EXAMINATION = "train", "engines", "examine"
 """Names of the steps of a run, which are also those of their logs."""
 ENGINES_SAY = f"{ROLLOUT}: "
 """Before each line of job.log that comes from the engines' srun: task 1 is no rank there."""
+EXAMINATION_SAYS = f"{EXAMINATION}: "
+"""The same for the examination's srun: what it ends of itself says nothing of the ranks."""
 
 
 def training_step(

@@ -118,6 +118,12 @@ def test_engines_that_srun_has_ended_hide_no_rank_that_was_killed_later():
     assert first_cause(Evidence(srun=(ended, KILLED[1]))).first.who == "rank 1"
 
 
+@pytest.mark.parametrize("who", ["engines: ", "examine: "])
+def test_a_step_beside_the_ranks_that_was_aborted_hides_no_rank_that_was_killed_later(who):
+    aborted = f"{who}srun: Job step aborted: Waiting up to 7 seconds for job step to finish."
+    assert first_cause(Evidence(srun=(aborted, KILLED[1]))).first.who == "rank 1"
+
+
 def test_ranks_that_srun_itself_has_killed_are_no_cause():
     lines = ("srun: launch/slurm: _step_signal: Terminating StepId=2.0", KILLED[1])
     assert first_cause(Evidence(srun=lines)) is None

@@ -405,7 +405,7 @@ def test_an_examination_that_fails_everywhere_is_no_nodes_fault(slurm, tmp_path,
     slurm("srun", "echo ImportError >&2; exit 1")
     assert examined(tmp_path) == Found({})
     said = capfd.readouterr()
-    assert "ImportError" in said.err and "the examination of the nodes failed" in said.out
+    assert "examine: ImportError" in said.err and "the examination of the nodes failed" in said.out
 
 
 def test_a_node_whose_file_is_not_seen_is_bad(slurm, tmp_path, monkeypatch):
