@@ -17,6 +17,7 @@ from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step
+from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.weights.arch import Arch, read_arch
@@ -62,11 +63,18 @@ def run(options: argparse.Namespace) -> list[Case]:
             found.append(
                 Case(
                     name=f"{scheme}, batch {batch}",
-                    keys={"model": options.model, "scheme": scheme, "batch": batch},
+                    keys={
+                        "model": options.model,
+                        "scheme": scheme,
+                        "batch": batch,
+                        "steps": options.steps,
+                        "threads": torch.get_num_threads(),
+                        "device": options.device,
+                        "context": spans[scheme].context,
+                    },
                     figures=[figure],
                     yardsticks=mine.yardsticks,
                     reasons=mine.reasons,
-                    notes={"threads": torch.get_num_threads(), "steps": options.steps},
                 )
             )
     return found
@@ -78,12 +86,16 @@ class Span:
     def __init__(self, decoder: Decoder, batch: int, steps: int, repeats: int) -> None:
         vocab = decoder.arch.vocab
         new = steps * (repeats + WARM_UP) + 1
-        self._engine = Engine(decoder, cache_gb=1.0)
+        # All rows from first to last: what waits for room would decode when others have ended.
+        tokens = batch * (PROMPT + new + ROUND)
+        cache_gb = tokens * bytes_per_token(decoder.arch, decoder.dtype) / 2**30
+        self._engine = Engine(decoder, cache_gb, max_rows=batch)
         self._steps = steps
         prompts = [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
         self._engine.add([Sequence(str(i), p, new, seed=i) for i, p in enumerate(prompts)])
         while self._engine.waiting:
             self._engine.step()
+        assert len(self._engine.running) == batch
         self.context = PROMPT + new / 2  # tokens before the new one, mean over all repeats
 
     def __call__(self) -> None:

@@ -104,7 +104,7 @@ def test_twice_the_work_really_done_is_found():
     found = interleaved(
         {name: lambda count=count: busy(count) for name, count in work.items()},
         repeats=30,
-        yardstick=lambda: 1.0,
+        measure=lambda: 1.0,
     )
     old, new = (record(case("int8", found[name].results)) for name in work)
     assert compare(new, old).exit_code == 0
