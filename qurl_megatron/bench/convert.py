@@ -231,8 +231,8 @@ def cases_of(
 
 
 LIMITS = {
-    "ours": (HASHED, "copy, sync, SHA-256"),
-    "ours --no-checksums": (SYNCED, "copy, sync"),
+    "ours": (HASHED, "a copy, sync and SHA-256"),
+    "ours --no-checksums": (SYNCED, "a copy and sync"),
 }
 """The copy that does as much, and what it does."""
 

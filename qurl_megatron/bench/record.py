@@ -188,13 +188,16 @@ def read(path: Path) -> Record:
 
 
 def records_in(folder: Path) -> dict[Path, Record]:
-    """All records of a folder by file; other JSON files are left alone.
+    """All records of a folder by file; other files are left alone, whatever they hold.
 
     Raises:
         ConfigError: a record is damaged.
     """
-    return {
-        path: read(path)
-        for path in sorted(folder.glob("*.json"))
-        if read_json(path).get("schema") == SCHEMA
-    }
+    return {path: read(path) for path in sorted(folder.glob("*.json")) if _is_record(path)}
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        return read_json(path).get("schema") == SCHEMA
+    except ConfigError:  # it holds no JSON object: somebody else's
+        return False
