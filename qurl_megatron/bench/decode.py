@@ -15,6 +15,7 @@ from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step
 from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
@@ -90,15 +91,25 @@ class Span:
         tokens = batch * (PROMPT + new + ROUND)
         cache_gb = tokens * bytes_per_token(decoder.arch, decoder.dtype) / 2**30
         self._engine = Engine(decoder, cache_gb, max_rows=batch)
-        self._steps = steps
+        self._batch, self._steps = batch, steps
         prompts = [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
         self._engine.add([Sequence(str(i), p, new, seed=i) for i, p in enumerate(prompts)])
         while self._engine.waiting:
             self._engine.step()
-        assert len(self._engine.running) == batch
         self.context = PROMPT + new / 2  # tokens before the new one, mean over all repeats
 
     def __call__(self) -> None:
+        """
+        Raises:
+            ConfigError: a response has ended already, so that steps give fewer tokens.
+        """
+        left = len(self._engine.running)
+        if left != self._batch:
+            raise ConfigError(
+                f"bench decode: only {left} of the {self._batch} responses of --batch "
+                f"{self._batch} are left: the random model's logits are not finite; take another "
+                "--model, or leave its scheme out of --schemes"
+            )
         for _ in range(self._steps):
             self._engine.step()
 
@@ -141,6 +152,6 @@ def random_decoder(arch: Arch, scheme: str, device: torch.device) -> Decoder:
         elif name.endswith("norm.weight"):
             slot.target.fill_(1.0)
         else:
-            slot.target.copy_(torch.randn(slot.target.shape) * 0.02)
+            slot.target.copy_(torch.randn(slot.target.shape, device=device) * 0.02)
     decoder.pack()
     return decoder

@@ -38,7 +38,10 @@ def add_benchmarks(command: argparse.ArgumentParser) -> None:
     everything.add_argument("--out", type=Path, default=Path("runs/bench/short"), metavar="DIR")
 
 
-ALL = "Run a short form of every benchmark that this machine can run; the others say why not."
+ALL = (
+    "Run a short form of every benchmark that this machine can run; the others say why not. "
+    "The exit code is 0 where at least one ran, otherwise 1."
+)
 
 
 def add_shared(parser: argparse.ArgumentParser, row: Benchmark) -> None:
