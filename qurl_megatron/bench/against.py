@@ -143,11 +143,11 @@ def _settings_differ(old: Case, new: Case) -> str:
 def _cases(old: Case, new: Case, looked_at: int) -> list[Compared]:
     if not old.figures and not new.figures:  # neither could be run
         return []
-    if reasons := sorted({*old.reasons, *new.reasons}):
-        return [Compared(new.name, "all", "no verdict", why=", ".join(reasons))]
     if settings := _settings_differ(old, new):
         why = f"it measured something else ({settings})"
         return [Compared(new.name, "all", "no verdict", why=why)]
+    if reasons := sorted({*old.reasons, *new.reasons}):
+        return [Compared(new.name, "all", "no verdict", why=", ".join(reasons))]
     shared = _shared(old, new)
     found = [
         Compared(new.name, name, "no verdict", why="one record lacks it")
