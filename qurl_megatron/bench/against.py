@@ -11,7 +11,8 @@ A **regression** is at least ``SMALLEST`` worse, more than ``NOISE`` times the s
 (Bonferroni's correction: twenty figures are twenty chances of a false alarm). What slows a machine
 down comes in bursts, which neighbouring repeats share and the rank test takes for evidence; but it
 leaves the quickest repeats alone, so a regression must show there, too. **Equal** excludes
-``SMALLEST`` and more. In between nothing is claimed.
+``SMALLEST`` and more. In between nothing is claimed. Cases of one name are compared where all their
+keys agree, and figures that are neither better high nor low are left out.
 """
 
 import math
@@ -120,25 +121,45 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
+def _judged(old: Case, new: Case) -> list[str]:
+    """Names of all figures but those that are only told, in either record."""
+    every = [*old.figures, *new.figures]
+    told = {figure.name for figure in every if figure.better is None}
+    return [name for name in dict.fromkeys(figure.name for figure in every) if name not in told]
+
+
 def _shared(old: Case, new: Case) -> list[str]:
-    names = {figure.name for figure in old.figures}
-    return [figure.name for figure in new.figures if figure.name in names]
+    both = {figure.name for figure in old.figures} & {figure.name for figure in new.figures}
+    return [name for name in _judged(old, new) if name in both]
+
+
+def _settings_differ(old: Case, new: Case) -> str:
+    """What was set otherwise, "tokens: 100 and 10000"; or ""."""
+    names = dict.fromkeys([*old.keys, *new.keys])
+    pairs = {name: (old.keys.get(name), new.keys.get(name)) for name in names}
+    return ", ".join(f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b)
 
 
 def _cases(old: Case, new: Case, looked_at: int) -> list[Compared]:
     if not old.figures and not new.figures:  # neither could be run
         return []
+    if settings := _settings_differ(old, new):
+        why = f"it measured something else ({settings})"
+        return [Compared(new.name, "all", "no verdict", why=why)]
     if reasons := sorted({*old.reasons, *new.reasons}):
         return [Compared(new.name, "all", "no verdict", why=", ".join(reasons))]
     shared = _shared(old, new)
     found = [
-        Compared(new.name, figure.name, "no verdict", why="one record lacks it")
-        for figure in (*old.figures, *new.figures)
-        if figure.name not in shared
+        Compared(new.name, name, "no verdict", why="one record lacks it")
+        for name in _judged(old, new)
+        if name not in shared
     ]
     yardsticks = _yardsticks_differ(old.yardsticks, new.yardsticks)
     for name in shared:
         one, other = old.figure(name), new.figure(name)
+        if min(*one.repeats, *other.repeats) <= 0:
+            found.append(_with_zeros(new.name, one, other))
+            continue
         low, high = _scaled(one, old.yardsticks), _scaled(other, new.yardsticks)
         found.append(_figure(new.name, other, low, high, looked_at, yardsticks))
     return found
@@ -154,15 +175,22 @@ def _yardsticks_differ(old: Sequence[float], new: Sequence[float]) -> str:
     return f"the yardstick took {ratio:.2f} times as long: another load"
 
 
+def _with_zeros(case: str, old: Figure, new: Figure) -> Compared:
+    """Nothing is so many times as much as 0."""
+    if not any((*old.repeats, *new.repeats)):
+        return Compared(case, new.name, "equal", 1.0, 1.0, 1.0)
+    return Compared(case, new.name, "no verdict", why="a repeat is 0")
+
+
 def is_time(unit: str) -> bool:
     """Seconds and rates follow the speed of the machine; bytes and errors do not."""
     return unit in ("s", "ms", "us", "µs", "CPU s") or unit.endswith("/s")
 
 
 def _scaled(figure: Figure, yardsticks: Sequence[float]) -> list[float]:
-    """Logarithms, larger is worse."""
+    """Logarithms of repeats above 0, larger is worse."""
     worse = 1 if figure.better == "lower" else -1
-    logs = [worse * math.log(max(value, 1e-300)) for value in figure.repeats]
+    logs = [worse * math.log(value) for value in figure.repeats]
     if is_time(figure.unit) and len(yardsticks) == len(logs):
         logs = [log - math.log(y) for log, y in zip(logs, yardsticks, strict=True)]
     return logs
@@ -172,7 +200,7 @@ def _figure(
     case: str, figure: Figure, old: list[float], new: list[float], looked_at: int, differ: str
 ) -> Compared:
     ratio, low, high = (math.exp(x) for x in shift(old, new, CONFIDENCE))
-    surely = math.exp(shift(old, new, 1 - (1 - ALARM) / looked_at)[1])
+    surely = math.exp(shift(old, new, 1 - (1 - ALARM) / looked_at)[1])  # 0: too few to tell
     least = min(ratio, math.exp(_quickest(new) - _quickest(old)))
     noise = math.exp(NOISE * max(_spread(old), _spread(new)))
     why = differ if is_time(figure.unit) else ""
@@ -184,8 +212,11 @@ def _figure(
         verdict = "better" if high < 1 else "equal"
     else:
         verdict = "no verdict"
-        few = math.isinf(high)
-        why = f"{min(len(old), len(new))} repeats are too few" if few else "too noisy"
+        few = f"{min(len(old), len(new))} repeats are too few"
+        if math.isinf(high):
+            why = few
+        else:
+            why = f"{few} for {how_many(looked_at, 'figure')}" if not surely else "too noisy"
     return Compared(case, figure.name, verdict, ratio, low, high, why)
 
 

@@ -3,7 +3,7 @@
 Every conversion is a process of its own, started as a user starts it, so start-up counts; what a
 tiny model takes is noted. Candidates take turns. The input is in the page cache, and what earlier
 runs wrote is on the disk before the next one starts. The limit of a converter's seconds is a copy
-of what it wrote, with a sync and SHA-256 sums, since it does both.
+of what it wrote, with a sync and SHA-256 sums, since it does both; with --no-checksums, a sync.
 
 Peers are used where they are found: mbridge loads the model into Megatron's modules and saves them
 with Megatron's own writer; llm-compressor quantizes Hugging Face files without a model. Neither
@@ -43,10 +43,10 @@ SYNC = "find $2 -type f -exec sync {} +"
 # Python's SHA-256, which the converters use too: that of coreutils takes twice as long here.
 DIGEST = "import hashlib, sys; [hashlib.file_digest(open(x, 'rb'), 'sha256') for x in sys.argv[1:]]"
 HASH = f'find $2 -type f -exec $0 -c "{DIGEST}" {{}} +'
-HASHED = "cp+sync+sha256"
+SYNCED, HASHED = "cp+sync", "cp+sync+sha256"
 COPIES = {
     "cp": COPY,
-    "cp+sync": f"{COPY} && {SYNC}",
+    SYNCED: f"{COPY} && {SYNC}",
     HASHED: f"{COPY} && {SYNC} && {HASH}",
 }
 
@@ -184,13 +184,10 @@ def cases_of(
     Args:
         startup: the same of a tiny model.
     """
-    limit = None
-    if HASHED in measured:
-        limit = statistics.median(run.seconds for run in measured[HASHED].results)
     found = []
     for who, repeats in measured.items():
         runs = repeats.results
-        ours = who.startswith("ours")
+        limit, limit_of = _limit(who, measured)
         seconds = statistics.median(run.seconds for run in runs)
         notes: dict[str, Any] = {
             "bytes": runs[0].bytes,
@@ -209,8 +206,8 @@ def cases_of(
                         unit="s",
                         better="lower",
                         repeats=[run.seconds for run in runs],
-                        limit=limit if ours else None,
-                        limit_of="copy, sync, SHA-256" if ours and limit else "",
+                        limit=limit,
+                        limit_of=limit_of,
                     ),
                     Figure(
                         name="work",
@@ -231,6 +228,20 @@ def cases_of(
             )
         )
     return found
+
+
+LIMITS = {
+    "ours": (HASHED, "a copy, sync and SHA-256"),
+    "ours --no-checksums": (SYNCED, "a copy and sync"),
+}
+"""The copy that does as much, and what it does."""
+
+
+def _limit(who: str, measured: dict[str, Repeats[Run]]) -> tuple[float | None, str]:
+    copy, does = LIMITS.get(who, ("", ""))
+    if copy not in measured:
+        return None, ""
+    return statistics.median(run.seconds for run in measured[copy].results), does
 
 
 def version(package: str, path: list[str]) -> str | None:

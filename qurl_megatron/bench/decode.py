@@ -15,8 +15,10 @@ from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step
+from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.weights.arch import Arch, read_arch
@@ -62,11 +64,18 @@ def run(options: argparse.Namespace) -> list[Case]:
             found.append(
                 Case(
                     name=f"{scheme}, batch {batch}",
-                    keys={"model": options.model, "scheme": scheme, "batch": batch},
+                    keys={
+                        "model": options.model,
+                        "scheme": scheme,
+                        "batch": batch,
+                        "steps": options.steps,
+                        "threads": torch.get_num_threads(),
+                        "device": options.device,
+                        "context": spans[scheme].context,
+                    },
                     figures=[figure],
                     yardsticks=mine.yardsticks,
                     reasons=mine.reasons,
-                    notes={"threads": torch.get_num_threads(), "steps": options.steps},
                 )
             )
     return found
@@ -78,8 +87,11 @@ class Span:
     def __init__(self, decoder: Decoder, batch: int, steps: int, repeats: int) -> None:
         vocab = decoder.arch.vocab
         new = steps * (repeats + WARM_UP) + 1
-        self._engine = Engine(decoder, cache_gb=1.0)
-        self._steps = steps
+        # All rows from first to last: what waits for room would decode when others have ended.
+        tokens = batch * (PROMPT + new + ROUND)
+        cache_gb = tokens * bytes_per_token(decoder.arch, decoder.dtype) / 2**30
+        self._engine = Engine(decoder, cache_gb, max_rows=batch)
+        self._batch, self._steps = batch, steps
         prompts = [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
         self._engine.add([Sequence(str(i), p, new, seed=i) for i, p in enumerate(prompts)])
         while self._engine.waiting:
@@ -87,6 +99,17 @@ class Span:
         self.context = PROMPT + new / 2  # tokens before the new one, mean over all repeats
 
     def __call__(self) -> None:
+        """
+        Raises:
+            ConfigError: a response has ended already, so that steps give fewer tokens.
+        """
+        left = len(self._engine.running)
+        if left != self._batch:
+            raise ConfigError(
+                f"bench decode: only {left} of the {self._batch} responses of --batch "
+                f"{self._batch} are left: the random model's logits are not finite; take another "
+                "--model, or leave its scheme out of --schemes"
+            )
         for _ in range(self._steps):
             self._engine.step()
 
@@ -129,6 +152,6 @@ def random_decoder(arch: Arch, scheme: str, device: torch.device) -> Decoder:
         elif name.endswith("norm.weight"):
             slot.target.fill_(1.0)
         else:
-            slot.target.copy_(torch.randn(slot.target.shape) * 0.02)
+            slot.target.copy_(torch.randn(slot.target.shape, device=device) * 0.02)
     decoder.pack()
     return decoder

@@ -130,7 +130,15 @@ def case_of(name: str, tensor: int, args: argparse.Namespace, runs: list[dict]) 
     """Of what the processes found: lists of seconds, of bytes, and errors; or why they did not."""
     given = {
         "name": f"{name}, tensor {tensor}",
-        "keys": {"way": name, "tensor": tensor, "tokens": args.tokens, "vocab": args.vocab},
+        "keys": {
+            "way": name,
+            "tensor": tensor,
+            "tokens": args.tokens,
+            "vocab": args.vocab,
+            "dtype": args.dtype,
+            "threads": args.threads,  # 0: each rank has its share of the cores
+            "device": args.device,
+        },
     }
     notes = {"gives": CANDIDATES[name].gives, "threads": _threads(tensor, args)}
     for reason in ("not run", "failed"):

@@ -35,10 +35,13 @@ def add_benchmarks(command: argparse.ArgumentParser) -> None:
         add_shared(parser, row)
         row.add_options(parser)
     everything = names.add_parser("all", help="a short form of each", description=ALL)
-    everything.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR")
+    everything.add_argument("--out", type=Path, default=Path("runs/bench/short"), metavar="DIR")
 
 
-ALL = "Run a short form of every benchmark that this machine can run; the others say why not."
+ALL = (
+    "Run a short form of every benchmark that this machine can run; the others say why not. "
+    "The exit code is 0 where at least one ran, otherwise 1."
+)
 
 
 def add_shared(parser: argparse.ArgumentParser, row: Benchmark) -> None:
@@ -117,10 +120,19 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
         help="what the engine at a URL speaks; vLLM: openai",
     )
     parser.add_argument(
-        "--tensor", type=int, nargs="+", default=[1], metavar="N", help="ranks of an SGLang engine"
+        "--tensor",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="over how many ranks an SGLang engine is split; default 1",
     )
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="of a rank; default: all cores"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="threads of each rank; default: all cores",
     )
     parser.add_argument(
         "--clients",
@@ -128,18 +140,45 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="closed (all requests at once), concurrency:N or poisson:RATE; default closed",
     )
-    parser.add_argument("--prompts", type=_at_least_one, default=8, metavar="N")
     parser.add_argument(
-        "--samples", type=_at_least_one, default=4, metavar="N", help="responses to a prompt"
+        "--prompts", type=_at_least_one, default=8, metavar="N", help="how many; default 8"
     )
-    parser.add_argument("--prompt", type=_at_least_one, default=32, metavar="N", help="its tokens")
-    parser.add_argument("--mean", type=float, default=64, metavar="N", help="tokens of a response")
     parser.add_argument(
-        "--sigma", type=float, default=1.0, metavar="X", help="of the lengths' logarithm"
+        "--samples",
+        type=_at_least_one,
+        default=4,
+        metavar="N",
+        help="responses to each prompt; default 4",
     )
-    parser.add_argument("--max", type=int, default=256, metavar="N", help="no response is longer")
     parser.add_argument(
-        "--lengths", type=Path, metavar="RUN_DIR", help="take a run's lengths (qurl eval) instead"
+        "--prompt",
+        type=_at_least_one,
+        default=32,
+        metavar="N",
+        help="tokens of each prompt; default 32",
+    )
+    parser.add_argument(
+        "--mean", type=float, default=64, metavar="N", help="mean tokens of a response; default 64"
+    )
+    parser.add_argument(
+        "--sigma",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="spread of the lengths: deviation of their logarithm; default 1",
+    )
+    parser.add_argument(
+        "--max",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of the longest response; default 256",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="RUN_DIR",
+        help="take the lengths of a run of qurl eval instead",
     )
     parser.add_argument(
         "--publish-every",
@@ -149,21 +188,28 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="of a response"
+        "--timeout",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="give a response up after these",
     )
 
 
 def _publish_every(text: str) -> str:
-    if not re.fullmatch(r"half|[1-9]\d*tokens|\d*\.?\d+s", text):
-        raise argparse.ArgumentTypeError(f"must be half, SECONDSs or Ntokens, got {text!r}")
+    found = re.fullmatch(r"half|(\d+)tokens|(\d*\.?\d+)s", text)
+    if not found or any(float(number) == 0 for number in found.groups() if number):
+        raise argparse.ArgumentTypeError(
+            f"must be half, seconds (10s) or tokens (5000tokens), got {text!r}"
+        )
     return text
 
 
 def _publish(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-tp", nargs="+", type=int, default=[1, 2], metavar="N")
     parser.add_argument("--bucket-mb", type=float, default=64.0, metavar="MIB")
-    parser.add_argument("--candidates", nargs="+", metavar="WAY", help="leave the others out")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="on a disk; 5 GB are used")
+    parser.add_argument("--candidates", nargs="+", metavar="WAY", help="measure these ways alone")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="a folder on a disk; takes 5 GB")
 
 
 def _loss(parser: argparse.ArgumentParser) -> None:
@@ -177,44 +223,65 @@ def _loss(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="per rank; default: its share of the cores",
+        help="threads of each rank; default: its share of the cores",
     )
     parser.add_argument("--verl", type=Path, metavar="DIR", help="folder with the package verl")
-    parser.add_argument("--only", nargs="+", metavar="WAY", help="leave the others out")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="measure these ways alone")
 
 
 def _convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--work", type=Path, metavar="DIR", help="on a disk; 15 GB are used")
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="packages for the peers alone")
-    parser.add_argument("--sizes", nargs="*", default=[], metavar="SHAPE", help="growth beside it")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="a folder on a disk; takes 15 GB")
+    parser.add_argument(
+        "--peers", type=Path, metavar="DIR", help="folder of packages for the peers alone"
+    )
+    parser.add_argument(
+        "--sizes", nargs="*", default=[], metavar="SHAPE", help="more shapes, to see what grows"
+    )
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N")
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help="in one repeat")
+    parser.add_argument(
+        "--steps", type=int, default=16, metavar="N", help="decode steps of one repeat; default 16"
+    )
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
     parser.add_argument("--device", default="cpu")
 
 
 def _scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--factor", type=int, default=8, metavar="N", help="measure an Nth of the samples"
+        "--factor",
+        type=int,
+        default=8,
+        metavar="N",
+        help="measure one Nth of the samples; default 8",
     )
 
 
 def _step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--recipe", default="launch/recipes/quickstart.toml", metavar="FILE.toml", help="what runs"
+        "--recipe",
+        default="launch/recipes/quickstart.toml",
+        metavar="FILE.toml",
+        help="the recipe to run",
     )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="of one repeat")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="for the run folders")
+    parser.add_argument(
+        "--steps", type=int, default=8, metavar="N", help="steps of one repeat; default 8"
+    )
+    parser.add_argument("--work", type=Path, metavar="DIR", help="where run folders lie meanwhile")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 
 
 def _versions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--responses", type=int, default=64, metavar="N", help="per version")
+    parser.add_argument(
+        "--responses",
+        type=int,
+        default=64,
+        metavar="N",
+        help="responses scored of each version; default 64",
+    )
 
 
 BENCHMARKS = {
@@ -261,7 +328,7 @@ BENCHMARKS = {
         "seconds of a whole RL step, with rollouts in turn and ahead",
         _step,
         ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
-        repeats=6,
+        repeats=8,  # fewer cannot show that one of its 18 figures is worse
     ),
     "versions": Benchmark(
         "whether the engines of a run served what its checkpoints hold",

@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,8 +27,12 @@ an older measurement:
 ```sh
 qurl bench decode --out runs/bench                  # a table, runs/bench/decode.json, index.html
 qurl bench decode --against runs/bench/decode.json  # exit code 0 not slower, 1 slower, 3 no verdict
-qurl bench all                                      # a short form of each
+qurl bench all                                      # a short form of each, in runs/bench/short
 ```
+
+`--against` compares only what was measured alike: the same hardware, and cases with the same model,
+tokens, steps and threads. `qurl bench all` names what cannot be run on this machine, goes on with
+the rest, and leaves with exit code 0 where at least one benchmark ran, otherwise with 1.
 
 A cell is the median, half of the interquartile range after ±, the share that it reaches of the
 limit in brackets, and after → what was predicted. What the limits are stands under each table.
@@ -42,13 +47,22 @@ def rendered(folder: Path = RESULTS) -> str:
     Raises:
         ConfigError: a record cannot be read.
     """
-    sections = [_section(path, record) for path, record in records_in(folder).items()]
+    records = records_in(folder)
+    count = Counter(record.benchmark for record in records.values())
+    sections = [
+        _section(path, record, alone=count[record.benchmark] == 1)
+        for path, record in records.items()
+    ]
     return "\n".join([HEAD, *sections])
 
 
-def _section(path: Path, record: Record) -> str:
+def _section(path: Path, record: Record, *, alone: bool) -> str:
+    """
+    Args:
+        alone: no other section is of this benchmark.
+    """
     environment = record.environment
-    title = BENCHMARKS[record.benchmark].help
+    title = BENCHMARKS[record.benchmark].help + ("" if alone else f": {path.stem}")
     loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
     facts = [
         f"`{record.command}`",

@@ -41,7 +41,7 @@ class Figure:
 
     name: str
     unit: str
-    better: Literal["higher", "lower"]
+    better: Literal["higher", "lower"] | None  # None: only told, never compared
     repeats: list[float]
     limit: float | None = None  # what the machine allows, in the same unit
     limit_of: str = ""  # what sets the limit: "DRAM bytes", "INT8 products", ...
@@ -66,7 +66,7 @@ class Figure:
     @property
     def share(self) -> float | None:
         """Of the limit that was reached: 1 is as fast, or as small, as the machine allows."""
-        if self.limit is None or not self.median or not self.limit:
+        if not self.limit or not self.median or not self.better:
             return None
         return self.median / self.limit if self.better == "higher" else self.limit / self.median
 
@@ -76,7 +76,7 @@ class Case:
     """One setting, and what was measured of it."""
 
     name: str
-    keys: dict[str, str | int | float | bool | None]  # scheme, batch, engine, ...
+    keys: dict[str, str | int | float | bool | None]  # all that was set: scheme, batch, steps, ...
     figures: list[Figure] = field(default_factory=list)
     yardsticks: list[float] = field(default_factory=list)  # seconds, beside each repeat
     reasons: list[str] = field(default_factory=list)  # names from REASONS; empty: it is valid
@@ -188,13 +188,16 @@ def read(path: Path) -> Record:
 
 
 def records_in(folder: Path) -> dict[Path, Record]:
-    """All records of a folder by file; other JSON files are left alone.
+    """All records of a folder by file; other files are left alone, whatever they hold.
 
     Raises:
         ConfigError: a record is damaged.
     """
-    return {
-        path: read(path)
-        for path in sorted(folder.glob("*.json"))
-        if read_json(path).get("schema") == SCHEMA
-    }
+    return {path: read(path) for path in sorted(folder.glob("*.json")) if _is_record(path)}
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        return read_json(path).get("schema") == SCHEMA
+    except ConfigError:  # it holds no JSON object: somebody else's
+        return False

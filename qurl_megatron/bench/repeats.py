@@ -46,18 +46,18 @@ def interleaved(
     *,
     repeats: int,
     warm_up: int = 1,
-    yardstick: Callable[[], float] | None = None,
+    measure: Callable[[], float] | None = None,
     seen: Callable[[str, T], object] | None = None,
 ) -> dict[str, Repeats[T]]:
     """Call all candidates ``repeats`` times, in rounds of alternating order.
 
     Args:
         warm_up: rounds before those that count.
-        yardstick: seconds of fixed work, measured right before and after each call; the mean is
+        measure: seconds of fixed work, called right before and after each call; the mean is
             kept. Default: ``yardstick``.
         seen: told of each call that counts, e.g. to show how far it is.
     """
-    measure = yardstick or globals()["yardstick"]
+    measure = measure or yardstick
     names = list(candidates)
     found: dict[str, Repeats[T]] = {name: Repeats() for name in names}
     for number in range(-warm_up, repeats):

@@ -29,20 +29,23 @@ def run(options: argparse.Namespace) -> list[Case]:
     """A case per staleness."""
     if options.steps <= FIRST:
         raise ConfigError(f"--steps {options.steps}: the first {FIRST} do not count; give more")
+    given = {
+        "recipe": Path(options.recipe).stem,
+        "steps": options.steps,
+        "overrides": " ".join(options.overrides),
+    }
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-step-") as folder:
         work = Path(folder)
         numbers = iter(range(1 << 30))
         calls = {
-            f"staleness {staleness}": lambda staleness=staleness: train(
+            staleness: lambda staleness=staleness: train(
                 work / f"run-{next(numbers)}", staleness, options
             )
-            for staleness in options.staleness
+            for staleness in dict.fromkeys(options.staleness)
         }
         measured = interleaved(calls, repeats=options.repeats, warm_up=0)
-    recipe = Path(options.recipe).stem
     return [
-        case_of(name, staleness, recipe, measured[name])
-        for name, staleness in zip(calls, options.staleness, strict=True)
+        case_of({**given, "staleness": staleness}, runs) for staleness, runs in measured.items()
     ]
 
 
@@ -92,7 +95,12 @@ def _generating(run_dir: Path) -> float:
     return statistics.median(found) if found else 0.0
 
 
-def case_of(name: str, staleness: int, recipe: str, runs: Repeats[dict[str, float]]) -> Case:
+def case_of(keys: dict[str, str | int], runs: Repeats[dict[str, float]]) -> Case:
+    """
+    Args:
+        keys: recipe and staleness, and what else was set.
+    """
+
     def figure(phase: str, limit: float | None = None) -> Figure:
         return Figure(
             name=phase,
@@ -109,8 +117,8 @@ def case_of(name: str, staleness: int, recipe: str, runs: Repeats[dict[str, floa
     )
     shares = [run["overlap"] for run in runs.results]
     return Case(
-        name=f"{recipe}, {name}",
-        keys={"recipe": recipe, "staleness": staleness},
+        name=f"{keys['recipe']}, staleness {keys['staleness']}",
+        keys=keys,
         figures=[figure("step", longer), *map(figure, phases)],
         yardsticks=runs.yardsticks,
         reasons=runs.reasons,

@@ -46,7 +46,10 @@ TOOLS = {
     ),
     "bench": Tool(
         ("qurl", "bench", "{}"),
-        gpus=lambda words: words[0] in ("loss", "publish", "rollout") or "cuda" in words,
+        gpus=lambda words: (
+            words[0] in ("loss", "publish", "rollout")
+            or any(word.endswith("cuda") for word in words)
+        ),  # --device cuda, --device=cuda
         names="a benchmark of qurl bench",
         known=lambda: BENCHMARKS,
     ),
@@ -114,7 +117,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
             raise ConfigError(
                 f"--kind {kind}: {first} is not {tool.names}; known: {', '.join(tool.known())}"
             )
-    gpus = cluster.node.gpus if tool.gpus(words) else 0
+    gpus = cluster.node.gpus if tool.gpus((first, *rest)) else 0
     component = Component(nodes=1, tasks=1, gpus=gpus)
     command = (*(part.format(first) for part in tool.prefix), *rest)
     step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]

@@ -2,10 +2,12 @@ import dataclasses
 import itertools
 import math
 import random
+import time
 
 import pytest
 
-from qurl_megatron.bench.against import _ways, compare, shift
+from qurl_megatron.bench.against import SMALLEST, _ways, compare, shift
+from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.bench.record import Case, Figure, Record
 from qurl_megatron.bench.repeats import interleaved
 
@@ -29,8 +31,8 @@ def record(*cases: Case, **given) -> Record:
 
 def case(name: str, repeats: list[float], yardsticks: list[float] | None = None, **given) -> Case:
     figures = [Figure(name="decode", unit="ms", better="lower", repeats=repeats)] if repeats else []
-    filled = {"figures": figures, "yardsticks": yardsticks or [1.0] * len(repeats), **given}
-    return Case(name=name, keys={}, **filled)
+    yardsticks = yardsticks or [1.0] * len(repeats)
+    return Case(**{"name": name, "keys": {}, "figures": figures, "yardsticks": yardsticks, **given})
 
 
 def measured(draw: random.Random, *, slower: float = 1.0, noise: str = "even") -> Record:
@@ -92,25 +94,21 @@ def test_a_tenth_slower_is_found(noise):
     assert words.count("equal or better") == 0
 
 
-def test_a_slowdown_in_what_is_really_called_is_found():
-    # A clock that only sleeping moves: the figure does not hang on who else uses this machine.
-    now = itertools.count()
-    steps = {"old": 20, "new": 23}
+def test_twice_the_work_really_done_is_found():
+    def busy(count: int) -> float:
+        start = time.thread_time()  # CPU seconds: who else uses this machine does not matter much
+        sum(i & 3 for i in range(count))
+        return time.thread_time() - start
 
-    def work(count: int) -> int:
-        begin = next(now)
-        for _ in range(count):
-            next(now)
-        return next(now) - begin
-
+    work = {"old": 20_000, "new": 40_000}
     found = interleaved(
-        {name: lambda n=n: work(n) for name, n in steps.items()},
-        repeats=REPEATS,
-        yardstick=lambda: 1.0,
+        {name: lambda count=count: busy(count) for name, count in work.items()},
+        repeats=30,
+        measure=lambda: 1.0,
     )
-    old, new = (record(case("int8", [float(x) for x in found[name].results])) for name in steps)
-    assert compare(old, new).exit_code == 1
+    old, new = (record(case("int8", found[name].results)) for name in work)
     assert compare(new, old).exit_code == 0
+    assert compare(old, new).compared[0].ratio > 1 + SMALLEST
 
 
 def test_equal_better_and_worse_have_exit_codes_0_0_and_1():
@@ -165,6 +163,18 @@ WORSE = case("a", [20 + i / 100 for i in range(REPEATS)])
         ),
         (record(case("a", [10.0, 10.1])), record(case("a", [20.0, 20.1])), "2 repeats are too few"),
         (
+            record(case("a", [10.0 + i / 100 for i in range(REPEATS)], keys={"tokens": 100})),
+            record(case("a", [90.0 + i / 100 for i in range(REPEATS)], keys={"tokens": 10_000})),
+            "it measured something else (tokens: 100 and 10000)",
+        ),
+        (
+            record(dataclasses.replace(WORSE, keys={"model": "7B"})),
+            record(dataclasses.replace(EVEN, keys={"model": "tiny", "steps": 4})),
+            "something else (model: 7B and tiny, steps: None and 4)",
+        ),
+        (record(EVEN), record(case("a", [0.0, *range(1, REPEATS)])), "a repeat is 0"),
+        (record(case("a", [0.0] * REPEATS)), record(case("a", [3.0] * REPEATS)), "a repeat is 0"),
+        (
             record(case("a", [10, 14, 9, 13, 11, 12, 10])),
             record(case("a", [11, 15, 10, 13, 12, 13, 9])),
             "too noisy",
@@ -175,6 +185,55 @@ def test_what_cannot_be_compared_is_no_verdict_and_says_why(old, new, why):
     found = compare(old, new)
     assert found.exit_code == 3
     assert why in found.text()
+
+
+def test_what_was_zero_and_is_zero_is_equal():
+    nothing = record(case("a", [0.0] * REPEATS))
+    found = compare(nothing, nothing)
+    assert (found.exit_code, found.compared[0].verdict) == (0, "equal")
+
+
+def told(name: str, value: float) -> Figure:
+    return Figure(name=name, unit="%", better=None, repeats=[value + i for i in range(REPEATS)])
+
+
+def test_a_figure_that_is_only_told_is_neither_compared_nor_counted_nor_missed():
+    def with_more(value: float, *names: str) -> Record:
+        return record(
+            dataclasses.replace(EVEN, figures=[*EVEN.figures, *(told(n, value) for n in names)])
+        )
+
+    found = compare(with_more(10, "cache in use", "tail"), with_more(90, "cache in use"))
+    assert (found.exit_code, found.looked_at) == (0, 1)
+    assert "cache" not in found.text() and "tail" not in found.text()
+    # An older record that took it for something to be compared changes nothing.
+    old = Figure(name="tail", unit="s", better="lower", repeats=[1.0] * REPEATS)
+    before = record(dataclasses.replace(EVEN, figures=[*EVEN.figures, old]))
+    assert compare(before, with_more(90, "tail")).exit_code == 0
+    assert told("tail", 1.0).share is None
+
+
+def many(repeats: int, factor: float) -> Record:
+    """As many figures as bench step has with its defaults."""
+    even = [factor * (10 + i / 100) for i in range(repeats)]
+    phases = [
+        Figure(name=f"phase {number}", unit="s", better="lower", repeats=even)
+        for number in range(6)
+    ]
+    names = ("staleness 0", "staleness 1", "staleness 2")
+    return record(*(case(name, [], [1.0] * repeats, figures=phases) for name in names))
+
+
+def test_too_few_repeats_for_so_many_figures_is_the_reason_and_not_noise():
+    found = compare(many(6, 1.0), many(6, 2.0))
+    assert found.exit_code == 3
+    assert "6 repeats are too few for 18 figures" in found.text()
+    assert "noisy" not in found.text()
+
+
+def test_a_step_that_is_twice_as_slow_is_a_regression_with_the_repeats_of_bench_step():
+    repeats = BENCHMARKS["step"].repeats
+    assert compare(many(repeats, 1.0), many(repeats, 2.0)).exit_code == 1
 
 
 def test_what_could_be_run_on_neither_side_is_left_out():

@@ -97,9 +97,33 @@ def test_all_goes_on_where_one_cannot_be_run(tmp_path, capsys, monkeypatch):
     words = ("--model", "tiny", "--batch", "1", "--steps", "1", "--repeats", "1")
     short["decode"] = dataclasses.replace(short["decode"], short=words)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "all", "--out", "found"]) == 0
-    assert [path.name for path in (tmp_path / "found").glob("*.json")] == ["decode.json"]
+    assert cli.main(["bench", "all"]) == 0
+    # Apart from the long forms, which others compare with.
+    (path,) = (tmp_path / "runs/bench/short").glob("*.json")
+    assert path.name == "decode.json"
+    assert read(path).command == f"qurl bench decode {' '.join(words)}"
     assert "publish: rollout.backend=sglang needs SGLang" in capsys.readouterr().err
+
+
+def test_all_fails_where_not_one_could_be_run(tmp_path, capsys, monkeypatch):
+    short = {name: BENCHMARKS[name] for name in ("publish", "versions")}
+    monkeypatch.setattr(command, "BENCHMARKS", short)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "all"]) == 1
+    assert "versions: left out" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_ours_costs_neither_the_verdict_nor_the_page(tmp_path, capsys):
+    (tmp_path / "half.json").write_text('{"schema": "qurl-')
+    (tmp_path / "list.json").write_text("[1]")
+    words = [*DECODE, "--schemes", "fp32", "--repeats", "1", "--out", str(tmp_path)]
+    assert cli.main(words) == 0 and (tmp_path / "index.html").is_file()
+    capsys.readouterr()
+    # Nor does a page that cannot be written cost the verdict.
+    (tmp_path / "damaged.json").write_text('{"schema": "qurl-bench/1"}')
+    assert cli.main([*words, "--against", str(tmp_path / "decode.json")]) == 2
+    said = capsys.readouterr()
+    assert "\nno verdict: " in said.out and "damaged.json" in said.err
 
 
 def test_a_scheme_that_is_not_known_is_named(capsys):

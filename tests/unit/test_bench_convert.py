@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from qurl_megatron.bench.convert import HASHED, Bench, Run, cases_of
+from qurl_megatron.bench.convert import HASHED, SYNCED, Bench, Run, cases_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.errors import ConfigError
 
@@ -19,7 +19,19 @@ def test_a_converter_stands_beside_the_copy_that_does_as_much_and_a_peer_does_no
     assert (seconds.repeats, seconds.limit, seconds.share) == ([4.0, 5.0, 9.0], 2.5, 0.5)
     assert ours.notes == {"bytes": 10_000_000, "mb_per_s": 2.0, "start_up_s": 1.0}
     assert ours.figure("work").median == 10.0 and ours.figure("peak memory").median == 100.0
+    assert seconds.limit_of == "a copy, sync and SHA-256"
     assert peer.figure("seconds").limit is None and copy.figure("seconds").limit is None
+
+
+def test_the_limit_of_a_converter_without_checksums_is_a_copy_without_them():
+    measured = {name: runs(2.0) for name in ("ours", "ours --no-checksums")}
+    measured |= {SYNCED: runs(1.0), HASHED: runs(3.0)}
+    cases = {
+        case.keys["who"]: case.figure("seconds") for case in cases_of("0.5B", "a", measured, {})
+    }
+    found = cases["ours --no-checksums"]
+    assert (found.limit, found.limit_of) == (1.0, "a copy and sync")
+    assert cases["ours"].limit == 3.0
 
 
 def test_a_process_is_timed_and_what_it_wrote_is_counted(tmp_path):

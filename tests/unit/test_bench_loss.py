@@ -34,6 +34,13 @@ def test_cases_compare_with_megatron_and_tell_the_errors():
     assert ratio == pytest.approx(seconds[0] / seconds[1], abs=1e-3)
 
 
+def test_a_case_tells_all_that_was_set():
+    words = ("--tokens", "64", "--vocab", "512", "--dtype", "float32", "--threads", "3")
+    case = loss.case_of("liger", 2, options(*words), [{"not run": "needs CUDA"}])
+    set_ = {"tokens": 64, "vocab": 512, "dtype": "float32", "threads": 3, "device": "cpu"}
+    assert case.keys == {"way": "liger", "tensor": 2, **set_}
+
+
 def test_a_way_that_is_not_known_is_refused():
     with pytest.raises(ConfigError, match="--only theirs is not known; known: ours, "):
         loss.run(options("--only", "theirs", "--vocab", "64"))

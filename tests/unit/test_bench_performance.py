@@ -17,6 +17,21 @@ def test_every_record_in_the_results_stands_on_the_page():
             assert f"(results/{path.name})" in page
 
 
+def test_sections_of_one_benchmark_have_headings_of_their_own(tmp_path: Path):
+    figure = Figure(name="seconds", unit="s", better="lower", repeats=[1.0])
+    for name in ("loss", "loss_tp"):
+        Record(
+            benchmark="loss",
+            command="qurl bench loss",
+            started="2026-11-22T12:00:00+00:00",
+            environment={"cpu": "some", "cores": 2},
+            cases=[Case(name="ours", keys={}, figures=[figure])],
+        ).write(tmp_path / f"{name}.json")
+    for page in (rendered(tmp_path), rendered()):
+        headings = [line for line in page.splitlines() if line.startswith("## ")]
+        assert len(headings) == len(set(headings)) > 1
+
+
 def test_a_cell_has_median_spread_share_and_prediction_and_a_star_where_it_cannot_be_compared(
     tmp_path: Path,
 ):

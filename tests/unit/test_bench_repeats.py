@@ -1,6 +1,6 @@
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,20 +14,23 @@ def test_rounds_alternate_forwards_and_backwards_and_warm_up_does_not_count():
         {name: lambda name=name: called.append(name) or len(called) for name in "abc"},
         repeats=2,
         warm_up=1,
-        yardstick=lambda: 0.5,
+        measure=lambda: 0.5,
     )
     assert "".join(called) == "cba" + "abc" + "cba"
     assert found["a"].results == [4, 9] and found["c"].results == [6, 7]
     assert found["b"].yardsticks == [0.5, 0.5] and len(found["b"].seconds) == 2
 
 
-def test_a_repeat_has_its_own_seconds_and_not_the_yardsticks():
-    def slow() -> float:
-        time.sleep(0.05)
-        return 1.0
+def test_a_repeat_has_its_own_seconds_and_not_the_yardsticks(monkeypatch):
+    now = [0.0]  # a clock that only what is called moves
+    monkeypatch.setattr(repeats, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    found = interleaved({"quick": lambda: None}, repeats=1, warm_up=0, yardstick=slow)
-    assert found["quick"].seconds[0] < 0.02
+    def takes(seconds: float) -> float:
+        now[0] += seconds
+        return seconds
+
+    found = interleaved({"a": lambda: takes(3.0)}, repeats=2, warm_up=1, measure=lambda: takes(5.0))
+    assert found["a"].seconds == [3.0, 3.0] and found["a"].yardsticks == [5.0, 5.0]
 
 
 def test_a_machine_that_others_use_is_a_reason_and_one_burst_is_not(monkeypatch):

@@ -120,11 +120,11 @@ def test_nothing_is_published_unless_asked_nor_to_an_engine_at_a_url():
         plan("--publish-every", "half").publishing(target())
 
 
-@pytest.mark.parametrize("when", ["sometimes", "0tokens", "5"])
+@pytest.mark.parametrize("when", ["sometimes", "0tokens", "5", "0s", "0.0s", ".s"])
 def test_another_word_for_when_to_publish_is_refused(when, capsys):
     with pytest.raises(SystemExit):
         options("--publish-every", when)
-    assert "must be half, SECONDSs or Ntokens" in capsys.readouterr().err
+    assert "must be half, seconds (10s) or tokens (5000tokens)" in capsys.readouterr().err
 
 
 def test_figures_have_a_value_per_repeat_and_the_makespan_its_limit():

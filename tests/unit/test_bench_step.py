@@ -1,7 +1,12 @@
+import argparse
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from qurl_megatron.bench import step as bench_step
+from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.step import case_of, read_run
 
@@ -37,6 +42,27 @@ def test_a_run_is_its_median_step_without_the_first_and_the_rollouts_overlap(
 def test_the_limit_of_a_step_is_the_longer_side(tmp_path):
     write_run(tmp_path / "run", ahead=1.0)
     runs = Repeats(seconds=[9.0], results=[read_run(tmp_path / "run")], yardsticks=[0.01])
-    case = case_of("staleness 1", 1, "quickstart", runs)
+    keys = {"recipe": "quickstart", "staleness": 1}
+    case = case_of(keys, runs)
+    assert (case.name, case.keys) == ("quickstart, staleness 1", keys)
     assert case.figure("step").limit == 3.0 and case.figure("step").share == 0.75
     assert case.notes["overlap"] == 0.5
+
+
+def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_set(monkeypatch):
+    def trains(command: list[str], **_) -> SimpleNamespace:  # and leaves what a run leaves
+        (run_dir,) = (word for word in command if word.startswith("train.run_dir="))
+        write_run(Path(run_dir.partition("=")[2]), ahead=0.0)
+        return SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setattr(
+        bench_step, "subprocess", SimpleNamespace(run=trains, PIPE=None, STDOUT=None)
+    )
+    parser = argparse.ArgumentParser()
+    add_shared(parser, BENCHMARKS["step"])
+    BENCHMARKS["step"].add_options(parser)
+    words = ["--staleness", "0", "0", "--steps", "4", "--repeats", "1"]
+    (case,) = bench_step.run(parser.parse_args(["data.seed=3", "quant.scheme=fp8", *words]))
+    overrides = "data.seed=3 quant.scheme=fp8"
+    given = {"recipe": "quickstart", "staleness": 0, "steps": 4, "overrides": overrides}
+    assert case.keys == given

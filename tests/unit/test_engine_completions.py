@@ -87,6 +87,12 @@ def test_chunks_join_to_the_completion(live):
     assert all(chunk["usage"] is None for chunk in found)
 
 
+@pytest.mark.parametrize("given", [{"logprobs": False}, {"logprobs": None}, {}])
+def test_log_probs_come_only_where_they_are_asked_for(live, given):
+    (choice,) = complete(live, max_tokens=3, **given)["choices"]
+    assert choice["logprobs"] is None
+
+
 def test_text_and_its_ids_are_the_same_prompt(live):
     asked = {"max_tokens": 6, "temperature": 0}
     ids = [list(b"Hello"), list(b"you")]

@@ -145,6 +145,8 @@ def test_a_tool_is_one_command_on_one_node_without_gpus():
         ("bench", ["loss", "--device", "cuda"], True),
         ("bench", ["scale", "--factor", "1"], False),
         ("bench", ["decode", "--device", "cuda"], True),
+        ("bench", ["loss.py", "--only", "ours"], True),
+        ("bench", ["decode", "--device=cuda"], True),
         ("bench", ["decode"], False),
         ("eval", ["aime.jsonl", "--model", "m"], True),
         ("eval", ["aime.jsonl", "--model", "m", "--url", "http://a:1"], False),

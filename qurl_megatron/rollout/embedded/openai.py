@@ -122,7 +122,9 @@ def parse_completion(
         if key not in OWN | SAMPLING and value not in INERT.get(key, ()):
             raise ConfigError(f"{key} = {value!r} is not supported by the embedded engine")
     log_probs = given.get("logprobs")
-    if log_probs not in (None, 0) or log_probs is True:
+    if log_probs is False:  # as many clients say that they want none
+        log_probs = None
+    if log_probs not in (None, 0):
         raise ConfigError(
             f"logprobs = {log_probs!r} is not supported by the embedded engine: 0 tells those of "
             "the tokens that were sampled, and there are no others"

@@ -98,9 +98,8 @@ def parse_generate(
     _check_keys(body)
     prompts, batched = _prompts(body, codec)
     params = _per_prompt(body.get("sampling_params") or {}, len(prompts), "sampling_params")
-    log_probs = _per_prompt(
-        bool_or_list(body.get("return_logprob")), len(prompts), "return_logprob"
-    )
+    asked = body.get("return_logprob")
+    log_probs = _per_prompt(False if asked is None else asked, len(prompts), "return_logprob")
     rids = _request_ids(body.get("rid"), len(prompts))
     sequences, styles, interval = [], [], None
     for prompt, own, log_prob, rid in zip(prompts, params, log_probs, rids, strict=True):
@@ -113,10 +112,6 @@ def parse_generate(
         styles += [style] * len(samples)
     single = not batched and len(sequences) == 1
     return Generation(sequences, styles, single, bool(body.get("stream")), interval)
-
-
-def bool_or_list(value: object) -> object:
-    return False if value is None else value
 
 
 def _check_keys(body: dict) -> None:

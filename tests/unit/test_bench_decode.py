@@ -1,0 +1,42 @@
+import argparse
+
+import pytest
+import torch
+
+from qurl_megatron.bench import decode
+from qurl_megatron.bench.decode import Span, random_decoder, run
+from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.arch import read_arch
+
+
+@pytest.mark.parametrize("batch", [1, 600])
+def test_every_row_of_the_batch_runs_from_the_first_step_that_counts_to_the_last(batch):
+    decoder = random_decoder(read_arch(config_of("tiny")), "fp32", torch.device("cpu"))
+    span = Span(decoder, batch, steps=2, repeats=1)
+    for _ in range(2):  # the warm-up and the repeat
+        assert len(span._engine.running) == batch
+        before = span._engine.generated
+        span()
+        assert span._engine.generated - before == 2 * batch
+
+
+def test_rows_that_ended_on_the_way_are_an_error_and_not_a_rate():
+    decoder = random_decoder(read_arch(config_of("tiny")), "fp32", torch.device("cpu"))
+    span = Span(decoder, 3, steps=2, repeats=1)
+    span._engine.abort(lambda sequence: sequence.rid == "1", "the logits are not finite")
+    with pytest.raises(ConfigError, match="only 2 of the 3 responses of --batch 3 are left"):
+        span()
+
+
+def test_a_case_tells_all_that_was_set(monkeypatch):
+    rates = {"read_gb_s": 10.0, "int8_gop_s": 10.0, "bf16_gflop_s": 10.0, "fp32_gflop_s": 10.0}
+    monkeypatch.setattr(decode, "limits", lambda device: rates)  # seconds of work otherwise
+    parser = argparse.ArgumentParser()
+    add_shared(parser, BENCHMARKS["decode"])
+    BENCHMARKS["decode"].add_options(parser)
+    words = ["--model", "tiny", "--schemes", "fp32", "--batch", "2", "--steps", "3"]
+    (case,) = run(parser.parse_args([*words, "--repeats", "1"]))
+    expected = {"model": "tiny", "scheme": "fp32", "batch": 2, "steps": 3, "device": "cpu"}
+    assert case.keys == {**expected, "threads": torch.get_num_threads(), "context": 32 + 7 / 2}
