@@ -41,7 +41,7 @@ class Round:
         for node, before in self._rows.items():
             row = heard.get(node)
             if row is None or row.left:
-                if node not in self._lost:
+                if node not in self._lost and self._code(node) is None:
                     self._lost.append(node)
                     news.append(self.lost)
             elif row.attempt == self._number and row != before:

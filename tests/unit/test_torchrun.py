@@ -181,6 +181,13 @@ def test_a_node_that_is_silent_or_leaves_is_lost_and_named_once():
     assert attempt.names == ["train1", "train2", "train3"]
 
 
+def test_a_node_that_leaves_once_it_has_ended_its_part_is_not_lost():
+    attempt = round_of(a=row("train1"), b=row("train2"))
+    done = {"a": row("train1", attempt=3), "b": row("train2", attempt=3, ended=0)}
+    attempt.hear(done)
+    assert attempt.hear({"a": done["a"]}) == [] and not attempt.failing and attempt.lost == ""
+
+
 def test_the_head_is_the_first_node_and_the_others_keep_their_places():
     names = {"x": "train3", "y": "train1", "z": "train2", "w": "spare"}
     assert seats("z", names, 3) == {"z": 0, "w": 1, "y": 2}
