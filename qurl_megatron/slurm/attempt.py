@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,9 @@ from qurl_megatron.slurm.verdict import (
 )
 from qurl_megatron.training.state import TrainState, latest
 
+LINGER_S = 300.0
+"""In which Slurm ends a supervisor whose job it has put back into the queue. One that leaves by
+itself before that completes the job there, and Slurm 22.05 never starts it again."""
 LOST = 1
 """Exit code in the record of an attempt whose own nobody knows."""
 
@@ -250,6 +254,7 @@ def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
             commands.cancel([job.number])
     elif ended and requeued:
         say(f"job {job.number} is back in the queue")
+        time.sleep(LINGER_S)
     elif requeued:
         say(f"job {job.number} goes back to the queue")
         # Slurm tells a requeued job to end: neither this nor scontrol itself, before it is done.

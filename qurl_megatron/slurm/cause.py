@@ -196,8 +196,8 @@ def first_cause(evidence: Evidence) -> Cause | None:
         if log.who not in told:
             events += _of_log(log, codes)
     events += _of_supervisor(srun)
-    events += _of_srun(srun, "rank", KILLED)
     events += _of_srun(engines, "rollout node", ENGINE)
+    events += _of_srun(srun, "rank", KILLED)
     if not events:
         events += _silent(srun)
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
@@ -292,6 +292,10 @@ def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
             said, code = f"killed by {_name(number)}", 128 + number
             for one in tasks:
                 yield Event(kind_of(said), weight, f"{task} {one}", said, node=node, code=code)
+        elif lost := re.search(r"Node failure on (\S+)", line):
+            yield Event(
+                kind_of(line), KILLED, f"node {lost[1]}", line.partition("error: ")[2] or line
+            )
         elif re.search(SLURMS, line):
             who = f"{task} {', '.join(tasks)}" if tasks else "srun"
             yield Event(kind_of(line), weight, who, line.partition("error: ")[2] or line, node=node)

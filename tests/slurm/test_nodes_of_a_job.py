@@ -80,7 +80,7 @@ def test_a_bad_rollout_node_is_left_out_and_the_run_goes_on_with_the_other(
     assert user.footprint.left(run_dir) == []
 
 
-def test_a_heterogeneous_job_leaves_out_a_bad_rollout_node_and_survives_the_loss_of_the_other(
+def test_a_heterogeneous_job_leaves_out_a_bad_rollout_node_and_the_loss_of_the_other_is_a_failure(
     user: User, little_shared_memory
 ):
     user.describe({"gpus": 1, "cpus": 128}, examine_s=EXAMINE_S)
@@ -91,11 +91,12 @@ def test_a_heterogeneous_job_leaves_out_a_bad_rollout_node_and_survives_the_loss
     )
     reaches(user, run_dir, 3)
     user.slurm.update("NodeName=train1", "State=DOWN", "Reason=a test")
+    user.slurm.wait(lambda: decisions(run_dir) == ["retry"], 60, "the attempt's record")
+    assert user.slurm.facts(job)["Restarts"] == "1"
+    assert_one_engine_is_left_out(run_dir, "train2")
+    assert "the node is lost: node train1" in user.told("logs", run_dir, "--attempt", 1)
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     assert decisions(run_dir) == ["retry", "done"]
-    assert user.slurm.facts(job)["Restarts"] == "1"
-    for attempt in (1, 2):
-        assert_one_engine_is_left_out(run_dir, "train2", attempt)
     assert user.footprint.left(run_dir) == []
 
 

@@ -244,8 +244,9 @@ def back_in_the_queue(restarts: int) -> str:
 
 
 def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
-    slurm, tmp_path, capfd
+    slurm, tmp_path, monkeypatch, capfd
 ):
+    monkeypatch.setattr("qurl_megatron.slurm.attempt.LINGER_S", 0.0)  # then Slurm kills it
     run_dir = submitted(tmp_path / "run")
     slurm("scontrol", back_in_the_queue(restarts=1))
     slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 143")
@@ -261,6 +262,7 @@ def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
 def test_a_job_that_slurm_puts_back_time_and_again_without_a_checkpoint_is_ended(
     slurm, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("qurl_megatron.slurm.attempt.LINGER_S", 0.0)
     run_dir = submitted(tmp_path / "run")
     slurm("srun", "kill -TERM $PPID; sleep 0.1; exit 143")
     slurm("scancel", "")

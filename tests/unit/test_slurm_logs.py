@@ -88,14 +88,24 @@ def test_memory_that_ran_out_is_the_cause_of_a_kill_whoever_had_the_line_in_its_
 def test_a_task_of_the_rollout_nodes_that_was_killed_is_not_called_a_rank():
     lines = (
         "engines: srun: error: roll1: task 1: Killed",
-        "engines: srun: error: Node failure on roll2",
         "srun: error: train1: task 1: Exited with exit code 1",
     )
     cause = first_cause(Evidence([failed(1, "EngineError", "no engine is left")], (), lines))
     assert (cause.first.who, cause.first.node, cause.first.code) == ("rollout node 1", "roll1", 137)
     assert cause.first.kind.name == "it was killed"
-    assert [one.kind.name for one in cause.followed] == ["the node is lost", "no engine is left"]
+    assert [one.kind.name for one in cause.followed] == ["no engine is left"]
     assert exit_codes(lines) == {"1": 1}
+
+
+def test_of_a_heterogeneous_job_the_node_that_was_lost_is_named_not_the_one_that_tells():
+    lines = (
+        "engines: srun: error: Node failure on train1",
+        "slurmstepd-roll1: error: *** JOB 3 ON roll1 CANCELLED AT 2026 DUE TO NODE FAILURE ***",
+        "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
+        "srun: error: roll1: task 0: Terminated",
+    )
+    cause = first_cause(Evidence(srun=lines))
+    assert (cause.first.who, cause.first.kind.name) == ("node train1", "the node is lost")
 
 
 def test_a_rank_that_was_killed_is_the_cause_though_a_rollout_task_was_too():
@@ -185,7 +195,7 @@ def test_a_rank_that_could_keep_nothing_is_read_from_its_log():
             "memory of the node is used up",
         ),
         ("srun: error: t1: task 0: Segmentation fault (core dumped)", "rank 0", "it crashed"),
-        ("srun: error: Node failure on train2", "srun", "the node is lost"),
+        ("srun: error: Node failure on train2", "node train2", "the node is lost"),
         (
             "slurmstepd: error: *** STEP 5.0 ON t1 CANCELLED AT 2026-11-22 DUE TO TIME LIMIT ***",
             "srun",
