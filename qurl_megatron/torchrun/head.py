@@ -4,6 +4,8 @@ What it decides, and what it leaves in the run's folder, are those of a job of `
 ``qurl slurm logs`` and ``hours`` read them.
 """
 
+import contextlib
+import random
 import signal
 import socket
 import time
@@ -32,6 +34,8 @@ WATCH_S = 2.0
 """Between looks at the run's files."""
 TOLD_S = 5.0
 """Until it is said that nodes are waited for."""
+KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The first and the last port that the kernel gives away."""
 
 
 class NodeMissing(Exception):
@@ -258,8 +262,12 @@ def told_by(rows: dict[str, Row]) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has: torchrun opens one only where it is told which. Where
-    another process takes it in between, torchrun says so, and the next attempt has another."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nobody has: torchrun opens one only where it is told which, and
+    takes seconds to. So it is none of those that the kernel gives to whoever asks for any."""
+    first = int(KERNELS.read_text(encoding="ascii").split()[0])
+    own = range(max(1024, first - 8192), first)
+    for port in (*random.sample(own, min(64, len(own))), 0):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise ConfigError("no port is free on this node; end what holds them, `ss -ltnp` shows it")

@@ -1,17 +1,20 @@
 """Nodes without a batch system: what they tell each other, and what follows from it."""
 
 import contextlib
+import inspect
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.slurm import folder, supervise
@@ -24,7 +27,7 @@ from qurl_megatron.torchrun.agent import command as torchruns_command
 from qurl_megatron.torchrun.agent import failures
 from qurl_megatron.torchrun.board import Board, Order, Row, Word, ask
 from qurl_megatron.torchrun.command import endpoint_of, is_here, main
-from qurl_megatron.torchrun.head import Head, Plan, told_by
+from qurl_megatron.torchrun.head import Head, Plan, free_port, told_by
 from qurl_megatron.torchrun.member import Member
 from qurl_megatron.torchrun.round import Round, missing, seats
 
@@ -299,6 +302,12 @@ def test_several_nodes_need_an_endpoint_and_one_needs_none():
             endpoint_of(wrong, 2)
 
 
+def test_the_port_of_an_attempt_is_none_that_the_kernel_may_give_away_meanwhile():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with socket.create_server(("127.0.0.1", port := free_port())):
+        assert 1024 <= port < first
+
+
 def test_the_head_is_where_the_endpoint_is():
     own = [a.address for a in psutil.net_if_addrs().get("eth0", ()) if a.family == socket.AF_INET]
     assert all(is_here(address) for address in [*own, "localhost", "127.0.1.1"])
@@ -363,6 +372,7 @@ def shell(monkeypatch):
     for module in (command, head):
         monkeypatch.setattr(module, "BEAT_S", 0.02)
     monkeypatch.setattr(head, "WATCH_S", 0.0)
+    monkeypatch.setattr(head, "GRACE_S", 0.0)
     monkeypatch.setattr(supervise, "STACKS_S", 0.0)
     monkeypatch.setattr(supervise, "POLL_S", 0.01)
     return lambda line: monkeypatch.setattr(agent, "command", lambda *_: ["sh", "-c", line])
@@ -415,69 +425,76 @@ def test_logs_quotes_a_torchrun_that_could_not_start(shell, tmp_path, capsys):
     assert "First cause: a port is taken: torchrun on train1, exit code 1\n  EADDRINUSE" in said
 
 
+@contextlib.contextmanager
+def answering(board: Board, rows: Callable[[int], dict[str, Row]]) -> Iterator[None]:
+    """Inside, other nodes bring their rows, which depend on the newest attempt that was on."""
+    over = threading.Event()
+
+    def answer() -> None:
+        newest = 0
+        while not over.wait(0.01):
+            if board.word.order is not None:
+                newest = board.word.order.number
+            for node, one in rows(newest).items():
+                board.answer(json.dumps([node, vars(one)]).encode())
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_logs_names_a_lost_node_whose_place_a_spare_one_takes(shell, tmp_path, capsys):
     shell(RUNS)
     board = Board(None, LIKE)
-    nodes = {"b": row("train2"), "c": row("train3")}  # train3 is spare
     run = headed(tmp_path, board, nodes=2, retries=1)
 
-    def others() -> None:
-        while (word := board.word).code is None:
-            for node, one in [*nodes.items()]:
-                order = word.order
-                if order is not None and node in order.seats and order.number > one.attempt:
-                    one = nodes[node] = replace(one, attempt=order.number, ended=None)
-                if order is not None and order.number == 1 and node == "b":
-                    one = nodes[node] = replace(one, left=True)
-                if order is not None and order.number == 2:
-                    one = nodes[node] = replace(one, ended=3)
-                board.answer(json.dumps([node, {**vars(one)}]).encode())
-            time.sleep(0.01)
+    def rows(newest: int) -> dict[str, Row]:
+        spare = {"attempt": 2, "ended": 1, "failed": {"1": 3}} if newest == 2 else {}
+        return {
+            "b": row("train2", attempt=min(newest, 1), left=newest > 0),
+            "c": row("train3", **spare),
+        }
 
-    threading.Thread(target=others, daemon=True).start()
-    with contextlib.closing(SimpleNamespace(close=run.member.end)):
-        head.GRACE_S, grace = 0.0, head.GRACE_S
-        try:
-            run.run()
-        finally:
-            head.GRACE_S = grace
-            board.word = Word(code=0)
+    with answering(board, rows):
+        assert run.run().code == 3
     assert run._names == ["train1", "train3"]
     said = told(tmp_path, capsys)
     assert "First cause: the node is lost: node train2\n  lost train2, which left\n" in said
     assert "the same command runs there again, or on another node" in said
 
 
-def test_a_node_that_does_not_see_the_folder_ends_the_run_with_2_and_its_sentence(
-    shell, tmp_path, capsys, monkeypatch
-):
-    shell(RUNS)
+def test_a_node_that_does_not_see_the_runs_folder_tells_the_head_before_it_leaves(monkeypatch):
     monkeypatch.setattr(members, "CACHED_S", 0.0)
     with listening() as (board, endpoint):
-        run = headed(tmp_path, board, nodes=2)
-        real = Member("b", row("train2"), 1)
-        found = []
+        board.word = Word(replace(ordered("a"), logs="/elsewhere/attempts/3"))
+        member = Member("a", row("train1"), 1)
+        with pytest.raises(ConfigError, match="is not visible on train1 after 0 s") as error:
+            command._follow(endpoint, member, SimpleNamespace(newest=""), 20)
+        left = board.rows()["a"]
+    assert (left.left, left.refused) == (True, str(error.value))
 
-        def follow() -> None:
-            run_elsewhere = real.follow
 
-            def elsewhere(word: Word, received: str = "") -> Row:
-                order = word.order and replace(word.order, logs="/elsewhere/attempts/1")
-                return run_elsewhere(replace(word, order=order), received)
-
-            real.follow = elsewhere
-            with pytest.raises(ConfigError) as error:
-                command._follow(endpoint, real, SimpleNamespace(newest=""), 20)
-            found.append(str(error.value))
-
-        follower = threading.Thread(target=follow, daemon=True)
-        follower.start()
-        with pytest.raises(ConfigError) as error:
-            command._lead(run)
-        follower.join(20)
-    assert found == [str(error.value)]
-    assert "is not visible on train2 after 0 s" in found[0]
-    assert found[0] in told(tmp_path, capsys).splitlines()[1]
+def test_what_keeps_a_node_from_taking_part_ends_the_run_with_that_sentence(
+    shell, tmp_path, capsys
+):
+    shell(RUNS)
+    board, why = Board(None, LIKE), "/x is not visible on train2"
+    run = headed(tmp_path, board, nodes=2)
+    refused = row("train2", refused=why, left=True)
+    with (
+        answering(board, lambda newest: {"b": refused if newest else row("train2")}),
+        pytest.raises(ConfigError, match=why),
+    ):
+        command._lead(run)
+    assert (board.word.code, board.word.why) == (2, why)
+    assert told(tmp_path, capsys).splitlines()[:2] == [
+        f"{tmp_path}, attempt 1: ended with 2 (stop); steps 0 to 0 are saved",
+        f"The supervisor says: {why}",
+    ]
 
 
 def test_the_folder_of_each_attempt_may_take_its_time_to_appear(tmp_path, monkeypatch):
@@ -513,8 +530,10 @@ def test_a_signal_in_a_missed_beat_does_not_kill_ranks_that_have_to_save(shell, 
 
 
 def test_what_failed_in_the_beat_in_which_all_must_end_is_told(shell, tmp_path):
-    shell("echo OSError: in use; exit 1")
+    go = tmp_path / "go"
+    shell(f"until [ -e {go} ]; do sleep 0.02; done; echo OSError: in use; exit 1")
     member = started(tmp_path)
+    go.touch()
     until(lambda: member._torchrun.code() is not None)
     order = replace(ordered("a"), logs=str(tmp_path))
     ended = member.follow(Word(order, over=True))
@@ -548,11 +567,6 @@ def test_many_nodes_may_come_at_once():
 
 
 def test_torchruns_own_words_are_those_that_we_read():
-    import inspect
-
-    from torch.distributed.elastic.multiprocessing import api
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
     ended = {
         rank: ProcessFailure(local_rank=rank, pid=99999, exitcode=code, error_file="<N/A>")
         for rank, code in ((8, -9), (9, -15), (10, 1))
