@@ -124,6 +124,11 @@ def no_job(run_dir: Path) -> ConfigError:
             f"{run_dir}: this run was never submitted to Slurm; `qurl report {run_dir}` shows how "
             "it went"
         )
+    if (run_dir / "slurm/recipe.toml").exists():
+        return ConfigError(
+            f"{run_dir}: this run has no job in Slurm; `qurl slurm logs {run_dir}` tells of each "
+            "attempt once it has begun"
+        )
     return ConfigError(f"{run_dir}: nothing was submitted for this folder; {named}")
 
 

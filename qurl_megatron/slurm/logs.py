@@ -11,7 +11,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import Attempt, Tried, tried
 from qurl_megatron.observe.failures import read_failures
 from qurl_megatron.slurm import folder
-from qurl_megatron.slurm.cause import AGAIN, Cause, Event, Evidence, Log, first_cause
+from qurl_megatron.slurm.cause import AGAIN, Cause, Event, Evidence, Kind, Log, first_cause
 from qurl_megatron.slurm.verdict import GOES_ON, Decision
 
 TAIL = 4 << 20
@@ -83,7 +83,7 @@ def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -
     if cause is None or (one.ended and one.ended.decision == "done"):
         lines.append("no rank and no engine has failed")
     else:
-        lines += list(_cause(cause, _title(one), _goes_on(one)))
+        lines += list(_cause(cause, _title(one), _advice(run_dir, one, cause.first.kind)))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
     where = folder.attempt_folder(run_dir, one.number)
     stacks = (path for path in sorted(where.glob("stack-*")) if path.stat().st_size)
@@ -113,19 +113,22 @@ def _title(one: Tried) -> str:
     return "Failed while it ended" if one.ended.decision == Decision.AGAIN else "First cause"
 
 
-def _goes_on(one: Tried) -> bool:
-    """Another attempt follows by itself."""
-    return one.ended is not None and one.ended.decision in GOES_ON
+def _advice(run_dir: Path, one: Tried, kind: Kind) -> str:
+    ended = one.ended
+    slurm = ended.job if ended else folder.submitted(run_dir)
+    advice, again = kind.advice, AGAIN
+    if not slurm:
+        advice, again = kind.bare or advice, AGAIN.replace("submit", "start the same command")
+    if ended and ended.decision in GOES_ON:
+        again = "the run goes on by itself"
+    return f"{advice.removesuffix(AGAIN)}{again}" if advice.endswith(AGAIN) else advice
 
 
-def _cause(cause: Cause, title: str, goes_on: bool) -> Iterator[str]:
+def _cause(cause: Cause, title: str, advice: str) -> Iterator[str]:
     first = cause.first
     yield ""
     yield f"{title}: {first.kind.name}: {_where(first, cause.followed)}"
     yield f"  {first.said}"
-    advice = first.kind.advice
-    if goes_on and advice.endswith(AGAIN):
-        advice = f"{advice.removesuffix(AGAIN)}the run goes on by itself"
     yield f"What to do: {advice}"
     if first.traceback.strip():
         yield from ("", first.traceback.rstrip())

@@ -19,6 +19,8 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.undertaker import bury, spare
 from qurl_megatron.torchrun.board import Order
 
+SAID = 500
+"""Characters of torchrun's last line that are passed on."""
 END_S = 10.0
 """That a process may take to end which was killed: the disk may hold it up."""
 
@@ -55,7 +57,8 @@ class Torchrun:
 
     def last_words(self) -> str:
         lines = self._words.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return last[:SAID]
 
     def signal(self, number: int) -> bool:
         """Send a signal to the ranks.
@@ -71,11 +74,13 @@ class Torchrun:
 
     def end(self) -> None:
         """Kill it and the ranks, stopped ones too."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._process.send_signal(signal.SIGSTOP)  # it starts no further rank meanwhile
+        self._process.send_signal(signal.SIGSTOP)  # it starts no further rank meanwhile
         self.signal(signal.SIGKILL)
         self._process.kill()
-        self._process.wait(END_S)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # stuck in the kernel; it ends as soon as it leaves that
+            return
         self.bury()
 
     def bury(self) -> None:

@@ -5,7 +5,7 @@ on there, and takes the head's word home, what is wanted of all. Both tell a sta
 one that gets lost, or comes twice, changes nothing. A node that is not heard for ``SILENT_S`` is
 lost, and so is the head for the others.
 
-Nothing is encrypted, as between the ranks: keep the network to yourself.
+Nothing is authenticated or encrypted, as between the ranks: use a private network.
 """
 
 import json
@@ -63,6 +63,7 @@ class Row:
     failed: dict[str, int] = field(default_factory=dict)  # exit codes of ranks that failed
     said: str = ""  # torchrun's last line, where it failed and none of them did
     received: str = ""  # the newest signal that somebody has sent to the script
+    refused: str = ""  # why the node cannot take part
     left: bool = False
 
 
@@ -107,17 +108,18 @@ class Board:
         try:
             node, row = json.loads(line)
             row = Row(**row)
-        except (ValueError, TypeError):
-            return Word(refused="it does not speak as this script does")
-        for option, own in self._like.items():
-            if (its := row.like.get(option)) != own:
-                return Word(refused=f"{row.name} was started with {option} {its}, not {own}")
-        self._heard[node] = row, time.monotonic()
+            for option, own in self._like.items():
+                if (its := row.like.get(option)) != own:
+                    return Word(refused=f"{row.name} was started with {option} {its}, not {own}")
+            self._heard[node] = row, time.monotonic()
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return Word(refused="it runs another version of this script")
         return self.word
 
 
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
+    request_queue_size = 1024  # all nodes may come at once
 
     def __init__(self, address: tuple[str, int], board: Board) -> None:
         self.board = board
@@ -157,8 +159,8 @@ def ask(endpoint: tuple[str, int], node: str, row: Row) -> Word:
     except (ValueError, TypeError, KeyError):
         where = f"{endpoint[0]}:{endpoint[1]}"
         raise ConfigError(
-            f"--rdzv-endpoint {where} is answered by something else than this script; choose "
-            "another port, on all nodes"
+            f"--rdzv-endpoint: another program answers at {where}; choose another port, on all "
+            "nodes"
         ) from None
     if word.refused:
         raise ConfigError(f"the head refuses this node: {word.refused}")

@@ -24,7 +24,7 @@ from qurl_megatron.slurm.cluster import JobConfig
 from qurl_megatron.slurm.supervise import Received
 from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.slurm.verdict import BAD_NODE, Decision, Outcome
-from qurl_megatron.torchrun.board import BEAT_S, SILENT_S, Board, Row, ask
+from qurl_megatron.torchrun.board import BEAT_S, SILENT_S, Board, Row, Word, ask
 from qurl_megatron.torchrun.head import Head, NodeMissing, Plan
 from qurl_megatron.torchrun.member import Member
 
@@ -132,7 +132,7 @@ def _follow(endpoint: tuple[str, int], member: Member, received: Received, wait_
             silent = time.monotonic() - heard
             if silent > SILENT_S:
                 member.end()
-            if received.newest:
+            if received.newest and not member.busy:  # else its ranks have to save
                 return STOPPED
             if silent > wait_s:
                 raise NodeMissing(
@@ -141,13 +141,23 @@ def _follow(endpoint: tuple[str, int], member: Member, received: Received, wait_
                 ) from None
         else:
             heard = time.monotonic()
-            member.follow(word, received.newest)
+            _obey(endpoint, member, word, received)
             if word.code is not None:
                 print(f"qurl: {word.why}", flush=True)
                 with contextlib.suppress(OSError):  # it need not wait for a node that says so
                     ask(endpoint, member.node, replace(member.row, left=True))
                 return word.code
         time.sleep(BEAT_S)
+
+
+def _obey(endpoint: tuple[str, int], member: Member, word: Word, received: Received) -> None:
+    try:
+        member.follow(word, received.newest)
+    except ConfigError as error:  # the head ends the run with it
+        member.end()
+        with contextlib.suppress(OSError):
+            ask(endpoint, member.node, replace(member.row, refused=str(error), left=True))
+        raise
 
 
 def _board(endpoint: tuple[str, int] | None, like: Mapping[str, str]) -> Board | None:
@@ -177,6 +187,10 @@ def endpoint_of(given: str | None, nodes: int) -> tuple[str, int] | None:
     if nodes == 1:
         return None
     host, _, port = (given or "").rpartition(":")
+    if ":" in host:
+        raise ConfigError(
+            f"--rdzv-endpoint {given}: IPv6 is not supported; give a name or an IPv4 address"
+        )
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(
             f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, where HOST is one of the nodes, on "

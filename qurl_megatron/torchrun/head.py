@@ -4,17 +4,20 @@ What it decides, and what it leaves in the run's folder, are those of a job of `
 ``qurl slurm logs`` and ``hours`` read them.
 """
 
+import contextlib
+import random
 import signal
 import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.text import duration
 from qurl_megatron.runtime.files import refusing
 from qurl_megatron.slurm import folder
-from qurl_megatron.slurm.pace import mark, measured
+from qurl_megatron.slurm.pace import Pace, Stillness, mark, measured
 from qurl_megatron.slurm.supervise import Ending, Received, ask_for_stacks
 from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.slurm.verdict import WALL_TIME, Decision, Outcome, before, decide
@@ -31,6 +34,8 @@ WATCH_S = 2.0
 """Between looks at the run's files."""
 TOLD_S = 5.0
 """Until it is said that nodes are waited for."""
+KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The first and the last port that the kernel gives away."""
 
 
 class NodeMissing(Exception):
@@ -133,7 +138,13 @@ class Head:
         logs = folder.attempt_folder(plan.run_dir, number).absolute()
         self.say(f"attempt {number}, from step {saved}; the ranks write {logs}/train-RANK.log")
         order = Order(number, str(plan.run_dir), str(logs), plan.address, free_port(), taken)
-        ended = self._watch(Round(order, rows), order, ranks)
+        try:
+            ended = self._watch(Round(order, rows), order, ranks)
+        except ConfigError as error:  # of this node, or of another
+            record = folder.Attempt(number, 0, 0, saved, self._saved(), "", 2, Decision.STOP.value)
+            folder.close_attempt(plan.run_dir, record)
+            self.say(f"attempt {number}: {error}")
+            raise
         after = self._saved()
         outcome = decide(
             ended.code,
@@ -182,8 +193,9 @@ class Head:
             if not told and (told := told_by(heard)):
                 self.say(f"SIG{told}: the ranks save and end")
                 self.signal(signal.SIGUSR1)
-            if not failed and (still := progress.stuck_s()):
-                failed, end_at = f"hung: no new step for {still:.0f} s", 0.0
+            if not failed and (why := progress.stuck()):
+                self.say(f"{why} (--hung-s)")
+                failed, end_at = f"hung: {why.partition(',')[0]}", 0.0
                 self._write_stacks(Path(order.logs), ranks)
         self._want(Word())
         # Told before it could listen, a rank dies of it, and nothing is lost.
@@ -202,7 +214,10 @@ class Head:
         self.member.follow(word, self.received.newest)
 
     def _heard(self, since: float = 0.0) -> dict[str, Row]:
-        return {**self.board.rows(since), self.member.node: self.member.row}
+        rows = {**self.board.rows(since), self.member.node: self.member.row}
+        if refused := next((row.refused for row in rows.values() if row.refused), ""):
+            raise ConfigError(refused)
+        return rows
 
     def _saved(self) -> int:
         """Step of the newest checkpoint; 0 where there is none."""
@@ -215,20 +230,26 @@ class Progress:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._began, self._moved = now(), time.monotonic()
-        self._looked, self._mark = self._moved, mark(plan.run_dir)
+        self._began, self._looked, self._still = now(), time.monotonic(), Stillness()
+        self._mark, self._pace = mark(plan.run_dir), self._measured()
 
-    def stuck_s(self) -> float:
-        """Seconds without a step where they are too many, else 0."""
+    def stuck(self) -> str:
+        """A sentence where it is too long, else "". To be asked more often than every SEEN_S."""
+        still = self._still.seconds()
         if time.monotonic() - self._looked < WATCH_S:
-            return 0.0
+            return ""
         self._looked = time.monotonic()
         if (seen := mark(self._plan.run_dir)) != self._mark:
-            self._mark, self._moved = seen, self._looked
+            self._mark, self._pace = seen, self._measured()
+            self._still.moved()
+            return ""
+        patience = self._pace.patience_s(self._plan.hung_s, self._plan.hung_steps)
+        said = f"no new step for {still:.0f} s, where {patience:.0f} are allowed"
+        return said if still > patience else ""
+
+    def _measured(self) -> Pace:
         pace = measured(self._plan.run_dir, self._began)
-        still = self._looked - self._moved
-        patience = pace.patience_s(self._plan.hung_s, self._plan.hung_steps)
-        return still if still > patience else 0.0
+        return pace.without_pauses(self._plan.hung_s, self._plan.hung_steps)
 
 
 def told_by(rows: dict[str, Row]) -> str:
@@ -241,8 +262,12 @@ def told_by(rows: dict[str, Row]) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has: torchrun opens one only where it is told which. Where
-    another process takes it in between, torchrun says so, and the next attempt has another."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nobody has: torchrun opens one only where it is told which, and
+    takes seconds to. So it is none of those that the kernel gives to whoever asks for any."""
+    first = int(KERNELS.read_text(encoding="ascii").split()[0])
+    own = range(max(1024, first - 8192), first)
+    for port in (*random.sample(own, min(64, len(own))), 0):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise ConfigError("no port is free on this node; end what holds them, `ss -ltnp` shows it")

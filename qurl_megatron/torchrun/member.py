@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.files import CACHED_S
 from qurl_megatron.torchrun.agent import Torchrun
-from qurl_megatron.torchrun.board import Row, Word
+from qurl_megatron.torchrun.board import Order, Row, Word
 
 
 class Member:
@@ -19,7 +20,7 @@ class Member:
         self.node, self.row, self._per_node = node, row, per_node
         self._torchrun: Torchrun | None = None
         self._told = 0  # of the head's signals
-        self._missed: float | None = None  # since when an attempt's folder is not seen
+        self._missed = 0, 0.0  # an attempt whose folder is not seen, and since when
 
     def follow(self, word: Word, received: str = "") -> Row:
         """Bring this node to where the head wants it.
@@ -36,34 +37,47 @@ class Member:
         if not current:
             self.end()
         wanted = order is not None and self.node in order.seats and not word.over
-        if wanted and order.number > self.row.attempt and self._sees(Path(order.logs)):
+        if wanted and order.number > self.row.attempt and self._sees(order):
             self._torchrun = Torchrun(order, order.seats[self.node], self._per_node)
             self._told = 0
             self.row = replace(self.row, attempt=order.number, ended=None, failed={}, said="")
         if self._torchrun is not None:
             for number in word.signals[self._told :]:
                 self._told += self._torchrun.signal(number)
-            if (code := self._torchrun.code()) is not None:
-                failed = self._torchrun.failed()
-                self._note(code, failed, "" if failed else self._torchrun.last_words())
-                self._torchrun.bury()
-                self._torchrun = None
+            self._look()
         return self.row
 
     def end(self) -> None:
         """Kill what of an attempt is left here."""
+        self._look()  # what failed before counts
         if self._torchrun is not None:
             self._torchrun.end()
-            self._note(self._torchrun.code(), {})
+            self.row = replace(self.row, ended=128 + signal.SIGKILL)
             self._torchrun = None
 
-    def _sees(self, logs: Path) -> bool:
+    @property
+    def busy(self) -> bool:
+        """Ranks of an attempt run here."""
+        return self._torchrun is not None
+
+    def _look(self) -> None:
+        """Note how torchrun ended, once it has."""
+        if self._torchrun is None or (code := self._torchrun.code()) is None:
+            return
+        failed = self._torchrun.failed()
+        said = self._torchrun.last_words() if code and not failed else ""
+        self.row = replace(self.row, ended=code, failed=failed, said=said)
+        self._torchrun.bury()
+        self._torchrun = None
+
+    def _sees(self, order: Order) -> bool:
         """This node sees the attempt's folder. It does not wait, for then it would be silent."""
+        logs = Path(order.logs)
         if logs.is_dir():
-            self._missed = None
             return True
-        self._missed = self._missed or time.monotonic()
-        if time.monotonic() - self._missed > CACHED_S:
+        if self._missed[0] != order.number:
+            self._missed = order.number, time.monotonic()
+        if time.monotonic() - self._missed[1] > CACHED_S:
             raise ConfigError(
                 f"{logs} is not visible on {self.row.name} after {CACHED_S:g} s, although the head "
                 "has made it; set train.run_dir to a folder that all nodes share"
@@ -71,6 +85,3 @@ class Member:
         with contextlib.suppress(FileNotFoundError):
             os.listdir(logs.parent)  # which queries the file server again
         return False
-
-    def _note(self, code: int, failed: dict[str, int], said: str = "") -> None:
-        self.row = replace(self.row, ended=code, failed=failed, said=said if code else "")

@@ -20,7 +20,7 @@ class Round:
         """
         self._number = order.number
         self._rows = {node: rows[node] for node in order.seats}
-        self._lost: list[str] = []
+        self._lost: dict[str, str] = {}  # how, by node
         self._failed: dict[str, int] = {}  # by rank, the first that was heard of first
 
     @property
@@ -42,8 +42,9 @@ class Round:
             row = heard.get(node)
             if row is None or row.left:
                 if node not in self._lost and self._code(node) is None:
-                    self._lost.append(node)
-                    news.append(self.lost)
+                    how = "which left" if row else f"silent for {SILENT_S:.0f} s"
+                    self._lost[node] = f"lost {before.name}, {how}"
+                    news.append(self._lost[node])
             elif row.attempt == self._number and row != before:
                 self._rows[node] = row
                 if before.attempt != self._number or before.ended is None:
@@ -54,8 +55,7 @@ class Round:
     @property
     def lost(self) -> str:
         """A sentence where nodes are lost, else ""."""
-        names = ", ".join(self._rows[node].name for node in self._lost)
-        return f"lost {names}, silent for {SILENT_S:.0f} s" if names else ""
+        return "; ".join(self._lost.values())
 
     @property
     def finished(self) -> bool:

@@ -1,25 +1,33 @@
 """Nodes without a batch system: what they tell each other, and what follows from it."""
 
 import contextlib
+import inspect
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import folder
+from qurl_megatron.slurm import folder, supervise
 from qurl_megatron.slurm.cause import Evidence, first_cause
 from qurl_megatron.slurm.logs import logs
 from qurl_megatron.slurm.verdict import Before, decide
+from qurl_megatron.torchrun import agent, command, head
+from qurl_megatron.torchrun import member as members
 from qurl_megatron.torchrun.agent import command as torchruns_command
 from qurl_megatron.torchrun.agent import failures
 from qurl_megatron.torchrun.board import Board, Order, Row, Word, ask
 from qurl_megatron.torchrun.command import endpoint_of, is_here, main
-from qurl_megatron.torchrun.head import told_by
+from qurl_megatron.torchrun.head import Head, Plan, free_port, told_by
 from qurl_megatron.torchrun.member import Member
 from qurl_megatron.torchrun.round import Round, missing, seats
 
@@ -173,8 +181,9 @@ def test_a_node_that_is_silent_or_leaves_is_lost_and_named_once():
     heard = {"a": row("train1", attempt=3), "c": row("train3", attempt=3, left=True)}
     assert attempt.hear(heard) == [
         "lost train2, silent for 15 s",
-        "lost train2, train3, silent for 15 s",
+        "lost train3, which left",
     ]
+    assert attempt.lost == "lost train2, silent for 15 s; lost train3, which left"
     assert attempt.hear(heard) == [] and attempt.failing and not attempt.finished
     attempt.hear({"a": row("train1", attempt=3, ended=137)})
     assert attempt.finished and attempt.code == 137
@@ -244,10 +253,19 @@ def test_a_node_that_was_started_otherwise_is_refused_in_a_sentence(like, why):
         assert board.rows() == {}
 
 
-@pytest.mark.parametrize("line", [b"", b"GET / HTTP/1.1", b"[]", b'["a", {"x": 1}]', b"\xff" * 99])
+ODD = [
+    b'["a", {"name": "x", "like": []}]',
+    json.dumps([["a"], {"name": "x", "like": LIKE}]).encode(),
+    b"[" * 60_000,
+]
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"GET / HTTP/1.1", b"[]", b'["a", {"x": 1}]', b"\xff" * 99, *ODD]
+)
 def test_strangers_at_the_heads_port_are_no_nodes(line):
     board = Board(None, LIKE)
-    assert "does not speak" in board.answer(line).refused
+    assert "another version" in board.answer(line).refused
     assert board.rows() == {}
 
 
@@ -262,13 +280,8 @@ def test_something_else_at_the_endpoint_is_a_sentence(answer):
                 visitor.sendall(answer)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(ConfigError, match="is answered by something else than this script"):
+        with pytest.raises(ConfigError, match="another program answers at 127.0.0.1:"):
             ask(server.getsockname(), "b", row("train2"))
-
-
-def test_a_word_survives_the_way():
-    word = Word(ordered("a"), (10,), code=4, why="why")
-    assert json.loads(json.dumps(asdict(word)))["order"]["seats"] == {"a": 0}
 
 
 def test_torchrun_gets_the_attempts_place_and_restarts_nothing():
@@ -284,6 +297,15 @@ def test_several_nodes_need_an_endpoint_and_one_needs_none():
     for wrong in (None, "head", "head:", ":29500", "head:0", "head:70000", "head:x"):
         with pytest.raises(ConfigError, match="--nnodes 2 needs --rdzv-endpoint HOST:PORT"):
             endpoint_of(wrong, 2)
+    for wrong in ("[::1]:29500", "::1:29500"):
+        with pytest.raises(ConfigError, match="IPv6 is not supported; give a name or an IPv4"):
+            endpoint_of(wrong, 2)
+
+
+def test_the_port_of_an_attempt_is_none_that_the_kernel_may_give_away_meanwhile():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with socket.create_server(("127.0.0.1", port := free_port())):
+        assert 1024 <= port < first
 
 
 def test_the_head_is_where_the_endpoint_is():
@@ -337,3 +359,224 @@ def test_what_stops_a_run_names_the_options_of_this_script():
     assert idle.why.endswith("mend the cause, then the same command goes on")
     many = decide(1, "", 2, 3, Before(3), steps=9, retries=3, **words)
     assert "and --retries=3 allows no further attempt" in many.why
+
+
+# ---- with a line of shell in the place of torchrun, whose children are the ranks
+
+RUNS = "trap '' USR1 USR2; sleep 60 & wait"
+
+
+@pytest.fixture
+def shell(monkeypatch):
+    """Sets the line. Everything beats faster."""
+    for module in (command, head):
+        monkeypatch.setattr(module, "BEAT_S", 0.02)
+    monkeypatch.setattr(head, "WATCH_S", 0.0)
+    monkeypatch.setattr(head, "GRACE_S", 0.0)
+    monkeypatch.setattr(supervise, "STACKS_S", 0.0)
+    monkeypatch.setattr(supervise, "POLL_S", 0.01)
+    return lambda line: monkeypatch.setattr(agent, "command", lambda *_: ["sh", "-c", line])
+
+
+def started(folder: Path) -> Member:
+    """A node on which an attempt has begun."""
+    member = Member("a", row("train1"), 1)
+    member.follow(Word(replace(ordered("a"), logs=str(folder))))
+    assert member.row.attempt == 3
+    return member
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def headed(tmp_path: Path, board: Board, **facts) -> Head:
+    plan = {"nodes": 1, "retries": 0, "hung_s": 60.0, "wait_s": 20.0, **facts}
+    (tmp_path / "slurm").mkdir(exist_ok=True)
+    made = Plan(tmp_path, 8, per_node=1, address="127.0.0.1", hung_steps=10.0, **plan)
+    return Head(made, board, Member("a", row("train1"), 1), SimpleNamespace(newest=""))
+
+
+def told(run_dir: Path, capsys) -> str:
+    capsys.readouterr()
+    logs(run_dir, 1)
+    said = capsys.readouterr().out
+    assert "job." not in said.partition("Logs")[0] and "submit" not in said
+    return said
+
+
+def test_logs_says_that_a_run_hung_and_names_the_scripts_own_option(shell, tmp_path, capsys):
+    shell(RUNS)
+    outcome = headed(tmp_path, Board(None, LIKE), hung_s=0.2).run()
+    assert outcome.why.startswith("hung: no new step for 0 s, failure 1 in a row")
+    said = told(tmp_path, capsys)
+    assert "First cause: the run hung: rank 0\n" in said
+    assert "  no new step for 0 s, where 0 are allowed (--hung-s)\n" in said
+    assert "raise --hung-s; then start the same command again: the run goes on from" in said
+
+
+def test_logs_quotes_a_torchrun_that_could_not_start(shell, tmp_path, capsys):
+    shell("echo EADDRINUSE, port 29500; exit 1")
+    assert headed(tmp_path, Board(None, LIKE)).run().code == 1
+    said = told(tmp_path, capsys)
+    assert "First cause: a port is taken: torchrun on train1, exit code 1\n  EADDRINUSE" in said
+
+
+@contextlib.contextmanager
+def answering(board: Board, rows: Callable[[int], dict[str, Row]]) -> Iterator[None]:
+    """Inside, other nodes bring their rows, which depend on the newest attempt that was on."""
+    over = threading.Event()
+
+    def answer() -> None:
+        newest = 0
+        while not over.wait(0.01):
+            if board.word.order is not None:
+                newest = board.word.order.number
+            for node, one in rows(newest).items():
+                board.answer(json.dumps([node, vars(one)]).encode())
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_logs_names_a_lost_node_whose_place_a_spare_one_takes(shell, tmp_path, capsys):
+    shell(RUNS)
+    board = Board(None, LIKE)
+    run = headed(tmp_path, board, nodes=2, retries=1)
+
+    def rows(newest: int) -> dict[str, Row]:
+        spare = {"attempt": 2, "ended": 1, "failed": {"1": 3}} if newest == 2 else {}
+        return {
+            "b": row("train2", attempt=min(newest, 1), left=newest > 0),
+            "c": row("train3", **spare),
+        }
+
+    with answering(board, rows):
+        assert run.run().code == 3
+    assert run._names == ["train1", "train3"]
+    said = told(tmp_path, capsys)
+    assert "First cause: the node is lost: node train2\n  lost train2, which left\n" in said
+    assert "the same command runs there again, or on another node" in said
+
+
+def test_a_node_that_does_not_see_the_runs_folder_tells_the_head_before_it_leaves(monkeypatch):
+    monkeypatch.setattr(members, "CACHED_S", 0.0)
+    with listening() as (board, endpoint):
+        board.word = Word(replace(ordered("a"), logs="/elsewhere/attempts/3"))
+        member = Member("a", row("train1"), 1)
+        with pytest.raises(ConfigError, match="is not visible on train1 after 0 s") as error:
+            command._follow(endpoint, member, SimpleNamespace(newest=""), 20)
+        left = board.rows()["a"]
+    assert (left.left, left.refused) == (True, str(error.value))
+
+
+def test_what_keeps_a_node_from_taking_part_ends_the_run_with_that_sentence(
+    shell, tmp_path, capsys
+):
+    shell(RUNS)
+    board, why = Board(None, LIKE), "/x is not visible on train2"
+    run = headed(tmp_path, board, nodes=2)
+    refused = row("train2", refused=why, left=True)
+    with (
+        answering(board, lambda newest: {"b": refused if newest else row("train2")}),
+        pytest.raises(ConfigError, match=why),
+    ):
+        command._lead(run)
+    assert (board.word.code, board.word.why) == (2, why)
+    assert told(tmp_path, capsys).splitlines()[:2] == [
+        f"{tmp_path}, attempt 1: ended with 2 (stop); steps 0 to 0 are saved",
+        f"The supervisor says: {why}",
+    ]
+
+
+def test_the_folder_of_each_attempt_may_take_its_time_to_appear(tmp_path, monkeypatch):
+    monkeypatch.setattr(members, "CACHED_S", 0.05)
+    member = Member("a", row("train1"), 1)
+    order = replace(ordered("a"), logs=str(tmp_path / "3"))
+    member.follow(Word(order))
+    time.sleep(0.06)
+    after = Word(replace(order, number=4))
+    assert member.follow(after).attempt == 0
+    time.sleep(0.06)
+    with pytest.raises(ConfigError, match="is not visible on train1"):
+        member.follow(after)
+
+
+def test_a_signal_in_a_missed_beat_does_not_kill_ranks_that_have_to_save(shell, tmp_path):
+    shell(RUNS)
+    member, received, codes = started(tmp_path), SimpleNamespace(newest=""), []
+    with Board(0, LIKE) as board:
+        endpoint, order = ("127.0.0.1", board.port), replace(ordered("a"), logs=str(tmp_path))
+    received.newest = "TERM"  # while nobody listens
+    wait = (endpoint, member, received, 20)
+    follower = threading.Thread(target=lambda: codes.append(command._follow(*wait)), daemon=True)
+    follower.start()
+    time.sleep(0.2)
+    with Board(endpoint[1], LIKE) as board:
+        board.word = Word(order)
+        until(lambda: codes or any(one.received for one in board.rows().values()))
+        assert codes == [] and member.busy and board.rows()["a"].received == "TERM"
+        board.word = Word(code=143)
+        follower.join(20)
+    assert codes == [143] and not member.busy
+
+
+def test_what_failed_in_the_beat_in_which_all_must_end_is_told(shell, tmp_path):
+    go = tmp_path / "go"
+    shell(f"until [ -e {go} ]; do sleep 0.02; done; echo OSError: in use; exit 1")
+    member = started(tmp_path)
+    go.touch()
+    until(lambda: member._torchrun.code() is not None)
+    order = replace(ordered("a"), logs=str(tmp_path))
+    ended = member.follow(Word(order, over=True))
+    assert (ended.ended, ended.said) == (1, "OSError: in use")
+
+
+def test_ranks_that_do_not_die_at_once_do_not_end_the_script(shell, tmp_path, monkeypatch):
+    shell(RUNS)
+    monkeypatch.setattr(agent, "END_S", 0.0)  # as if the kernel held them
+    member = started(tmp_path)
+    member.end()
+    assert member.row.ended == 137 and not member.busy
+
+
+def test_a_last_line_of_any_length_reaches_the_head(shell, tmp_path):
+    shell("head -c 100000 /dev/zero | tr '\\0' x; exit 1")
+    member = started(tmp_path)
+    until(lambda: not member.busy or member._torchrun.code() is not None)
+    member.end()
+    with listening() as (board, endpoint):
+        ask(endpoint, "a", member.row)
+        assert board.rows()["a"].said == "x" * 500
+
+
+def test_many_nodes_may_come_at_once():
+    board = Board(0, LIKE)  # does not listen yet
+    with contextlib.ExitStack() as stack:
+        stack.callback(board._server.server_close)
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(("127.0.0.1", board.port), 0.5))
+
+
+def test_torchruns_own_words_are_those_that_we_read():
+    ended = {
+        rank: ProcessFailure(local_rank=rank, pid=99999, exitcode=code, error_file="<N/A>")
+        for rank, code in ((8, -9), (9, -15), (10, 1))
+    }
+    for at, one in enumerate(ended.values()):
+        one.timestamp = 1000 + at
+    assert failures(str(ChildFailedError("seat", ended))) == {"8": 137, "10": 1}
+    assert "forcefully exiting via" in inspect.getsource(api)
+
+
+def test_a_run_without_slurm_that_has_no_step_is_not_called_a_wrong_name(tmp_path, recipe):
+    folder.write_recipe(tmp_path, Path(recipe), [])
+    assert "this run has no job in Slurm; `qurl slurm logs" in str(folder.no_job(tmp_path))
