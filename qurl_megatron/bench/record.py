@@ -28,6 +28,7 @@ REASONS = {
     "cache hits": "prompts that nobody had sent were in the engine's cache",
     "failed requests": "requests failed; their tokens are not counted, their time is",
     "preempted requests": "the engine took requests back for lack of room, and computed them anew",
+    "requests waited": "the engine had no room for all requests of a batch at once",
     "identical samples": "samples of one prompt are the same, so the engine did not sample each",
     "failed publication": "a new version of the weights did not reach the engine",
     "engine changed": "the engine is not the one that it was at the first repeat",
@@ -41,7 +42,7 @@ class Figure:
 
     name: str
     unit: str
-    better: Literal["higher", "lower"]
+    better: Literal["higher", "lower"] | None  # None: only told, never compared
     repeats: list[float]
     limit: float | None = None  # what the machine allows, in the same unit
     limit_of: str = ""  # what sets the limit: "DRAM bytes", "INT8 products", ...
@@ -66,7 +67,7 @@ class Figure:
     @property
     def share(self) -> float | None:
         """Of the limit that was reached: 1 is as fast, or as small, as the machine allows."""
-        if self.limit is None or not self.median or not self.limit:
+        if not self.limit or not self.median or not self.better:
             return None
         return self.median / self.limit if self.better == "higher" else self.limit / self.median
 
@@ -76,7 +77,7 @@ class Case:
     """One setting, and what was measured of it."""
 
     name: str
-    keys: dict[str, str | int | float | bool | None]  # scheme, batch, engine, ...
+    keys: dict[str, str | int | float | bool | None]  # all that was set: scheme, batch, steps, ...
     figures: list[Figure] = field(default_factory=list)
     yardsticks: list[float] = field(default_factory=list)  # seconds, beside each repeat
     reasons: list[str] = field(default_factory=list)  # names from REASONS; empty: it is valid
