@@ -12,8 +12,8 @@ import itertools
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -139,11 +139,10 @@ def run(options: argparse.Namespace) -> list[Case]:
     """
     arch = read_arch(config_of(options.model))
     plan, subjects = plan_of(options, arch), subjects_of(options)
-    with (
-        log_folder(options.out) as logs,
-        tempfile.TemporaryDirectory(prefix="qurl-bench-") as work,
-        ExitStack() as stack,
-    ):
+    logs = (
+        options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="qurl-bench-logs-"))
+    )
+    with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
         targets = _targets(options, plan, subjects, Path(work), logs, stack)
         before = {name: target.identity() for name, target in targets.items()}
         candidates = {
@@ -151,6 +150,10 @@ def run(options: argparse.Namespace) -> list[Case]:
         }
         found = interleaved(candidates, repeats=options.repeats, seen=_tell)
         changed = {name: changed_since(before[name], target) for name, target in targets.items()}
+    if any(changed.values()):
+        progress(f"the engines' logs are in {logs}")
+    elif not options.out:  # an error on the way here names one of them
+        shutil.rmtree(logs)
     # The record tells the limits of what the engines ran on.
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     read = environment.limits(options.device)["read_gb_s"]
@@ -161,18 +164,6 @@ def run(options: argparse.Namespace) -> list[Case]:
         bounds = bounds_of(plan, subject, arch, read, gpu)
         cases.append(case_of(plan, subject, found[name], bounds, changed[name], before[name]))
     return cases
-
-
-@contextmanager
-def log_folder(out: Path | None) -> Iterator[Path]:
-    """Where engines log: beside the record, or else a folder that stays only if something fails,
-    because the error names a log in it."""
-    if out:
-        yield out / "logs"
-        return
-    folder = Path(tempfile.mkdtemp(prefix="qurl-bench-logs-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def changed_since(before: Mapping[str, object], target: Target) -> str:

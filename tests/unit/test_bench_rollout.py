@@ -1,12 +1,13 @@
 """The rollout benchmark but for its engines: what is asked of whom, and what becomes of it."""
 
 import argparse
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 
-from qurl_megatron.bench import rollout
+from qurl_megatron.bench import environment, rollout
 from qurl_megatron.bench.load.answers import Answer, Client, Look, Outcome, Publication
 from qurl_megatron.bench.load.engines import Target, _told_by_openai, engine_config
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
@@ -49,8 +50,9 @@ def outcome(failure=""):
 
 
 def repeats(*outcomes):
+    # A yardstick that no machine beats: none of them is "another load".
     count = len(outcomes)
-    return Repeats(seconds=[2.0] * count, results=list(outcomes), yardsticks=[0.01] * count)
+    return Repeats(seconds=[2.0] * count, results=list(outcomes), yardsticks=[1e-9] * count)
 
 
 def case(*outcomes, changed="", words=(), gpu=None, engine="embedded"):
@@ -246,6 +248,7 @@ def test_an_engine_that_is_gone_at_the_end_is_a_reason_of_its_own_case_alone(mon
     }
     monkeypatch.setattr(rollout, "_targets", lambda *_: targets)
     monkeypatch.setattr(rollout, "_candidate", lambda *_: outcome)
+    monkeypatch.setattr(environment, "limits", lambda device: {"read_gb_s": 10.0})
     monkeypatch.setattr(
         rollout, "interleaved", lambda found, **_: {n: repeats(outcome()) for n in found}
     )
@@ -272,20 +275,38 @@ def test_an_engine_of_openais_protocol_that_changed_says_so():
     assert rollout.changed_since(before, seen) == "version was 0.1, is 0.2"
 
 
-def test_logs_lie_beside_the_record(tmp_path):
-    with rollout.log_folder(tmp_path / "found") as logs:
-        assert logs == tmp_path / "found/logs"
+@pytest.mark.parametrize("fault", ["", "dies", "does not start"])
+@pytest.mark.parametrize("out", [True, False])
+def test_logs_lie_beside_the_record_or_are_kept_where_an_engine_fails(
+    tmp_path, monkeypatch, out, fault
+):
+    written = []
 
+    def targets(options, plan, subjects, work, logs, stack):
+        logs.mkdir(parents=True, exist_ok=True)
+        written.append(logs / "engine-0.log")
+        written[0].write_text("what it said")
+        if fault == "does not start":
+            raise ConfigError(f"see {written[0]}")
+        return {"embedded bf16": replace(target(), identity=identity)}
 
-def test_without_a_place_for_records_logs_are_kept_where_an_engine_fails(tmp_path, monkeypatch):
+    def identity():
+        if fault and next(asked):
+            raise EngineError("it did not answer")
+        return {}
+
+    asked = iter([False, True])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with rollout.log_folder(None) as logs:
-        (logs / "engine-0.log").write_text("all is well")
-    assert not logs.exists()
-    with pytest.raises(ConfigError), rollout.log_folder(None) as logs:
-        (logs / "engine-0.log").write_text("out of memory")
-        raise ConfigError("it did not start")
-    assert (logs / "engine-0.log").read_text() == "out of memory"
+    monkeypatch.setattr(rollout, "_targets", targets)
+    monkeypatch.setattr(rollout, "_candidate", lambda *_: outcome)
+    monkeypatch.setattr(environment, "limits", lambda device: {"read_gb_s": 10.0})
+    asked_for = options("--schemes", "bf16", "--prompts", "1", "--repeats", "1")
+    asked_for.out = tmp_path / "found" if out else None
+    with contextlib.suppress(ConfigError):
+        rollout.run(asked_for)
+    (log,) = written
+    assert log.exists() == (out or bool(fault))
+    assert not out or log.parent == tmp_path / "found/logs"
 
 
 @pytest.mark.parametrize("kind", ["embedded", "sglang"])
