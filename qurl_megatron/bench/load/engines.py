@@ -82,13 +82,14 @@ def started(
         numbers = iter(range(1, 1 << 30))
         version.publish(fleet, next(numbers))
         (engine,) = fleet.engines()
+        client = engine.client  # the fleet forgets that of an engine that dies
 
         def identity() -> dict[str, object]:
             process = engine.process.popen
-            return {**_told(engine.client), "process": process and process.pid}
+            return {**_told(client), "process": process and process.pid}
 
         yield Target(
-            engine.client,
+            client,
             PROTOCOLS["sglang"],
             "",
             _look_at_embedded if kind == "embedded" else _look_at_sglang,
