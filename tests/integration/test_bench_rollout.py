@@ -49,8 +49,12 @@ def test_an_engine_that_died_and_that_the_fleet_has_given_up_is_told_as_gone(tmp
         os.kill(before["process"], signal.SIGKILL)
         with pytest.raises(EngineError, match=f"see {logs}/engine-0.log"):
             target.publish()
-        told = rollout.changed_since(before, target)
-        assert told.startswith("it does not answer any more: ")
+        told, deadline = "", time.monotonic() + 30
+        while "has left" not in told and time.monotonic() < deadline:  # the fleet starts another
+            told = rollout.changed_since(before, target)
+            assert told.startswith("it does not answer any more: ")
+            time.sleep(0.05)
+        assert "has left" in told
 
 
 @pytest.fixture(scope="module")
