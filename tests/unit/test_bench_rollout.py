@@ -99,7 +99,8 @@ def test_an_engine_of_another_name_is_refused():
         rollout.subjects_of(options("--engine", "embedded,sglong"))
 
 
-def test_an_engine_that_is_not_there_is_named():
+def test_an_engine_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     asked = options("--engine", "http://127.0.0.1:9", "--schemes", "bf16", "--protocol", "openai")
     with pytest.raises(ConfigError, match="--engine http://127.0.0.1:9 does not answer as --proto"):
         rollout.run(asked)
@@ -235,7 +236,9 @@ def test_why_an_engine_could_not_be_looked_at_is_noted():
     assert case(outcome(), blind).notes["not looked at"] == "KeyError('loads')"
 
 
-def test_an_engine_that_is_gone_at_the_end_is_a_reason_of_its_own_case_alone(monkeypatch):
+def test_an_engine_that_is_gone_at_the_end_is_a_reason_of_its_own_case_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
     def gone():
         if next(asked):
             raise EngineError("http://127.0.0.1:1/server_info did not answer")
