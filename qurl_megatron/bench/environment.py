@@ -162,7 +162,7 @@ def limits(device: str = "cpu") -> dict[str, float]:
             b = torch.ones(SIZE, SIZE, device=device).to(kind).t()  # as weights lie: [out, in]
             multiply = torch._int_mm if kind == torch.int8 else torch.mm
             seconds = fastest(lambda a=a, b=b, multiply=multiply: multiply(a, b), device)
-            found[name] = round(2 * SIZE**3 / 1e9 / seconds, 1)
+            found[name] = _digits(2 * SIZE**3 / 1e9 / seconds)
     return found
 
 
@@ -174,7 +174,12 @@ def _read_gb_s(device) -> float:
     # A product with a vector reads every number once, and so does a sum.
     ways = (lambda: torch.mv(data, vector), lambda: data.sum())
     seconds = min(fastest(way, str(device)) for way in ways)
-    return round(data.nbytes / 1e9 / seconds, 2)
+    return _digits(data.nbytes / 1e9 / seconds)
+
+
+def _digits(rate: float) -> float:
+    """Four digits of it; a place after the point would make a small rate 0, which none is."""
+    return float(f"{rate:.4g}")
 
 
 def fastest(act: Callable[[], object], device: str = "cpu") -> float:

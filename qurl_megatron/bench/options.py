@@ -135,6 +135,13 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
         help="threads of each rank; default: all cores",
     )
     parser.add_argument(
+        "--cache-gb",
+        type=float,
+        default=2.0,
+        metavar="GIB",
+        help="keys and values of an embedded engine; default 2",
+    )
+    parser.add_argument(
         "--clients",
         default="closed",
         metavar="HOW",

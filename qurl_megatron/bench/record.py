@@ -28,6 +28,7 @@ REASONS = {
     "cache hits": "prompts that nobody had sent were in the engine's cache",
     "failed requests": "requests failed; their tokens are not counted, their time is",
     "preempted requests": "the engine took requests back for lack of room, and computed them anew",
+    "requests waited": "the engine had no room for all requests of a batch at once",
     "identical samples": "samples of one prompt are the same, so the engine did not sample each",
     "failed publication": "a new version of the weights did not reach the engine",
     "engine changed": "the engine is not the one that it was at the first repeat",

@@ -7,13 +7,19 @@ of a decode step allow.
 """
 
 import argparse
+import ipaddress
 import itertools
 import random
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import torch
 
 from qurl_megatron.bench import environment
 from qurl_megatron.bench.load import limits, reasons, timeline
@@ -45,6 +51,8 @@ SCHEMES = {  # name -> (quant.scheme, format of all else)
     "fp8": ("fp8", "bfloat16"),
 }
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
+SETTINGS = ("seed", "mean", "sigma", "max", "threads", "cache_gb", "protocol")
+"""Options that are keys of a case as they are."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Plan:
     seed: int
     first: int  # serial number of the first prompt
     publish: str | None = None  # "half", "2.5s", "1000tokens" or never
+    settings: Mapping[str, str | int | float | None] = field(default_factory=dict)
+    """Of ``SETTINGS``, and where lengths are from: only records of equal ones are compared."""
 
     @property
     def prompts(self) -> int:
@@ -110,6 +120,17 @@ class Subject:
         tensor = f" tp{self.tensor}" if self.tensor > 1 else ""
         return f"{self.engine} {self.scheme}{tensor}"
 
+    @property
+    def elsewhere(self) -> str:
+        """The host of an engine at a URL, if that is not this machine; or ""."""
+        host = urlsplit(self.engine).hostname if "://" in self.engine else None
+        if host is None or host == "localhost":
+            return ""
+        try:
+            return "" if ipaddress.ip_address(host).is_loopback else host
+        except ValueError:  # a name
+            return host
+
 
 def run(options: argparse.Namespace) -> list[Case]:
     """
@@ -118,23 +139,39 @@ def run(options: argparse.Namespace) -> list[Case]:
     """
     arch = read_arch(config_of(options.model))
     plan, subjects = plan_of(options, arch), subjects_of(options)
+    logs = (
+        options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="qurl-bench-logs-"))
+    )
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
-        targets = _targets(options, plan, subjects, Path(work), stack)
+        targets = _targets(options, plan, subjects, Path(work), logs, stack)
         before = {name: target.identity() for name, target in targets.items()}
         candidates = {
             name: _candidate(plan, target, itertools.count()) for name, target in targets.items()
         }
         found = interleaved(candidates, repeats=options.repeats, seen=_tell)
-        after = {name: target.identity() for name, target in targets.items()}
-    gpus = environment.gpus()
-    read = environment.limits("cuda" if gpus else "cpu")["read_gb_s"]
+        changed = {name: changed_since(before[name], target) for name, target in targets.items()}
+    if any(changed.values()):
+        progress(f"the engines' logs are in {logs}")
+    elif not options.out:  # an error on the way here names one of them
+        shutil.rmtree(logs)
+    # The record tells the limits of what the engines ran on.
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    read = environment.limits(options.device)["read_gb_s"]
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
     cases = []
     for subject in subjects:
         name = subject.name
-        changed = reasons.changed(before[name], after[name])
-        bounds = bounds_of(plan, subject, arch, read, gpus[0]["name"] if gpus else None)
-        cases.append(case_of(plan, subject, found[name], bounds, changed, before[name]))
+        bounds = bounds_of(plan, subject, arch, read, gpu)
+        cases.append(case_of(plan, subject, found[name], bounds, changed[name], before[name]))
     return cases
+
+
+def changed_since(before: Mapping[str, object], target: Target) -> str:
+    """What an engine says otherwise than before, or that it says nothing any more; or ""."""
+    try:
+        return reasons.changed(before, target.identity())
+    except EngineError as error:  # what the others did is no worse for it
+        return f"it does not answer any more: {error}"
 
 
 def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
@@ -156,6 +193,8 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
         # An engine that was there before may have cached the prompts of an earlier command.
         random.randrange(PROMPTS // 2),
         options.publish_every,
+        {name: getattr(options, name) for name in SETTINGS}
+        | {"lengths": str(options.lengths) if options.lengths else None},
     )
 
 
@@ -179,6 +218,7 @@ def _targets(
     plan: Plan,
     subjects: Sequence[Subject],
     work: Path,
+    logs: Path,
     stack: ExitStack,
 ) -> dict[str, Target]:
     """Every engine, up and with its weights; ``stack`` ends them."""
@@ -203,10 +243,11 @@ def _targets(
                 folder,
                 versions[subject.scheme],
                 plan.vocab,
-                work / f"logs-{len(found)}",
+                logs / subject.name.replace(" ", "-"),
                 tensor=subject.tensor,
                 threads=options.threads,
                 timeout_s=options.timeout,
+                cache_gb=options.cache_gb,
             )
             found[subject.name] = stack.enter_context(engine)
         except EngineError as error:
@@ -234,11 +275,13 @@ def _tell(name: str, outcome: Outcome) -> None:
     wrong = sum(not answer.done for answer in answers)
     failures = f", {wrong} failed" if wrong else ""
     progress(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f}/s{failures}")
+    if outcome.unseen:
+        progress(f"{name}: not looked at: {outcome.unseen}")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds of the makespan; None where a rate of arrivals decides."""
+    """Seconds of the makespan; None where a rate of arrivals decides, or another machine."""
 
     least: float | None = None  # by the bytes of its decode steps
     predicted: float | None = None  # by qurl plan, where it knows the machine
@@ -277,6 +320,7 @@ def case_of(
         "longest": max(lengths),
         "clients": plan.clients.text,
         "publish": plan.publish,
+        **plan.settings,
     }
     outcomes = [o for o in repeats.results if any(answer.done for answer in o.answers)]
     whole = len(outcomes) == len(repeats.results)  # else there is nothing to time
@@ -285,10 +329,26 @@ def case_of(
         name=subject.name,
         keys=keys,
         figures=figures,
-        yardsticks=repeats.yardsticks,
+        # Of this machine, whose speed is not that of an engine on another one.
+        yardsticks=[] if subject.elsewhere else repeats.yardsticks,
         reasons=names,
-        notes={"identity": identity, **told},
+        notes={"identity": identity, **told, **_notes(subject, repeats.results)},
     )
+
+
+def _notes(subject: Subject, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """What figures lack, and why."""
+    found = {}
+    if subject.elsewhere:
+        found["limit"] = f"none: {subject.elsewhere} is another machine, and not measured"
+    if unseen := [outcome.unseen for outcome in outcomes if outcome.unseen]:
+        found["not looked at"] = unseen[0]
+    valid = [
+        v for o in outcomes for v in (timeline.first_valid(p, o.answers) for p in o.publications)
+    ]
+    if missing := valid.count(None):
+        found["first valid token"] = f"{missing} of {len(valid)} publications had none after them"
+    return found
 
 
 def bounds_of(
@@ -299,7 +359,7 @@ def bounds_of(
         read_gb_s: that the machine's memory, or one GPU's, was measured to read.
         gpu: what its driver calls the GPU; None: the engine has none.
     """
-    if plan.clients.rate is not None:
+    if plan.clients.rate is not None or subject.elsewhere:
         return Bounds()
     scheme, dtype = SCHEMES[subject.scheme]
     rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[dtype])
@@ -330,11 +390,12 @@ def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
         if len(repeats) < len(outcomes):
             continue
         own = told.get(name, Bounds())
+        unit, better = KINDS.get(name, LATENCY)
         figures.append(
             Figure(
                 name=name,
-                unit=UNITS.get(name, "ms"),
-                better="higher" if name == "tokens/s" else "lower",
+                unit=unit,
+                better=better,
                 repeats=repeats,
                 limit=own.least,
                 limit_of="DRAM bytes" if own.least else "",
@@ -344,19 +405,22 @@ def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
     return figures
 
 
-UNITS = {
-    "tokens/s": "1/s",
-    "makespan": "s",
-    "tail": "%",
-    "cache in use, mean": "%",
-    "cache in use, most": "%",
-    "preemptions": "times",
-    "paused to publish": "s",
-    "first valid token": "s",
-    "tokens computed anew": "tokens",
-    "client's CPU": "%",
+Kind = tuple[str, Literal["higher", "lower"] | None]
+LATENCY: Kind = ("ms", "lower")
+KINDS: Mapping[str, Kind] = {
+    "tokens/s": ("1/s", "higher"),
+    "makespan": ("s", "lower"),
+    "tail": ("%", None),
+    "cache in use, mean": ("%", None),
+    "cache in use, most": ("%", None),
+    "preemptions": ("times", None),
+    "paused to publish": ("s", "lower"),
+    "first valid token": ("s", "lower"),
+    "tokens computed anew": ("tokens", None),
+    "client's CPU": ("%", None),
 }
-"""Of figures; latencies are in milliseconds."""
+"""Unit of each figure but latencies, and which way is better: a faster engine keeps this side
+busier, its cache fuller, and its tail as long as the lengths are."""
 
 
 def _measured(outcome: Outcome) -> dict[str, float]:
@@ -381,9 +445,9 @@ def _measured(outcome: Outcome) -> dict[str, float]:
     found["preemptions"] = timeline.preemptions(outcome)
     if published := outcome.publications:
         found["paused to publish"] = max(p.paused_s for p in published)
-        valid = [timeline.first_valid(p, answers) for p in published]
-        if all(value is not None for value in valid):
-            found["first valid token"] = max(valid)
+        valid = (timeline.first_valid(p, answers) for p in published)
+        if told := [seconds for seconds in valid if seconds is not None]:
+            found["first valid token"] = max(told)
         found["tokens computed anew"] = sum(timeline.recomputed(p, answers) for p in published)
     found["client's CPU"] = 100 * outcome.client.cpu_s / seconds
     return found

@@ -1,6 +1,8 @@
 """``qurl bench rollout`` against real engines: those it starts, and one that is there already."""
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,9 +10,11 @@ import time
 import pytest
 
 from qurl_megatron.bench import rollout
-from qurl_megatron.bench.load.model import model_folder
+from qurl_megatron.bench.load.engines import started
+from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import read
+from qurl_megatron.rollout.client import EngineError
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 LOAD = ["--model", "tiny", "--prompts", "3", "--samples", "2", "--mean", "24", "--max", "60"]
@@ -32,6 +36,25 @@ def test_an_engine_that_it_starts_is_published_to_in_the_middle_of_its_load(tmp_
     assert len(case.figure("tokens/s").repeats) == 2
     assert case.figure("tokens/s").share < 1
     assert case.notes["identity"]["scheme"] == "int8"
+
+
+def test_an_engine_that_died_and_that_the_fleet_has_given_up_is_told_as_gone(tmp_path):
+    folder = model_folder("tiny", tmp_path)
+    source = checkpoint_of(folder)
+    version = Version(source, "none", "bfloat16", tmp_path / "versions")
+    more = {"tensor": 1, "threads": 1, "timeout_s": 60.0, "cache_gb": 0.1}
+    logs = tmp_path / "logs"
+    with started("embedded", folder, version, source.arch.vocab, logs, **more) as target:
+        before = target.identity()
+        os.kill(before["process"], signal.SIGKILL)
+        with pytest.raises(EngineError, match=f"see {logs}/engine-0.log"):
+            target.publish()
+        told, deadline = "", time.monotonic() + 30
+        while "has left" not in told and time.monotonic() < deadline:  # the fleet starts another
+            told = rollout.changed_since(before, target)
+            assert told.startswith("it does not answer any more: ")
+            time.sleep(0.05)
+        assert "has left" in told
 
 
 @pytest.fixture(scope="module")

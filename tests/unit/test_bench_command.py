@@ -46,6 +46,13 @@ def test_too_few_repeats_against_an_older_record_are_no_verdict(tmp_path, capsys
     assert "no verdict" in capsys.readouterr().out
 
 
+def test_no_limit_is_0_however_slow_the_machine_is(monkeypatch):
+    monkeypatch.setattr(environment, "fastest", lambda act, device: 100.0)
+    found = environment.limits()
+    assert all(rate > 0 for rate in found.values())
+    assert found["fp32_gflop_s"] == pytest.approx(2 * 64**3 / 1e11, rel=1e-3)
+
+
 @pytest.mark.parametrize("shares", [(0.5, 0.0), (0.0, 0.5)])
 def test_a_machine_that_others_use_before_or_after_gives_every_case_a_reason(
     tmp_path, monkeypatch, shares

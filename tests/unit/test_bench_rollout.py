@@ -1,13 +1,15 @@
 """The rollout benchmark but for its engines: what is asked of whom, and what becomes of it."""
 
 import argparse
+import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
 
-from qurl_megatron.bench import rollout
-from qurl_megatron.bench.load.answers import Answer, Client, Outcome, Publication
-from qurl_megatron.bench.load.engines import Target
+from qurl_megatron.bench import environment, rollout
+from qurl_megatron.bench.load.answers import Answer, Client, Look, Outcome, Publication
+from qurl_megatron.bench.load.engines import Target, _told_by_openai, engine_config
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.load.protocols import PROTOCOLS
 from qurl_megatron.bench.load.requests import Ask
@@ -15,6 +17,7 @@ from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.weights import read_arch
@@ -47,11 +50,13 @@ def outcome(failure=""):
 
 
 def repeats(*outcomes):
-    return Repeats(seconds=[2.0] * len(outcomes), results=list(outcomes))
+    # A yardstick that no machine beats: none of them is "another load".
+    count = len(outcomes)
+    return Repeats(seconds=[2.0] * count, results=list(outcomes), yardsticks=[1e-9] * count)
 
 
-def case(*outcomes, changed="", words=(), gpu=None):
-    subject = rollout.Subject("embedded", "int8")
+def case(*outcomes, changed="", words=(), gpu=None, engine="embedded"):
+    subject = rollout.Subject(engine, "int8")
     made = plan("--prompts", "1", "--samples", "2", "--mean", "2", "--sigma", "0", *words)
     bounds = rollout.bounds_of(made, subject, ARCH, read_gb_s=10.0, gpu=gpu)
     return rollout.case_of(made, subject, repeats(*outcomes), bounds, changed, {"threads": 2})
@@ -94,7 +99,8 @@ def test_an_engine_of_another_name_is_refused():
         rollout.subjects_of(options("--engine", "embedded,sglong"))
 
 
-def test_an_engine_that_is_not_there_is_named():
+def test_an_engine_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     asked = options("--engine", "http://127.0.0.1:9", "--schemes", "bf16", "--protocol", "openai")
     with pytest.raises(ConfigError, match="--engine http://127.0.0.1:9 does not answer as --proto"):
         rollout.run(asked)
@@ -162,6 +168,156 @@ def test_a_publications_figures_are_those_of_the_slowest():
     assert found.figure("paused to publish").median == 0.25
     assert found.figure("first valid token").median == pytest.approx(0.4)
     assert found.figure("tokens computed anew").median == 2 * (3 + 1)  # at 0.6 both had one token
+
+
+def test_the_first_valid_token_is_that_of_publications_that_had_one():
+    published = outcome()
+    published.publications += [
+        Publication("2", 0.2, 0.4, paused_s=0.15),
+        Publication("3", 1.9, 1.95, paused_s=0.0),  # nothing was left to generate
+    ]
+    published.answers[0].first_of = {"2": 0.5}
+    found = case(published)
+    assert found.figure("first valid token").median == pytest.approx(0.3)
+    assert found.notes["first valid token"] == "1 of 2 publications had none after them"
+
+
+def test_what_only_describes_a_load_is_told_and_never_compared():
+    seen = outcome()
+    seen.looks = [Look(0.1, occupancy=0.5)]
+    seen.publications = [Publication("2", 0.2, 0.4, paused_s=0.15)]
+    seen.answers[0].first_of = {"2": 0.5}
+    better = {figure.name: figure.better for figure in case(seen).figures}
+    assert [name for name, way in better.items() if way is None] == [
+        "tail",
+        "cache in use, mean",
+        "cache in use, most",
+        "preemptions",
+        "tokens computed anew",
+        "client's CPU",
+    ]
+    assert better["tokens/s"] == "higher" and better["makespan"] == "lower"
+    assert better["first valid token"] == better["between tokens, p99"] == "lower"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--seed", "1"),
+        ("--mean", "1"),
+        ("--sigma", "0.1"),
+        ("--max", "99"),
+        ("--threads", "1"),
+        ("--cache-gb", "1"),
+        ("--protocol", "openai"),
+        ("--clients", "poisson:2"),
+        ("--publish-every", "half"),
+        ("--prompt", "9"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_another_load_has_other_keys(words):
+    assert case(outcome()).keys != case(outcome(), words=words).keys
+
+
+def test_an_engine_on_another_machine_has_no_limit_and_no_yardstick_of_this_one():
+    found = case(outcome(), engine="http://10.1.2.3:8000", gpu="NVIDIA H100 80GB HBM3")
+    makespan = found.figure("makespan")
+    assert makespan.limit is None and makespan.predicted is None and found.yardsticks == []
+    assert found.notes["limit"].startswith("none: 10.1.2.3 is another machine")
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        near = case(outcome(), engine=f"http://{host}:8000")
+        assert near.figure("makespan").limit and near.yardsticks and "limit" not in near.notes
+
+
+def test_why_an_engine_could_not_be_looked_at_is_noted():
+    blind = outcome()
+    blind.unseen = "KeyError('loads')"
+    assert case(outcome(), blind).notes["not looked at"] == "KeyError('loads')"
+
+
+def test_an_engine_that_is_gone_at_the_end_is_a_reason_of_its_own_case_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def gone():
+        if next(asked):
+            raise EngineError("http://127.0.0.1:1/server_info did not answer")
+        return {"version": "1"}
+
+    asked = iter([False, True])
+    targets = {
+        "embedded bf16": replace(target(), identity=gone),
+        "embedded int8": replace(target(), identity=lambda: {"version": "1"}),
+    }
+    monkeypatch.setattr(rollout, "_targets", lambda *_: targets)
+    monkeypatch.setattr(rollout, "_candidate", lambda *_: outcome)
+    monkeypatch.setattr(environment, "limits", lambda device: {"read_gb_s": 10.0})
+    monkeypatch.setattr(
+        rollout, "interleaved", lambda found, **_: {n: repeats(outcome()) for n in found}
+    )
+    dead, alive = rollout.run(options("--schemes", "bf16,int8", "--prompts", "1", "--samples", "2"))
+    assert dead.reasons == ["engine changed"] and alive.reasons == []
+    assert dead.notes["engine changed"] == (
+        "it does not answer any more: http://127.0.0.1:1/server_info did not answer"
+    )
+    assert dead.figures and alive.figures
+
+
+def test_an_engine_of_openais_protocol_that_changed_says_so():
+    class Server:
+        version = "0.1"
+
+        def get(self, path):
+            models = {"data": [{"id": "m"}]}
+            return models if path == "/v1/models" else {"version": self.version}
+
+    server = Server()
+    before = _told_by_openai(server)
+    server.version = "0.2"
+    seen = replace(target(), identity=lambda: _told_by_openai(server))
+    assert rollout.changed_since(before, seen) == "version was 0.1, is 0.2"
+
+
+@pytest.mark.parametrize("fault", ["", "dies", "does not start"])
+@pytest.mark.parametrize("out", [True, False])
+def test_logs_lie_beside_the_record_or_are_kept_where_an_engine_fails(
+    tmp_path, monkeypatch, out, fault
+):
+    written = []
+
+    def targets(options, plan, subjects, work, logs, stack):
+        logs.mkdir(parents=True, exist_ok=True)
+        written.append(logs / "engine-0.log")
+        written[0].write_text("what it said")
+        if fault == "does not start":
+            raise ConfigError(f"see {written[0]}")
+        return {"embedded bf16": replace(target(), identity=identity)}
+
+    def identity():
+        if fault and next(asked):
+            raise EngineError("it did not answer")
+        return {}
+
+    asked = iter([False, True])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rollout, "_targets", targets)
+    monkeypatch.setattr(rollout, "_candidate", lambda *_: outcome)
+    monkeypatch.setattr(environment, "limits", lambda device: {"read_gb_s": 10.0})
+    asked_for = options("--schemes", "bf16", "--prompts", "1", "--repeats", "1")
+    asked_for.out = tmp_path / "found" if out else None
+    with contextlib.suppress(ConfigError):
+        rollout.run(asked_for)
+    (log,) = written
+    assert log.exists() == (out or bool(fault))
+    assert not out or log.parent == tmp_path / "found/logs"
+
+
+@pytest.mark.parametrize("kind", ["embedded", "sglang"])
+def test_an_engine_that_is_started_streams_new_tokens_alone_from_a_cache_of_the_size_given(kind):
+    config, command = engine_config(kind, tensor=1, threads=1, timeout_s=9.0, cache_gb=3.5)
+    words = config.engine_args if kind == "sglang" else command
+    assert "--incremental-streaming-output" in words
+    assert kind == "sglang" or config.engine_memory_gb == 3.5
 
 
 def test_a_reason_of_one_repeat_is_one_of_the_case():

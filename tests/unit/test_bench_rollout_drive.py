@@ -16,6 +16,7 @@ from qurl_megatron.bench.load import timeline
 from qurl_megatron.bench.load.drive import Load, Publishing
 from qurl_megatron.bench.load.protocols import PROTOCOLS, read_look, read_metrics
 from qurl_megatron.bench.load.requests import Ask, arriving, groups
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient, EngineError
 
 
@@ -227,11 +228,12 @@ def test_publications_repeat_until_the_load_is_over(server):
     assert all(later - earlier >= 0.05 for earlier, later in zip(began, began[1:], strict=False))
 
 
-def test_a_publication_that_fails_is_told_and_the_load_goes_on(server):
+@pytest.mark.parametrize("kind", [EngineError, ConfigError, OSError])
+def test_a_publication_that_fails_is_told_and_the_load_goes_on(server, kind):
     server.token_s = 0.01
 
     def publish():
-        raise EngineError("engine-0 rejects version 2")
+        raise kind("engine-0 rejects version 2")
 
     outcome = drive(server, [ask(8)], publishing=Publishing(publish, tokens=2))
     assert outcome.unpublished == "engine-0 rejects version 2"
@@ -249,12 +251,46 @@ def test_the_engine_is_looked_at_and_this_sides_own_work_is_measured(server):
     assert outcome.client.cpu_s > 0 and len(outcome.client.lags) >= 5
 
 
+@pytest.mark.parametrize("fault", [KeyError("loads"), ValueError("not a number")], ids=repr)
+def test_a_look_that_cannot_be_read_is_told_once_and_ends_the_looking(server, fault):
+    server.token_s, looks = 0.05, []
+
+    async def look(session, at):
+        looks.append(at)
+        raise fault
+
+    outcome = drive(server, [ask(20)], look=look)
+    assert outcome.answers[0].done and len(looks) == 1
+    assert outcome.unseen == f"what the engine says of itself cannot be read ({fault!r})"
+
+
+def test_an_engine_that_is_too_busy_to_be_looked_at_is_looked_at_again_and_that_is_told(server):
+    server.token_s, looks = 0.05, []
+
+    async def look(session, at):
+        looks.append(at)
+        if len(looks) == 1:
+            raise EngineError("/server_info did not answer")
+        return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120}, at)
+
+    outcome = drive(server, [ask(20)], look=look)
+    assert timeline.occupancy(outcome) == (0.25, 0.25)
+    assert outcome.unseen == "/server_info did not answer"
+
+
+def test_the_embedded_engines_own_names_are_read():
+    told = {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_retractions": 4}
+    look = read_look(told, at=1.0)
+    assert (look.running, look.waiting, look.preemptions) == (3, 2, 4)
+
+
 def test_vllms_metrics_are_read_for_what_they_tell():
     text = """# HELP vllm:kv_cache_usage_perc KV-cache usage.
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
 """
     look = read_metrics(text, at=1.5)
-    assert (look.running, look.occupancy, look.preemptions) == (3, 0.25, 7)
+    assert (look.running, look.waiting, look.occupancy, look.preemptions) == (3, 2, 0.25, 7)
     assert read_metrics("", at=0.0) == read_look({}, at=0.0)

@@ -26,6 +26,15 @@ def test_lengths_are_those_of_a_log_normal():
     assert np.exp(logs.mean() + 0.5**2 / 2) == pytest.approx(1000, rel=0.01)
 
 
+@pytest.mark.parametrize("longest, percent", [(10**9, 9), (256, 4)])
+def test_sigma_1_gives_the_longest_hundredth_the_share_of_tokens_that_is_documented(
+    longest, percent
+):
+    lengths = sorted(long_tailed(6400, mean=64, sigma=1, longest=longest, seed=0))
+    assert round(100 * sum(lengths[-64:]) / sum(lengths)) == percent
+    assert f"{percent} %" in long_tailed.__doc__
+
+
 def test_a_seed_decides_the_order_of_lengths_and_nothing_else():
     one, other = (long_tailed(64, mean=20, sigma=1, longest=99, seed=seed) for seed in (1, 2))
     assert one == long_tailed(64, mean=20, sigma=1, longest=99, seed=1)

@@ -1,5 +1,7 @@
 """Every reason not to compare a load, each planted into one that is valid without it."""
 
+from dataclasses import replace
+
 import pytest
 
 from qurl_megatron.bench.load import reasons
@@ -91,6 +93,31 @@ def test_a_preempted_request_is_a_reason(outcome, told_by):
     else:
         outcome.looks[-1] = Look(1.0, preemptions=6)
     assert names(outcome) == ["preempted requests"]
+
+
+def test_requests_that_wait_for_room_are_a_reason(outcome):
+    outcome.looks = [Look(0.25 * i, running=3, waiting=1) for i in range(4)]
+    assert reasons.found(outcome, 1) == {
+        "requests waited": "1 while 3 ran; give the engine more cache (an embedded one: "
+        "--cache-gb), or ask for less at once (--clients concurrency:N)"
+    }
+
+
+def test_requests_that_wait_for_their_turn_to_be_prefilled_do_not_wait_for_room(outcome):
+    outcome.looks = [Look(0.25 * i, running=i, waiting=8 - i) for i in range(8)]
+    assert names(outcome) == []
+
+
+def test_requests_that_wait_while_the_engine_publishes_do_not_wait_for_room(outcome):
+    outcome.looks = [Look(0.25 * i, running=0, waiting=8) for i in range(8)]
+    assert names(outcome) == []
+
+
+def test_requests_that_arrive_at_a_rate_may_wait(outcome):
+    for answer in outcome.answers:
+        answer.ask = replace(answer.ask, due=0.0)
+    outcome.looks = [Look(0.25 * i, running=3, waiting=1) for i in range(4)]
+    assert names(outcome) == []
 
 
 def test_samples_of_one_prompt_that_are_the_same_were_not_sampled(outcome):

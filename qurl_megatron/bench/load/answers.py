@@ -64,6 +64,7 @@ class Look:
 
     at: float
     running: int | None = None
+    waiting: int | None = None
     occupancy: float | None = None  # share of the key/value cache that is in use
     preemptions: int | None = None  # since it started
 
@@ -84,4 +85,5 @@ class Outcome:
     publications: list[Publication] = field(default_factory=list)
     unpublished: str = ""  # why a publication failed
     looks: list[Look] = field(default_factory=list)
+    unseen: str = ""  # why the engine could not be looked at, the first time
     client: Client = field(default_factory=Client)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from qurl_megatron.bench.load.answers import Answer, Look, Outcome, Publication
 from qurl_megatron.bench.load.protocols import Protocol
 from qurl_megatron.bench.load.requests import Ask
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient, EngineError, Session
 from qurl_megatron.rollout.loop import run
 
@@ -111,9 +112,14 @@ class Load:
 
     async def _watch_engine(self, session: Session) -> None:
         while True:
-            # One that is busy with an update may not answer, and there is nothing to see then.
-            with contextlib.suppress(EngineError):
+            try:
                 self._outcome.looks.append(await self._look(session, self._now))
+            except EngineError as error:  # one that is busy with an update may not answer now
+                self._outcome.unseen = self._outcome.unseen or str(error)
+            except (LookupError, TypeError, ValueError) as error:  # and never will be read
+                told = f"what the engine says of itself cannot be read ({error!r})"
+                self._outcome.unseen = self._outcome.unseen or told
+                return
             await asyncio.sleep(LOOK_S)
 
     async def _publish(self, finished: asyncio.Event) -> None:
@@ -125,7 +131,8 @@ class Load:
                 began = self._now
                 try:
                     name, paused = await asyncio.to_thread(plan.publish)
-                except EngineError as error:  # the load goes on, and says that it is not valid
+                # The load goes on, and says that it is not valid.
+                except (EngineError, ConfigError, OSError) as error:
                     self._outcome.unpublished = str(error)
                     return
                 self._outcome.publications.append(Publication(name, began, self._now, paused))

@@ -6,7 +6,7 @@ a URL serves what it serves, and is asked nothing but what a client asks.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,13 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.answer import parsed
 from qurl_megatron.rollout.client import EngineClient, EngineError, Session
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.process import SERVE_COMMAND
 from qurl_megatron.rollout.sglang.launch import given_key
 
 TOLD = ("version", "engine", "tp_size", "scheme", "quantization", "dtype", "device", "threads")
 """What ``/server_info`` says of the engine that must not change between repeats."""
+
+INCREMENTAL = "--incremental-streaming-output"  # of `qurl serve` and of SGLang alike
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,24 @@ def started(
     tensor: int,
     threads: int,
     timeout_s: float,
+    cache_gb: float,
 ) -> Iterator[Target]:
     """An engine of its own, with ``version`` published to it.
 
     Args:
         kind: "embedded" or "sglang".
         folder: the model's, from which it starts.
+        logs: gets engine-0.log.
         threads: of each rank; 0 takes the cores of the machine.
         timeout_s: for a response.
+        cache_gb: for keys and values of an embedded engine; SGLang takes what memory is free.
 
     Raises:
         ConfigError, EngineError: it does not start, or does not take the weights.
     """
-    config = RolloutConfig(
-        backend=kind, engine_tensor=tensor, engine_threads=threads, timeout_s=timeout_s
+    config, serve_command = engine_config(
+        kind, tensor=tensor, threads=threads, timeout_s=timeout_s, cache_gb=cache_gb
     )
-    logs.mkdir(parents=True)
     with Fleet(
         config,
         folder,
@@ -71,24 +76,45 @@ def started(
         dtype=version.dtype,
         log_dir=logs,
         vocabulary=vocab,
+        serve_command=serve_command,
     ) as fleet:
         fleet.await_recruits(config.start_limit_s)
         numbers = iter(range(1, 1 << 30))
         version.publish(fleet, next(numbers))
         (engine,) = fleet.engines()
+        client = engine.client  # the fleet forgets that of an engine that dies
 
         def identity() -> dict[str, object]:
             process = engine.process.popen
-            return {**_told(engine.client), "process": process and process.pid}
+            return {**_told(client), "process": process and process.pid}
 
         yield Target(
-            engine.client,
+            client,
             PROTOCOLS["sglang"],
             "",
             _look_at_embedded if kind == "embedded" else _look_at_sglang,
             identity,
             lambda: version.publish(fleet, next(numbers)),
         )
+
+
+def engine_config(
+    kind: str, *, tensor: int, threads: int, timeout_s: float, cache_gb: float
+) -> tuple[RolloutConfig, Sequence[str]]:
+    """How to start an engine, and the command of an embedded one.
+
+    Its streams bring new tokens alone: all tokens so far, with each, would make a response's work
+    on this side grow with the square of its length.
+    """
+    config = RolloutConfig(
+        backend=kind,
+        engine_tensor=tensor,
+        engine_threads=threads,
+        engine_memory_gb=cache_gb,
+        timeout_s=timeout_s,
+        engine_args=() if kind == "embedded" else (INCREMENTAL,),
+    )
+    return config, (*SERVE_COMMAND, INCREMENTAL)
 
 
 def reached(url: str, protocol: str, *, timeout_s: float) -> Target:

@@ -21,7 +21,7 @@ def long_tailed(count: int, *, mean: float, sigma: float, longest: int, seed: in
     Args:
         mean: of the lengths returned, as near as whole tokens allow.
         sigma: standard deviation of the logarithm; 0 makes all alike, 1 gives the longest
-            hundredth a fifth or so of all tokens.
+            hundredth 9 % of all tokens, or 4 % where a mean of 64 is cut off at 256.
         longest: no response has more.
 
     Raises:

@@ -95,13 +95,15 @@ PROTOCOLS = {
 
 
 def read_look(told: Mapping[str, Any], at: float) -> Look:
-    """Of ``/server_info`` (embedded), or of a rank in ``/v1/loads`` (SGLang): one set of names."""
+    """Of ``/server_info`` (embedded), or of a rank in ``/v1/loads`` (SGLang): one set of names, but
+    SGLang tells retractions with each answer alone."""
     used, room = told.get("num_used_tokens"), told.get("max_total_num_tokens")
     return Look(
         at,
         running=told.get("num_running_reqs"),
+        waiting=told.get("num_waiting_reqs"),
         occupancy=used / room if used is not None and room else None,
-        preemptions=told.get("num_preemptions"),
+        preemptions=told.get("num_retractions"),
     )
 
 
@@ -109,6 +111,7 @@ def read_metrics(text: str, at: float) -> Look:
     """Of vLLM's ``/metrics``, in Prometheus' text format; summed over its engines."""
     names = {
         "vllm:num_requests_running": "running",
+        "vllm:num_requests_waiting": "waiting",
         "vllm:kv_cache_usage_perc": "occupancy",
         "vllm:num_preemptions_total": "preemptions",
     }
@@ -117,5 +120,5 @@ def read_metrics(text: str, at: float) -> Look:
         name, _, value = line.rpartition(" ")
         if (field := names.get(name.partition("{")[0])) is not None:
             found[field] = found.get(field, 0.0) + float(value)
-    whole = {name: int(found[name]) for name in ("running", "preemptions") if name in found}
-    return Look(at, occupancy=found.get("occupancy"), **whole)
+    occupancy = found.pop("occupancy", None)
+    return Look(at, occupancy=occupancy, **{name: int(value) for name, value in found.items()})

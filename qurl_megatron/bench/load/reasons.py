@@ -15,6 +15,11 @@ from qurl_megatron.bench.load.answers import Answer, Outcome
 
 BUSY = 0.8  # of one core, that Python on this side may use
 TOO_LATE = 0.5  # of the median gap between tokens, that this side's event loop may be late
+STILL = 4  # looks in a row at which requests wait, and no more of them run
+MORE_ROOM = (
+    "give the engine more cache (an embedded one: --cache-gb), or ask for less at once "
+    "(--clients concurrency:N)"
+)
 ALIKE = 8  # first tokens that samples of one prompt do not have in common by chance
 
 
@@ -69,7 +74,24 @@ def failed(outcome: Outcome, allowed: int) -> str:
 
 def preempted(outcome: Outcome, allowed: int) -> str:
     count = timeline.preemptions(outcome)
-    return f"{count} times; give the engine more cache, or ask for less at once" if count else ""
+    return f"{count} times; {MORE_ROOM}" if count else ""
+
+
+def waited(outcome: Outcome, allowed: int) -> str:
+    """For room, of requests that are sent without a rate: some wait, and no more of them run than
+    did three looks before. Those that wait for their prompts alone begin to run meanwhile."""
+    if any(answer.ask.due is not None for answer in outcome.answers):
+        return ""
+    looks = [look for look in outcome.looks if look.running is not None and look.waiting]
+    stuck = [
+        span[-1]
+        for span in zip(*(looks[n:] for n in range(STILL)), strict=False)
+        if 0 < max(look.running for look in span) <= span[0].running
+    ]
+    if not stuck:
+        return ""
+    most = max(stuck, key=lambda look: look.waiting)
+    return f"{most.waiting} while {most.running} ran; {MORE_ROOM}"
 
 
 def identical(outcome: Outcome, allowed: int) -> str:
@@ -96,6 +118,7 @@ TESTS: Mapping[str, Callable[[Outcome, int], str]] = {
     "cache hits": cache_hits,
     "failed requests": failed,
     "preempted requests": preempted,
+    "requests waited": waited,
     "identical samples": identical,
     "failed publication": unpublished,
 }
