@@ -50,8 +50,10 @@ class Nodes:
         """A script on a node."""
         log = self.recipe.parent / f"{self.dir.name}-{len(self._started)}.txt"
         command = [sys.executable, SCRIPT, *options, self.recipe, *self._overrides]
+        # Each node would take all cores for its ranks, and the order of sums goes by the threads.
+        env = {**self.footprint.env, "OMP_NUM_THREADS": "1"}
         with log.open("w") as file:
-            process = subprocess.Popen(command, env=self.footprint.env, stdout=file, stderr=file)
+            process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
         self._started.append((process, log))
         return process
 
