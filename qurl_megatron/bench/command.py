@@ -15,6 +15,7 @@ from pathlib import Path
 from qurl_megatron.bench import environment
 from qurl_megatron.bench.against import compare
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.others import MOST, Others
 from qurl_megatron.bench.record import Case, Record, read
 from qurl_megatron.bench.repeats import progress
 from qurl_megatron.errors import ConfigError
@@ -49,11 +50,11 @@ def measure(name: str, options: argparse.Namespace, words: Sequence[str] | None 
     """
     started = environment.started()
     around = environment.environment()
+    others = Others(url for url in getattr(options, "engine", ()) if "://" in url)
     cases: list[Case] = import_module(f"qurl_megatron.bench.{name}").run(options)
-    around |= {"load_after": environment.load(), "busy_after": environment.busy()}
-    # Where all repeats suffered alike, their yardsticks have nothing to stand out from.
-    if max(around["busy_before"], around["busy_after"]) > environment.BUSY:
-        cases = [replace(case, reasons=_with("another load", case)) for case in cases]
+    around |= {"load_after": environment.load(), "others": round(others.share(), 3)}
+    if around["others"] > MOST:
+        cases = [_beside_another_load(case, around["others"]) for case in cases]
     return Record(
         benchmark=name,
         command=shlex.join(["qurl", *(sys.argv[1:] if words is None else words)]),
@@ -66,8 +67,15 @@ def measure(name: str, options: argparse.Namespace, words: Sequence[str] | None 
     )
 
 
-def _with(reason: str, case: Case) -> list[str]:
-    return case.reasons if not case.figures or reason in case.reasons else [*case.reasons, reason]
+def _beside_another_load(case: Case, others: float) -> Case:
+    if not case.figures:
+        return case
+    reasons = list(dict.fromkeys([*case.reasons, "another load"]))
+    return replace(
+        case,
+        reasons=reasons,
+        notes={**case.notes, "another load": f"others used {others:.0%} of the cores"},
+    )
 
 
 def keep(record: Record, folder: Path) -> Path:

@@ -16,8 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from qurl_megatron.observe.clock import now
 
 INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and what it is called
@@ -42,9 +40,6 @@ HARDWARE = ("cpu", "cores", "instructions", "gpus")
 SIZE = 1024  # of the square products that are timed
 READ_MIB = 256  # more than caches hold
 TIMES = 5  # the fastest counts
-WATCH_S = 0.4
-BUSY = 0.2
-"""From this share of the cores on, while this process rests, others use the machine."""
 
 
 def environment(repository: Path | None = None) -> dict[str, Any]:
@@ -66,7 +61,6 @@ def environment(repository: Path | None = None) -> dict[str, Any]:
         "versions": {name: found for name in PACKAGES if (found := version(name))},
         "commit": commit(repository or Path(__file__).parent),
         "load_before": load(),
-        "busy_before": busy(),
     }
 
 
@@ -74,10 +68,12 @@ def load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def busy() -> float:
-    """Share of the cores that others use now; takes ``WATCH_S`` of rest. The load average would
-    still tell of what this process has just done."""
-    return round(psutil.cpu_percent(interval=WATCH_S) / 100, 2)
+def beside(environment: dict[str, Any]) -> list[str]:
+    """What else a record's machine did, in a few words; nothing where it is not known."""
+    if "others" in environment:
+        return [f"others used {environment['others']:.0%} of the cores"]
+    loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
+    return [f"load {' to '.join(f'{load:.2g}' for load in loads)}"] if loads else []
 
 
 def started() -> str:

@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter
 
+from qurl_megatron.bench.environment import beside
 from qurl_megatron.bench.record import HEADS, Case, Figure, Record, cells, records_in
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import plots
@@ -86,12 +87,11 @@ def write_page(folder: Path) -> Path:
 def part_of(record: Record) -> Part:
     bars = chart(record.cases)
     environment = record.environment
-    loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
     facts = [
         record.started,
         f"{environment.get('cores')} cores, {', '.join(environment.get('instructions', []))}",
         f"commit {environment.get('commit')}",
-        *([f"load {' to '.join(f'{load:g}' for load in loads)}"] if loads else []),
+        *beside(environment),
     ]
     return Part(
         record=record,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from qurl_megatron.bench.environment import beside
 from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.bench.record import Case, Figure, Record, percent, records_in
 from qurl_megatron.errors import ConfigError
@@ -63,12 +64,11 @@ def _section(path: Path, record: Record, *, alone: bool) -> str:
     """
     environment = record.environment
     title = BENCHMARKS[record.benchmark].help + ("" if alone else f": {path.stem}")
-    loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
     facts = [
         f"`{record.command}`",
         f"{environment['cpu']}, {environment['cores']} cores",
         *([", ".join(found)] if (found := environment.get("instructions")) else []),
-        *([f"load {' to '.join(f'{load:.2g}' for load in loads)}"] if loads else []),
+        *beside(environment),
         record.started[:10],
         f"[{path.name}](results/{path.name})",
     ]

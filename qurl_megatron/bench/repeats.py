@@ -7,6 +7,8 @@ a short piece of work that never changes. Where the yardstick takes longer than 
 else used the machine, and the repeat is no measurement of ours.
 """
 
+import hashlib
+import os
 import statistics
 import sys
 import time
@@ -14,15 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from os import cpu_count
 from typing import Generic, TypeVar
 
-import numpy as np
-
-LOADED = 1.15
+LOADED = 1.25
 """The machine counts as loaded where the median yardstick takes so many times its shortest."""
 
-MIB = 1 << 20
+PIECE = bytes(1 << 20)
+PIECES = 10
+"""The shortest of so many counts: threads of what was measured may still spin for a while."""
 
 T = TypeVar("T")
 
@@ -93,34 +94,28 @@ class _Shortest:
 
 
 def yardstick() -> float:
-    """Seconds of a copy in memory, INT8 products and plain Python, on all cores; the best of three,
-    about 4 ms each. It needs no torch: a parent that measures its children's memory stays small."""
-    seconds = min(_fixed_work() for _ in range(3))
+    """Seconds of hashing a MiB on each core at once, about 1 ms.
+
+    It is arithmetic in registers and the first cache. Copies in memory, and Python, vary by a
+    quarter from one second to the next on a machine that does nothing else. It needs no torch: a
+    parent that measures its children's memory stays small.
+    """
+    seconds = min(_fixed_work() for _ in range(PIECES))
     _Shortest.seconds = min(_Shortest.seconds, seconds)
     return seconds
 
 
 def _fixed_work() -> float:
-    pool, arrays = _workers()
+    pool, cores = _workers()
     start = time.perf_counter()
-    list(pool.map(_one_core, arrays))
-    sum(i & 3 for i in range(20_000))
+    list(pool.map(hashlib.sha256, [PIECE] * cores))  # which lets other threads run meanwhile
     return time.perf_counter() - start
 
 
 @cache
-def _workers() -> tuple[ThreadPoolExecutor, list[tuple[np.ndarray, ...]]]:
-    cores = min(cpu_count() or 1, 16)
-    pool = ThreadPoolExecutor(cores, thread_name_prefix="yardstick")
-    kinds = ((8 * MIB, np.uint8), (8 * MIB, np.uint8), (64 << 10, np.int8), (64 << 10, np.int8))
-    return pool, [tuple(np.ones(size, kind) for size, kind in kinds) for _ in range(cores)]
-
-
-def _one_core(arrays: tuple[np.ndarray, ...]) -> None:
-    source, target, codes, product = arrays
-    np.copyto(target, source)
-    for _ in range(200):
-        np.multiply(codes, codes, out=product)
+def _workers() -> tuple[ThreadPoolExecutor, int]:
+    cores = min(len(os.sched_getaffinity(0)), 16)
+    return ThreadPoolExecutor(cores, thread_name_prefix="yardstick"), cores
 
 
 def progress(what: str) -> None:

@@ -20,7 +20,7 @@ def quiet_machine(monkeypatch):
     """Nobody else uses it, and its rates come from work that is over at once."""
     monkeypatch.setattr(environment, "SIZE", 64)
     monkeypatch.setattr(environment, "READ_MIB", 1)
-    monkeypatch.setattr(environment, "busy", lambda: 0.0)
+    monkeypatch.setattr(command.Others, "share", lambda _: 0.0)
     environment.limits.cache_clear()
     yield
     environment.limits.cache_clear()
@@ -53,15 +53,15 @@ def test_no_limit_is_0_however_slow_the_machine_is(monkeypatch):
     assert found["fp32_gflop_s"] == pytest.approx(2 * 64**3 / 1e11, rel=1e-3)
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.0), (0.0, 0.5)])
-def test_a_machine_that_others_use_before_or_after_gives_every_case_a_reason(
-    tmp_path, monkeypatch, shares
-):
-    monkeypatch.setattr(environment, "busy", iter(shares).__next__)
+def test_others_that_used_the_machine_meanwhile_give_every_case_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.Others, "share", lambda _: 0.12)
     words = [*DECODE, "--schemes", "fp32", "--repeats", "1", "--out", str(tmp_path)]
     assert cli.main(words) == 0
-    (case,) = read(tmp_path / "decode.json").cases
+    record = read(tmp_path / "decode.json")
+    (case,) = record.cases
     assert case.reasons == ["another load"]
+    assert case.why("another load") == "another load: others used 12% of the cores"
+    assert record.environment["others"] == 0.12
 
 
 def test_a_wrong_record_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):

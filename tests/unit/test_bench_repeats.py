@@ -35,8 +35,8 @@ def test_a_repeat_has_its_own_seconds_and_not_the_yardsticks(monkeypatch):
 
 def test_a_machine_that_others_use_is_a_reason_and_one_burst_is_not(monkeypatch):
     monkeypatch.setattr(repeats._Shortest, "seconds", 1.0)
-    assert repeats.load_reasons([1.01, 1.05, 3.0]) == []
-    assert repeats.load_reasons([1.2, 1.3, 1.0]) == ["another load"]
+    assert repeats.load_reasons([1.01, 1.1, 3.0]) == []
+    assert repeats.load_reasons([1.3, 1.4, 1.0]) == ["another load"]
     # However even, they are all above what this machine has shown it can do.
     assert repeats.load_reasons([1.5, 1.5, 1.5]) == ["another load"]
     assert repeats.load_reasons([]) == []
