@@ -325,6 +325,9 @@ def case_of(
     outcomes = [o for o in repeats.results if any(answer.done for answer in o.answers)]
     whole = len(outcomes) == len(repeats.results)  # else there is nothing to time
     figures = figures_of(outcomes, bounds) if whole else []
+    notes = _notes(subject, repeats.results)
+    if partial := [figure.name for figure in figures if len(figure.repeats) < len(outcomes)]:
+        notes["not compared"] = f"{', '.join(partial)}, which only some repeats have"
     return Case(
         name=subject.name,
         keys=keys,
@@ -332,7 +335,7 @@ def case_of(
         # Of this machine, whose speed is not that of an engine on another one.
         yardsticks=[] if subject.elsewhere else repeats.yardsticks,
         reasons=names,
-        notes={"identity": identity, **told, **_notes(subject, repeats.results)},
+        notes={"identity": identity, **told, **notes},
     )
 
 
@@ -377,7 +380,8 @@ def bounds_of(
 
 
 def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
-    """A figure per quantity, of all repeats; those that not every repeat has are left out."""
+    """A figure per quantity. One that only some repeats have is told and not compared: repeats are
+    compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = timeline.tokens(outcomes[0].answers)
     told = {
@@ -387,15 +391,13 @@ def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
     figures = []
     for name in dict.fromkeys(name for one in measured for name in one):
         repeats = [one[name] for one in measured if name in one]
-        if len(repeats) < len(outcomes):
-            continue
         own = told.get(name, Bounds())
         unit, better = KINDS.get(name, LATENCY)
         figures.append(
             Figure(
                 name=name,
                 unit=unit,
-                better=better,
+                better=better if len(repeats) == len(outcomes) else None,
                 repeats=repeats,
                 limit=own.least,
                 limit_of="DRAM bytes" if own.least else "",

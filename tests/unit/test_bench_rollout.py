@@ -182,6 +182,19 @@ def test_the_first_valid_token_is_that_of_publications_that_had_one():
     assert found.notes["first valid token"] == "1 of 2 publications had none after them"
 
 
+def test_a_figure_that_only_some_repeats_have_is_told_and_not_compared():
+    early, late = outcome(), outcome()
+    early.publications = [Publication("2", 0.2, 0.4, paused_s=0.15)]
+    early.answers[0].first_of = {"2": 0.5}
+    late.publications = [Publication("2", 1.9, 1.95, paused_s=0.15)]  # with nothing left
+    found = case(early, late)
+    valid, paused = found.figure("first valid token"), found.figure("paused to publish")
+    assert valid.repeats == [pytest.approx(0.3)] and valid.better is None
+    assert paused.repeats == [0.15, 0.15] and paused.better == "lower"
+    assert found.notes["not compared"] == "first valid token, which only some repeats have"
+    assert "not compared" not in case(early, early).notes
+
+
 def test_what_only_describes_a_load_is_told_and_never_compared():
     seen = outcome()
     seen.looks = [Look(0.1, occupancy=0.5)]
