@@ -220,7 +220,11 @@ def _convert(parser: argparse.ArgumentParser) -> None:
 def _decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_at_least_one, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument(
-        "--steps", type=_at_least_one, default=16, metavar="N", help="decode steps of one repeat; default 16"
+        "--steps",
+        type=_at_least_one,
+        default=16,
+        metavar="N",
+        help="decode steps of one repeat; default 16",
     )
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
     parser.add_argument("--device", default="cpu")

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     )
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
         targets = _targets(options, plan, subjects, Path(work), logs, stack)
-        before = {name: target.identity() for name, target in targets.items()}
+        before = {name: _identity(name, target) for name, target in targets.items()}
         candidates = {
             name: _candidate(plan, target, itertools.count()) for name, target in targets.items()
         }
@@ -154,16 +154,31 @@ def run(options: argparse.Namespace) -> list[Case]:
         progress(f"the engines' logs are in {logs}")
     elif not options.out:  # an error on the way here names one of them
         shutil.rmtree(logs)
-    # The record tells the limits of what the engines ran on.
-    options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    read = environment.limits(options.device)["read_gb_s"]
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
-    cases = []
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cases, devices = [], set()
     for subject in subjects:
         name = subject.name
-        bounds = bounds_of(plan, subject, arch, read, gpu)
+        device = device_of(before[name])
+        devices.add(device)
+        bounds = bounds_of(plan, subject, arch, device, gpu)
         cases.append(case_of(plan, subject, found[name], bounds, changed[name], before[name]))
+    # The record tells the limits of what the engines ran on.
+    options.device = "cuda" if gpu and "cuda" in devices else "cpu"
     return cases
+
+
+def _identity(name: str, target: Target) -> dict[str, object]:
+    try:
+        return target.identity()
+    except EngineError as error:
+        raise ConfigError(f"{name} does not answer: {error}") from None
+
+
+def device_of(identity: Mapping[str, object]) -> str:
+    """ "cuda" or "cpu", by what an engine says of itself; "" where it does not say."""
+    told = str(identity.get("device") or "").partition(":")[0]
+    # vLLM does not tell, but its builds for the CPU bear this name.
+    return told or ("cpu" if str(identity.get("version")).endswith("+cpu") else "")
 
 
 def changed_since(before: Mapping[str, object], target: Target) -> str:
@@ -285,6 +300,7 @@ class Bounds:
 
     least: float | None = None  # by the bytes of its decode steps
     predicted: float | None = None  # by qurl plan, where it knows the machine
+    why: str = ""  # there is no limit, where that is not the load's doing
 
 
 def case_of(
@@ -325,7 +341,7 @@ def case_of(
     outcomes = [o for o in repeats.results if any(answer.done for answer in o.answers)]
     whole = len(outcomes) == len(repeats.results)  # else there is nothing to time
     figures = figures_of(outcomes, bounds) if whole else []
-    notes = _notes(subject, repeats.results)
+    notes = _notes(bounds, repeats.results)
     if partial := [figure.name for figure in figures if len(figure.repeats) < len(outcomes)]:
         notes["not compared"] = f"{', '.join(partial)}, which only some repeats have"
     return Case(
@@ -339,11 +355,11 @@ def case_of(
     )
 
 
-def _notes(subject: Subject, outcomes: Sequence[Outcome]) -> dict[str, str]:
+def _notes(bounds: Bounds, outcomes: Sequence[Outcome]) -> dict[str, str]:
     """What figures lack, and why."""
     found = {}
-    if subject.elsewhere:
-        found["limit"] = f"none: {subject.elsewhere} is another machine, and not measured"
+    if bounds.why:
+        found["limit"] = f"none: {bounds.why}"
     if unseen := [outcome.unseen for outcome in outcomes if outcome.unseen]:
         found["not looked at"] = unseen[0]
     valid = [
@@ -354,23 +370,25 @@ def _notes(subject: Subject, outcomes: Sequence[Outcome]) -> dict[str, str]:
     return found
 
 
-def bounds_of(
-    plan: Plan, subject: Subject, arch: Arch, read_gb_s: float, gpu: str | None
-) -> Bounds:
+def bounds_of(plan: Plan, subject: Subject, arch: Arch, device: str, gpu: str | None) -> Bounds:
     """
     Args:
-        read_gb_s: that the machine's memory, or one GPU's, was measured to read.
-        gpu: what its driver calls the GPU; None: the engine has none.
+        device: that the engine says it uses, "cuda" or "cpu"; "" where it does not say.
+        gpu: what its driver calls the GPU that this side sees; None: it sees none.
     """
-    if plan.clients.rate is not None or subject.elsewhere:
+    if plan.clients.rate is not None:
         return Bounds()
+    if why := _unmeasured(subject, device, gpu):
+        return Bounds(why=why)
+    on_gpu = device == "cuda"
+    read_gb_s = environment.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
     scheme, dtype = SCHEMES[subject.scheme]
     rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[dtype])
     # Ranks on CPUs share the memory's rate; GPUs have each their own.
-    share = 1 if gpu else subject.tensor
+    share = 1 if on_gpu else subject.tensor
     load = {"prompt": plan.prompt, "slots": plan.slots}
     least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
-    known = limits.gpu_named(gpu, scheme) if gpu else None
+    known = limits.gpu_named(gpu, scheme) if on_gpu else None
     if known is None:
         return Bounds(least)
     predicted = limits.predicted_seconds(
@@ -379,13 +397,22 @@ def bounds_of(
     return Bounds(least, predicted)
 
 
+def _unmeasured(subject: Subject, device: str, gpu: str | None) -> str:
+    """Why this side cannot measure what an engine runs on; or ""."""
+    if subject.elsewhere:
+        return f"{subject.elsewhere} is another machine"
+    if not device:
+        return "the engine does not say whether it runs on a GPU"
+    return "this side's torch does not see the engine's GPU" if device == "cuda" and not gpu else ""
+
+
 def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
     """A figure per quantity. One that only some repeats have is told and not compared: repeats are
     compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = timeline.tokens(outcomes[0].answers)
     told = {
-        "tokens/s": Bounds(*(seconds and tokens / seconds for seconds in astuple(bounds))),
+        "tokens/s": Bounds(*(s and tokens / s for s in (bounds.least, bounds.predicted))),
         "makespan": bounds,
     }
     figures = []
