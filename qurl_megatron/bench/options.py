@@ -122,6 +122,14 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
         help="over how many ranks an SGLang engine is split; default 1",
     )
     parser.add_argument(
+        "--guidellm",
+        nargs="?",
+        const="guidellm",
+        metavar="PATH",
+        help="the same load through GuideLLM as well; PATH is its executable, if that is not on "
+        "the PATH",
+    )
+    parser.add_argument(
         "--protocol",
         choices=["sglang", "openai"],
         default="sglang",

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,24 @@ def test_an_engine_that_died_and_that_the_fleet_has_given_up_is_told_as_gone(tmp
             assert told.startswith("it does not answer any more: ")
             time.sleep(0.05)
         assert "has left" in told
+
+
+GUIDELLM = shutil.which(os.environ.get("GUIDELLM", "guidellm"))
+
+
+@pytest.mark.skipif(GUIDELLM is None, reason="needs GuideLLM: on the PATH, or at $GUIDELLM")
+@pytest.mark.parametrize("clients", ["closed", "concurrency:2", "poisson:20"])
+def test_guidellm_sends_the_same_load_and_stands_beside_it(tmp_path, clients):
+    words = ["--schemes", "int8", "--repeats", "1", "--clients", clients, "--guidellm", GUIDELLM]
+    command = [*QURL, "bench", "rollout", *LOAD, *words, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = read(tmp_path / "rollout.json").cases
+    assert set(ours.reasons) | set(theirs.reasons) <= NOISE
+    assert (ours.keys["sent by"], theirs.keys["sent by"]) == ("qurl", "GuideLLM")
+    for name in ("tokens/s", "makespan", "first token, p50", "per token, p50"):
+        assert ours.figure(name).median > 0 and theirs.figure(name).median > 0
+    assert "embedded int8, GuideLLM" in (tmp_path / "index.html").read_text()
 
 
 @pytest.fixture(scope="module")

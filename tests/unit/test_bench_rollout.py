@@ -353,7 +353,7 @@ def test_logs_lie_beside_the_record_or_are_kept_where_an_engine_fails(
 ):
     written = []
 
-    def targets(options, plan, subjects, work, logs, stack):
+    def targets(options, plan, subjects, folder, work, logs, stack):
         logs.mkdir(parents=True, exist_ok=True)
         written.append(logs / "engine-0.log")
         written[0].write_text("what it said")
