@@ -6,9 +6,10 @@ imported when it is asked for, and raises ConfigError with the reason where it c
 
 import argparse
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.errors import ConfigError
 
@@ -105,20 +106,13 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _engines(text: str) -> list[str]:
+    return text.split(",")
+
+
 def _rollout(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engine",
-        type=lambda text: text.split(","),
-        default=["embedded"],
-        metavar="A,B",
-        help="embedded, sglang, or the URL of an engine that runs; default embedded",
-    )
-    parser.add_argument(
-        "--protocol",
-        choices=["sglang", "openai"],
-        default="sglang",
-        help="what the engine at a URL speaks; vLLM: openai",
-    )
+    for name, (kind, default, metavar, told) in ROLLOUT.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=told)
     parser.add_argument(
         "--tensor",
         type=int,
@@ -128,78 +122,18 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
         help="over how many ranks an SGLang engine is split; default 1",
     )
     parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="threads of each rank; default: all cores",
+        "--guidellm",
+        nargs="?",
+        const="guidellm",
+        metavar="PATH",
+        help="the same load through GuideLLM as well; PATH is its executable, if that is not on "
+        "the PATH",
     )
     parser.add_argument(
-        "--cache-gb",
-        type=float,
-        default=2.0,
-        metavar="GIB",
-        help="keys and values of an embedded engine; default 2",
-    )
-    parser.add_argument(
-        "--clients",
-        default="closed",
-        metavar="HOW",
-        help="closed (all requests at once), concurrency:N or poisson:RATE; default closed",
-    )
-    parser.add_argument(
-        "--prompts", type=_at_least_one, default=8, metavar="N", help="how many; default 8"
-    )
-    parser.add_argument(
-        "--samples",
-        type=_at_least_one,
-        default=4,
-        metavar="N",
-        help="responses to each prompt; default 4",
-    )
-    parser.add_argument(
-        "--prompt",
-        type=_at_least_one,
-        default=32,
-        metavar="N",
-        help="tokens of each prompt; default 32",
-    )
-    parser.add_argument(
-        "--mean", type=float, default=64, metavar="N", help="mean tokens of a response; default 64"
-    )
-    parser.add_argument(
-        "--sigma",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="spread of the lengths: deviation of their logarithm; default 1",
-    )
-    parser.add_argument(
-        "--max",
-        type=int,
-        default=256,
-        metavar="N",
-        help="tokens of the longest response; default 256",
-    )
-    parser.add_argument(
-        "--lengths",
-        type=Path,
-        metavar="RUN_DIR",
-        help="take the lengths of a run of qurl eval instead",
-    )
-    parser.add_argument(
-        "--publish-every",
-        type=_publish_every,
-        metavar="WHEN",
-        help="half (once, at half of the tokens), 10s or 5000tokens; default: never",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="give a response up after these",
+        "--protocol",
+        choices=["sglang", "openai"],
+        default="sglang",
+        help="what the engine at a URL speaks; vLLM: openai",
     )
 
 
@@ -210,6 +144,51 @@ def _publish_every(text: str) -> str:
             f"must be half, seconds (10s) or tokens (5000tokens), got {text!r}"
         )
     return text
+
+
+ROLLOUT: Mapping[str, tuple[Callable, Any, str, str]] = {
+    "engine": (
+        _engines,
+        ["embedded"],
+        "A,B",
+        "embedded, sglang, or the URL of an engine that runs; default embedded",
+    ),
+    "threads": (int, 0, "N", "threads of each rank; default: all cores"),
+    "cache-gb": (float, 2.0, "GIB", "keys and values of an embedded engine; default 2"),
+    "clients": (
+        str,
+        "closed",
+        "HOW",
+        "closed (all requests at once), concurrency:N or poisson:RATE; default closed",
+    ),
+    "prompts": (_at_least_one, 8, "N", "how many; default 8"),
+    "samples": (_at_least_one, 4, "N", "responses to each prompt; default 4"),
+    "prompt": (_at_least_one, 32, "N", "tokens of each prompt; default 32"),
+    "mean": (float, 64, "N", "mean tokens of a response; default 64"),
+    "sigma": (
+        float,
+        1.0,
+        "X",
+        "spread of the lengths: deviation of their logarithm; default 1",
+    ),
+    "max": (int, 256, "N", "tokens of the longest response; default 256"),
+    "lengths": (
+        Path,
+        None,
+        "RUN_DIR",
+        "take the lengths of a run instead: of its last step if it was trained with "
+        "train.save_rollouts=true, else of its last qurl eval",
+    ),
+    "publish-every": (
+        _publish_every,
+        None,
+        "WHEN",
+        "half (once, at half of the tokens), 10s or 5000tokens; default: never",
+    ),
+    "seed": (int, 0, "N", "of the order of lengths, prompts and arrivals; default 0"),
+    "timeout": (float, 3600.0, "SECONDS", "give a response up after these; default 3600"),
+}
+"""Option -> its type, default, placeholder and help."""
 
 
 def _publish(parser: argparse.ArgumentParser) -> None:
@@ -247,9 +226,13 @@ def _convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    parser.add_argument("--batch", type=_at_least_one, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument(
-        "--steps", type=int, default=16, metavar="N", help="decode steps of one repeat; default 16"
+        "--steps",
+        type=_at_least_one,
+        default=16,
+        metavar="N",
+        help="decode steps of one repeat; default 16",
     )
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
     parser.add_argument("--device", default="cpu")

@@ -24,6 +24,7 @@ REASONS = {
     "not run": "it cannot be run here; its note says why",
     "failed": "it ended with an error; its note says which",
     "client-bound": "the load generator was too slow to see what the engine can do",
+    "wrong requests": "another load generator did not send what it was asked to",
     "wrong lengths": "responses came back longer or shorter than they were told to be",
     "cache hits": "prompts that nobody had sent were in the engine's cache",
     "failed requests": "requests failed; their tokens are not counted, their time is",

@@ -12,9 +12,9 @@ import itertools
 import random
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from qurl_megatron.bench.load import limits, reasons, timeline
 from qurl_megatron.bench.load.answers import Outcome
 from qurl_megatron.bench.load.drive import Load, Publishing
 from qurl_megatron.bench.load.engines import Target, reached, started
+from qurl_megatron.bench.load.guidellm import GuideLLM, program
 from qurl_megatron.bench.load.lengths import long_tailed, recorded
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.load.requests import (
@@ -36,6 +37,7 @@ from qurl_megatron.bench.load.requests import (
     groups,
     serial_digits,
 )
+from qurl_megatron.bench.load.words import Words
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -53,6 +55,8 @@ SCHEMES = {  # name -> (quant.scheme, format of all else)
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 SETTINGS = ("seed", "mean", "sigma", "max", "threads", "cache_gb", "protocol")
 """Options that are keys of a case as they are."""
+OURS, GUIDELLM = SENDERS = ("qurl", "GuideLLM")
+"""Who sends the requests."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,17 @@ class Plan:
     publish: str | None = None  # "half", "2.5s", "1000tokens" or never
     settings: Mapping[str, str | int | float | None] = field(default_factory=dict)
     """Of ``SETTINGS``, and where lengths are from: only records of equal ones are compared."""
+    words: Words | None = None  # that prompts are made of, where they are sent as text as well
 
     @property
     def prompts(self) -> int:
         return len(self.lengths) // self.samples
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Of which prompts are made: not the first and the last one, to which engines give
+        meanings of their own."""
+        return self.words.ids if self.words else range(1, self.vocab - 1)
 
     @property
     def slots(self) -> int:
@@ -85,7 +96,7 @@ class Plan:
             self.lengths,
             samples=self.samples,
             prompt=self.prompt,
-            vocab=self.vocab,
+            ids=self.ids,
             first=self.first + repeat * self.prompts,
             seed=self.seed,
         )
@@ -114,11 +125,13 @@ class Subject:
     engine: str  # "embedded", "sglang" or a URL
     scheme: str  # of SCHEMES
     tensor: int = 1
+    sender: str = OURS  # of SENDERS
 
     @property
     def name(self) -> str:
         tensor = f" tp{self.tensor}" if self.tensor > 1 else ""
-        return f"{self.engine} {self.scheme}{tensor}"
+        sender = f", {self.sender}" if self.sender != OURS else ""
+        return f"{self.engine} {self.scheme}{tensor}{sender}"
 
     @property
     def elsewhere(self) -> str:
@@ -139,31 +152,51 @@ def run(options: argparse.Namespace) -> list[Case]:
     """
     arch = read_arch(config_of(options.model))
     plan, subjects = plan_of(options, arch), subjects_of(options)
+    guidellm = program(options.guidellm) if options.guidellm else None
     logs = (
         options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="qurl-bench-logs-"))
     )
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
-        targets = _targets(options, plan, subjects, Path(work), logs, stack)
-        before = {name: target.identity() for name, target in targets.items()}
-        candidates = {
-            name: _candidate(plan, target, itertools.count()) for name, target in targets.items()
-        }
+        folder = _folder(options, subjects, Path(work))
+        if guidellm:
+            plan = replace(plan, words=Words(folder, plan.vocab))
+        targets = _targets(options, plan, subjects, folder, Path(work), logs, stack)
+        before = {name: _identity(name, target) for name, target in targets.items()}
+        candidates = _candidates(plan, targets, guidellm)
         found = interleaved(candidates, repeats=options.repeats, seen=_tell)
         changed = {name: changed_since(before[name], target) for name, target in targets.items()}
     if any(changed.values()):
         progress(f"the engines' logs are in {logs}")
     elif not options.out:  # an error on the way here names one of them
         shutil.rmtree(logs)
-    # The record tells the limits of what the engines ran on.
-    options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    read = environment.limits(options.device)["read_gb_s"]
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
-    cases = []
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cases, devices = [], set()
     for subject in subjects:
         name = subject.name
-        bounds = bounds_of(plan, subject, arch, read, gpu)
-        cases.append(case_of(plan, subject, found[name], bounds, changed[name], before[name]))
+        device = device_of(before[name])
+        devices.add(device)
+        bounds = bounds_of(plan, subject, arch, device, gpu)
+        for sender in SENDERS[: 2 if guidellm else 1]:
+            one = replace(subject, sender=sender)
+            repeats = found[one.name]
+            cases.append(case_of(plan, one, repeats, bounds, changed[name], before[name]))
+    # The record tells the limits of what the engines ran on.
+    options.device = "cuda" if gpu and "cuda" in devices else "cpu"
     return cases
+
+
+def _identity(name: str, target: Target) -> dict[str, object]:
+    try:
+        return target.identity()
+    except EngineError as error:
+        raise ConfigError(f"{name} does not answer: {error}") from None
+
+
+def device_of(identity: Mapping[str, object]) -> str:
+    """ "cuda" or "cpu", by what an engine says of itself; "" where it does not say."""
+    told = str(identity.get("device") or "").partition(":")[0]
+    # vLLM does not tell, but its builds for the CPU bear this name.
+    return told or ("cpu" if str(identity.get("version")).endswith("+cpu") else "")
 
 
 def changed_since(before: Mapping[str, object], target: Target) -> str:
@@ -200,6 +233,11 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
 
 def subjects_of(options: argparse.Namespace) -> list[Subject]:
     """Every engine in every scheme; tensor sizes are SGLang's."""
+    if options.guidellm and options.publish_every:
+        raise ConfigError(
+            "--guidellm cannot go with --publish-every: it does not tell which weights made a "
+            "token; leave one of them out"
+        )
     found = []
     for engine in options.engine:
         if engine not in ("embedded", "sglang") and "://" not in engine:
@@ -213,10 +251,18 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
     return found
 
 
+def _folder(options: argparse.Namespace, subjects: Sequence[Subject], work: Path) -> Path:
+    """The model of the engines: where they are started, with weights."""
+    if all("://" in subject.engine for subject in subjects):
+        return Path(options.model)
+    return model_folder(options.model, work)
+
+
 def _targets(
     options: argparse.Namespace,
     plan: Plan,
     subjects: Sequence[Subject],
+    folder: Path,
     work: Path,
     logs: Path,
     stack: ExitStack,
@@ -224,14 +270,12 @@ def _targets(
     """Every engine, up and with its weights; ``stack`` ends them."""
     found: dict[str, Target] = {}
     versions: dict[str, Version] = {}
-    folder = None
     for subject in subjects:
         if "://" in subject.engine:
             found[subject.name] = reached(
                 subject.engine, options.protocol, timeout_s=options.timeout
             )
             continue
-        folder = folder or model_folder(options.model, work)
         if subject.scheme not in versions:
             source = checkpoint_of(folder)
             place = work / f"versions-{subject.scheme}"
@@ -248,11 +292,35 @@ def _targets(
                 threads=options.threads,
                 timeout_s=options.timeout,
                 cache_gb=options.cache_gb,
+                text=plan.words is not None,
             )
             found[subject.name] = stack.enter_context(engine)
         except EngineError as error:
             raise ConfigError(f"{subject.name} did not start: {error}") from None
     return found
+
+
+def _candidates(
+    plan: Plan, targets: Mapping[str, Target], guidellm: str | None
+) -> dict[str, Callable[[], Outcome]]:
+    """What is measured, by name; each sends prompts that nobody else does."""
+    found = {}
+    step = 2 if guidellm else 1
+    for name, target in targets.items():
+        found[name] = _candidate(plan, target, itertools.count(0, step))
+        if guidellm:
+            found[f"{name}, {GUIDELLM}"] = _through(
+                guidellm, plan, target, itertools.count(1, step)
+            )
+    return found
+
+
+def _through(program: str, plan: Plan, target: Target, repeats: itertools.count):
+    def load() -> Outcome:
+        one = GuideLLM(program, target.client, target.look, plan.words.text)
+        return one.drive(plan.asks(next(repeats)), plan.clients)
+
+    return load
 
 
 def _candidate(plan: Plan, target: Target, repeats: itertools.count):
@@ -285,6 +353,7 @@ class Bounds:
 
     least: float | None = None  # by the bytes of its decode steps
     predicted: float | None = None  # by qurl plan, where it knows the machine
+    why: str = ""  # there is no limit, where that is not the load's doing
 
 
 def case_of(
@@ -303,7 +372,7 @@ def case_of(
     """
     told: dict[str, object] = {}
     for outcome in repeats.results:
-        told |= reasons.found(outcome, serial_digits(plan.vocab) - 1)
+        told |= reasons.found(outcome, serial_digits(len(plan.ids)) - 1)
     if changed:
         told["engine changed"] = changed
     names = [*told, *(reason for reason in repeats.reasons if reason not in told)]
@@ -321,10 +390,14 @@ def case_of(
         "clients": plan.clients.text,
         "publish": plan.publish,
         **plan.settings,
+        **({"sent by": subject.sender} if plan.words else {}),
     }
     outcomes = [o for o in repeats.results if any(answer.done for answer in o.answers)]
     whole = len(outcomes) == len(repeats.results)  # else there is nothing to time
     figures = figures_of(outcomes, bounds) if whole else []
+    notes = _notes(bounds, repeats.results)
+    if partial := [figure.name for figure in figures if len(figure.repeats) < len(outcomes)]:
+        notes["not compared"] = f"{', '.join(partial)}, which only some repeats have"
     return Case(
         name=subject.name,
         keys=keys,
@@ -332,15 +405,17 @@ def case_of(
         # Of this machine, whose speed is not that of an engine on another one.
         yardsticks=[] if subject.elsewhere else repeats.yardsticks,
         reasons=names,
-        notes={"identity": identity, **told, **_notes(subject, repeats.results)},
+        notes={"identity": identity, **told, **notes},
     )
 
 
-def _notes(subject: Subject, outcomes: Sequence[Outcome]) -> dict[str, str]:
+def _notes(bounds: Bounds, outcomes: Sequence[Outcome]) -> dict[str, str]:
     """What figures lack, and why."""
     found = {}
-    if subject.elsewhere:
-        found["limit"] = f"none: {subject.elsewhere} is another machine, and not measured"
+    if bounds.why:
+        found["limit"] = f"none: {bounds.why}"
+    if outcomes[0].sender:
+        found["sent by"] = outcomes[0].sender
     if unseen := [outcome.unseen for outcome in outcomes if outcome.unseen]:
         found["not looked at"] = unseen[0]
     valid = [
@@ -351,23 +426,25 @@ def _notes(subject: Subject, outcomes: Sequence[Outcome]) -> dict[str, str]:
     return found
 
 
-def bounds_of(
-    plan: Plan, subject: Subject, arch: Arch, read_gb_s: float, gpu: str | None
-) -> Bounds:
+def bounds_of(plan: Plan, subject: Subject, arch: Arch, device: str, gpu: str | None) -> Bounds:
     """
     Args:
-        read_gb_s: that the machine's memory, or one GPU's, was measured to read.
-        gpu: what its driver calls the GPU; None: the engine has none.
+        device: that the engine says it uses, "cuda" or "cpu"; "" where it does not say.
+        gpu: what its driver calls the GPU that this side sees; None: it sees none.
     """
-    if plan.clients.rate is not None or subject.elsewhere:
+    if plan.clients.rate is not None:
         return Bounds()
+    if why := _unmeasured(subject, device, gpu):
+        return Bounds(why=why)
+    on_gpu = device == "cuda"
+    read_gb_s = environment.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
     scheme, dtype = SCHEMES[subject.scheme]
     rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[dtype])
     # Ranks on CPUs share the memory's rate; GPUs have each their own.
-    share = 1 if gpu else subject.tensor
+    share = 1 if on_gpu else subject.tensor
     load = {"prompt": plan.prompt, "slots": plan.slots}
     least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
-    known = limits.gpu_named(gpu, scheme) if gpu else None
+    known = limits.gpu_named(gpu, scheme) if on_gpu else None
     if known is None:
         return Bounds(least)
     predicted = limits.predicted_seconds(
@@ -376,26 +453,34 @@ def bounds_of(
     return Bounds(least, predicted)
 
 
+def _unmeasured(subject: Subject, device: str, gpu: str | None) -> str:
+    """Why this side cannot measure what an engine runs on; or ""."""
+    if subject.elsewhere:
+        return f"{subject.elsewhere} is another machine"
+    if not device:
+        return "the engine does not say whether it runs on a GPU"
+    return "this side's torch does not see the engine's GPU" if device == "cuda" and not gpu else ""
+
+
 def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
-    """A figure per quantity, of all repeats; those that not every repeat has are left out."""
+    """A figure per quantity. One that only some repeats have is told and not compared: repeats are
+    compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = timeline.tokens(outcomes[0].answers)
     told = {
-        "tokens/s": Bounds(*(seconds and tokens / seconds for seconds in astuple(bounds))),
+        "tokens/s": Bounds(*(s and tokens / s for s in (bounds.least, bounds.predicted))),
         "makespan": bounds,
     }
     figures = []
     for name in dict.fromkeys(name for one in measured for name in one):
         repeats = [one[name] for one in measured if name in one]
-        if len(repeats) < len(outcomes):
-            continue
         own = told.get(name, Bounds())
         unit, better = KINDS.get(name, LATENCY)
         figures.append(
             Figure(
                 name=name,
                 unit=unit,
-                better=better,
+                better=better if len(repeats) == len(outcomes) else None,
                 repeats=repeats,
                 limit=own.least,
                 limit_of="DRAM bytes" if own.least else "",
@@ -434,7 +519,7 @@ def _measured(outcome: Outcome) -> dict[str, float]:
     }
     latencies = {
         "first token": timeline.first_token(answers),
-        "between tokens": timeline.gaps(answers),
+        "between tokens": [] if outcome.sender else timeline.gaps(answers),
         "per token": timeline.per_token(answers),
     }
     for name, values in latencies.items():
@@ -442,12 +527,14 @@ def _measured(outcome: Outcome) -> dict[str, float]:
             found[f"{name}, p{percent}"] = 1e3 * value
     if (used := timeline.occupancy(outcome)) is not None:
         found["cache in use, mean"], found["cache in use, most"] = (100 * share for share in used)
-    found["preemptions"] = timeline.preemptions(outcome)
+    if not outcome.sender or any(look.preemptions is not None for look in outcome.looks):
+        found["preemptions"] = timeline.preemptions(outcome)
     if published := outcome.publications:
         found["paused to publish"] = max(p.paused_s for p in published)
         valid = (timeline.first_valid(p, answers) for p in published)
         if told := [seconds for seconds in valid if seconds is not None]:
             found["first valid token"] = max(told)
         found["tokens computed anew"] = sum(timeline.recomputed(p, answers) for p in published)
-    found["client's CPU"] = 100 * outcome.client.cpu_s / seconds
+    if outcome.client is not None:
+        found["client's CPU"] = 100 * outcome.client.cpu_s / seconds
     return found

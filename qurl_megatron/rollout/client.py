@@ -83,7 +83,7 @@ class EngineClient:
     """Blocking and thread-safe. Every failure is an EngineError that names the engine."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url, self.api_key = url.rstrip("/"), api_key
         # What is packed may unpack to any size.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:

@@ -65,6 +65,7 @@ class Fleet:
         api_key: str | None = None,
         fixed: bool = False,
         trainer_ranks: int = 0,
+        text: bool = False,
     ) -> None:
         """
         Args:
@@ -77,6 +78,7 @@ class Fleet:
             fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
                 load those in ``model_dir``, whose config.json says how they are quantized.
             trainer_ranks: training ranks on this machine, each on the GPU of its number.
+            text: engines started here read and write text as well, by a tokenizer in ``model_dir``.
 
         Raises:
             ConfigError: QURL_API_KEY is no key.
@@ -94,7 +96,7 @@ class Fleet:
         self.publishing = False
         self._model_dir, self._scheme, self._dtype = model_dir, scheme, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
-        self._trainer_ranks = trainer_ranks
+        self._trainer_ranks, self._text = trainer_ranks, text
         adopts = config.urls or config.rendezvous
         self._api_key = api_key or (given_key(os.environ) if adopts else None)
         self._lock = threading.RLock()  # of all state here and in the engines; held for moments
@@ -551,6 +553,7 @@ class Fleet:
             empty=not self.fixed,
             trainer_ranks=self._trainer_ranks,
             serve_command=self._serve_command,
+            text=self._text,
         )
 
 

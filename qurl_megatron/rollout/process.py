@@ -181,12 +181,14 @@ def launches(
     empty: bool = True,
     trainer_ranks: int = 0,
     serve_command: Sequence[str] = SERVE_COMMAND,
+    text: bool = False,
 ) -> dict[str, Launch]:
     """How to start each engine of this machine, by its name.
 
     Args:
         empty: SGLang engines start without weights, for the first version brings them.
         trainer_ranks: training ranks on this machine, each on the GPU of its number.
+        text: they read and write text beside token ids.
 
     Raises:
         ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs, or the
@@ -197,7 +199,7 @@ def launches(
     threads = config.engine_threads or max(1, cores // _engine_ranks(config))
     if config.backend == "embedded":
         made = [
-            _embedded(config, model_dir, port_file(folder, name), scheme, dtype, threads)
+            _embedded(config, model_dir, port_file(folder, name), scheme, dtype, threads, text)
             for name in names
         ]
         key = {API_KEY: api_key}
@@ -220,6 +222,7 @@ def launches(
             port_file=port_file(folder, name),
             api_key=api_key,
             empty=empty,
+            text=text,
             extra=[*_devices(config, index), *config.engine_args],
         )
         for index, name in enumerate(names)
@@ -233,6 +236,7 @@ def _embedded(
     scheme: str,
     dtype: str,
     threads: int,
+    text: bool,
 ) -> Launch:
     options = {
         "--scheme": scheme,
@@ -246,8 +250,8 @@ def _embedded(
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     spin = os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)
     env = {**dict.fromkeys(names, str(threads)), "GOMP_SPINCOUNT": spin}
-    # Trainer and engine speak token ids.
-    return Launch((str(model_dir), *flat, "--exit-with-stdin", "--skip-tokenizer-init"), env)
+    ids_only = () if text else ("--skip-tokenizer-init",)  # as trainer and engine speak
+    return Launch((str(model_dir), *flat, "--exit-with-stdin", *ids_only), env)
 
 
 def _devices(config: RolloutConfig, index: int) -> list[str]:

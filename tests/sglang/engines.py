@@ -95,11 +95,12 @@ class Server:
             port_file=self._port,
             api_key=self.key,
             empty=empty,
+            text=text,
         )
         folder.mkdir()
         with self.log.open("wb") as out:
             self.popen = subprocess.Popen(
-                [part for part in launch.command if not (text and part == "--skip-tokenizer-init")],
+                launch.command,
                 env={**os.environ, **launch.env},
                 stdin=subprocess.PIPE,
                 stdout=out,

@@ -139,6 +139,14 @@ def test_a_scheme_that_is_not_known_is_named(capsys):
     assert left.value.code == 2 and "int3 is not among int8, fp8, bf16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--batch", "--steps", "--repeats"])
+def test_none_at_all_of_what_is_measured_is_refused_by_its_name(option, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*DECODE, option, "0"])
+    assert left.value.code == 2
+    assert f"{option}: must be a whole number, 1 or more" in capsys.readouterr().err
+
+
 def test_a_model_is_a_shape_a_folder_or_refused(tmp_path):
     assert config_of("7B")["tie_word_embeddings"] is False
     assert config_of("Qwen2.5-14B")["hidden_size"] == config_of("14B")["hidden_size"]

@@ -55,10 +55,18 @@ def repeats(*outcomes):
     return Repeats(seconds=[2.0] * count, results=list(outcomes), yardsticks=[1e-9] * count)
 
 
-def case(*outcomes, changed="", words=(), gpu=None, engine="embedded"):
+@pytest.fixture(autouse=True)
+def rates(monkeypatch):
+    """Of this machine and of its GPU, without a second of work."""
+    rates = {"cpu": {"read_gb_s": 10.0}, "cuda": {"read_gb_s": 1000.0}}
+    monkeypatch.setattr(environment, "limits", rates.__getitem__)
+
+
+def case(*outcomes, changed="", words=(), gpu=None, engine="embedded", device=None):
     subject = rollout.Subject(engine, "int8")
     made = plan("--prompts", "1", "--samples", "2", "--mean", "2", "--sigma", "0", *words)
-    bounds = rollout.bounds_of(made, subject, ARCH, read_gb_s=10.0, gpu=gpu)
+    device = ("cuda" if gpu else "cpu") if device is None else device
+    bounds = rollout.bounds_of(made, subject, ARCH, device, gpu)
     return rollout.case_of(made, subject, repeats(*outcomes), bounds, changed, {"threads": 2})
 
 
@@ -182,6 +190,19 @@ def test_the_first_valid_token_is_that_of_publications_that_had_one():
     assert found.notes["first valid token"] == "1 of 2 publications had none after them"
 
 
+def test_a_figure_that_only_some_repeats_have_is_told_and_not_compared():
+    early, late = outcome(), outcome()
+    early.publications = [Publication("2", 0.2, 0.4, paused_s=0.15)]
+    early.answers[0].first_of = {"2": 0.5}
+    late.publications = [Publication("2", 1.9, 1.95, paused_s=0.15)]  # with nothing left
+    found = case(early, late)
+    valid, paused = found.figure("first valid token"), found.figure("paused to publish")
+    assert valid.repeats == [pytest.approx(0.3)] and valid.better is None
+    assert paused.repeats == [0.15, 0.15] and paused.better == "lower"
+    assert found.notes["not compared"] == "first valid token, which only some repeats have"
+    assert "not compared" not in case(early, early).notes
+
+
 def test_what_only_describes_a_load_is_told_and_never_compared():
     seen = outcome()
     seen.looks = [Look(0.1, occupancy=0.5)]
@@ -224,10 +245,58 @@ def test_an_engine_on_another_machine_has_no_limit_and_no_yardstick_of_this_one(
     found = case(outcome(), engine="http://10.1.2.3:8000", gpu="NVIDIA H100 80GB HBM3")
     makespan = found.figure("makespan")
     assert makespan.limit is None and makespan.predicted is None and found.yardsticks == []
-    assert found.notes["limit"].startswith("none: 10.1.2.3 is another machine")
+    assert found.notes["limit"] == "none: 10.1.2.3 is another machine"
     for host in ("127.0.0.1", "localhost", "[::1]"):
         near = case(outcome(), engine=f"http://{host}:8000")
         assert near.figure("makespan").limit and near.yardsticks and "limit" not in near.notes
+
+
+@pytest.mark.parametrize(
+    "device, gpu, why",
+    [
+        ("cuda", None, "none: this side's torch does not see the engine's GPU"),
+        ("", None, "none: the engine does not say whether it runs on a GPU"),
+        ("", "NVIDIA H100 80GB HBM3", "none: the engine does not say whether it runs on a GPU"),
+    ],
+)
+def test_what_an_engine_runs_on_that_this_side_cannot_measure_gives_no_limit(device, gpu, why):
+    found = case(outcome(), device=device, gpu=gpu)
+    assert found.figure("makespan").limit is None and found.notes["limit"] == why
+    assert found.figure("tokens/s").limit is None
+
+
+def test_an_engine_on_the_cpu_has_the_cpus_limit_though_this_side_has_a_gpu():
+    makespan = case(outcome(), device="cpu", gpu="NVIDIA H100 80GB HBM3").figure("makespan")
+    assert makespan.limit == case(outcome()).figure("makespan").limit
+    assert makespan.predicted is None
+
+
+@pytest.mark.parametrize(
+    "told, device",
+    [
+        ({"device": "cuda:0"}, "cuda"),
+        ({"device": "cpu", "version": "0.5.16"}, "cpu"),
+        ({"version": "0.32.0+cpu"}, "cpu"),
+        ({"version": "0.32.0"}, ""),
+        ({"version": None}, ""),
+    ],
+)
+def test_what_an_engine_runs_on_is_what_it_says(told, device):
+    assert rollout.device_of(told) == device
+
+
+def test_an_engine_that_does_not_answer_at_the_beginning_is_named_in_one_sentence(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def gone():
+        raise EngineError("http://127.0.0.1:1/server_info did not answer")
+
+    seen = replace(target(), identity=gone)
+    monkeypatch.setattr(rollout, "_targets", lambda *_: {"embedded bf16": seen})
+    with pytest.raises(ConfigError, match="^embedded bf16 does not answer: http://127.0.0.1:1/ser"):
+        rollout.run(options("--schemes", "bf16"))
 
 
 def test_why_an_engine_could_not_be_looked_at_is_noted():
@@ -242,16 +311,15 @@ def test_an_engine_that_is_gone_at_the_end_is_a_reason_of_its_own_case_alone(tmp
     def gone():
         if next(asked):
             raise EngineError("http://127.0.0.1:1/server_info did not answer")
-        return {"version": "1"}
+        return {"version": "1", "device": "cpu"}
 
     asked = iter([False, True])
     targets = {
         "embedded bf16": replace(target(), identity=gone),
-        "embedded int8": replace(target(), identity=lambda: {"version": "1"}),
+        "embedded int8": replace(target(), identity=lambda: {"version": "1", "device": "cpu"}),
     }
     monkeypatch.setattr(rollout, "_targets", lambda *_: targets)
     monkeypatch.setattr(rollout, "_candidate", lambda *_: outcome)
-    monkeypatch.setattr(environment, "limits", lambda device: {"read_gb_s": 10.0})
     monkeypatch.setattr(
         rollout, "interleaved", lambda found, **_: {n: repeats(outcome()) for n in found}
     )
@@ -285,7 +353,7 @@ def test_logs_lie_beside_the_record_or_are_kept_where_an_engine_fails(
 ):
     written = []
 
-    def targets(options, plan, subjects, work, logs, stack):
+    def targets(options, plan, subjects, folder, work, logs, stack):
         logs.mkdir(parents=True, exist_ok=True)
         written.append(logs / "engine-0.log")
         written[0].write_text("what it said")
@@ -302,7 +370,6 @@ def test_logs_lie_beside_the_record_or_are_kept_where_an_engine_fails(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(rollout, "_targets", targets)
     monkeypatch.setattr(rollout, "_candidate", lambda *_: outcome)
-    monkeypatch.setattr(environment, "limits", lambda device: {"read_gb_s": 10.0})
     asked_for = options("--schemes", "bf16", "--prompts", "1", "--repeats", "1")
     asked_for.out = tmp_path / "found" if out else None
     with contextlib.suppress(ConfigError):

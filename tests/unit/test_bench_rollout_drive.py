@@ -27,6 +27,9 @@ class Streams:
         self.token_s, self.version, self.most = 0.0, "1", 0
         self.cumulative, self.together, self.tells_ids = True, 1, True
         self.fault = ""
+        self.may_send = lambda end: True
+        """Streams wait before token ``end`` while it says no: what a test needs to happen in the
+        middle of them does, however slow the machine is."""
         self.bodies: list[dict] = []
         self._running = 0
         paths = {"/generate": self.generate, "/v1/completions": self.completions}
@@ -66,6 +69,8 @@ class Streams:
             spans = []
             for end in [*range(self.together, tokens, self.together), tokens]:
                 await asyncio.sleep(self.token_s)
+                while not self.may_send(end):
+                    await asyncio.sleep(0.002)
                 if not spans or spans[-1]["version"] != self.version:
                     start = spans[-1]["end"] if spans else 0
                     spans.append({"version": self.version, "start": start})
@@ -120,6 +125,7 @@ def server(running):
         together=1,
         tells_ids=True,
         fault="",
+        may_send=lambda end: True,
         bodies=[],
     )
     return running
@@ -165,20 +171,21 @@ def test_openai_streams_are_counted_by_ids_and_by_the_usage_at_the_end(server, t
 
 
 def test_a_closed_batch_has_all_requests_under_way_at_once(server):
-    server.token_s = 0.02
-    outcome = drive(server, [ask(4)] * 120)  # more than clients of libraries usually connect
-    assert server.most == 120
+    server.may_send = lambda end: server.most >= 120  # more than libraries usually connect
+    outcome = drive(server, [ask(4)] * 120)
     assert all(answer.done for answer in outcome.answers)
 
 
 def test_concurrency_is_kept_to_the_end(server):
-    server.token_s = 0.01
+    server.may_send = lambda end: server.most >= 4
     outcome = drive(server, [ask(3)] * 12, at_once=4)
     assert server.most == 4 and len(outcome.answers) == 12
 
 
 def test_requests_are_sent_when_they_are_due_and_timed_from_then(server):
-    asks = arriving(groups([2] * 10, samples=1, prompt=8, vocab=99, first=0, seed=0), 100.0, 0)
+    asks = arriving(
+        groups([2] * 10, samples=1, prompt=8, ids=range(1, 98), first=0, seed=0), 100.0, 0
+    )
     outcome = drive(server, asks)
     assert [answer.began for answer in outcome.answers] == [ask.due for ask in asks]
     assert all(answer.times[0] > answer.ask.due for answer in outcome.answers)
@@ -203,6 +210,7 @@ def test_a_failed_request_stays_failed_with_its_cause(server, fault, said):
 
 def test_a_publication_comes_in_the_middle_and_its_first_token_is_found(server):
     server.token_s = 0.01
+    server.may_send = lambda end: end <= 15 or server.version == "2"
 
     def publish():
         server.version = "2"
@@ -220,9 +228,13 @@ def test_a_publication_comes_in_the_middle_and_its_first_token_is_found(server):
 
 def test_publications_repeat_until_the_load_is_over(server):
     server.token_s = 0.01
-    versions = iter(range(2, 99))
-    plan = Publishing(lambda: (str(next(versions)), 0.0), seconds=0.05)
-    outcome = drive(server, [ask(25)], publishing=plan)
+    server.may_send = lambda end: end < 25 or int(server.version) >= 3
+
+    def publish():
+        server.version = str(int(server.version) + 1)
+        return server.version, 0.0
+
+    outcome = drive(server, [ask(25)], publishing=Publishing(publish, seconds=0.05))
     assert len(outcome.publications) >= 2
     began = [publication.began for publication in outcome.publications]
     assert all(later - earlier >= 0.05 for earlier, later in zip(began, began[1:], strict=False))
@@ -230,9 +242,11 @@ def test_publications_repeat_until_the_load_is_over(server):
 
 @pytest.mark.parametrize("kind", [EngineError, ConfigError, OSError])
 def test_a_publication_that_fails_is_told_and_the_load_goes_on(server, kind):
-    server.token_s = 0.01
+    tried = []
+    server.may_send = lambda end: end <= 4 or tried
 
     def publish():
+        tried.append("2")
         raise kind("engine-0 rejects version 2")
 
     outcome = drive(server, [ask(8)], publishing=Publishing(publish, tokens=2))
@@ -241,19 +255,22 @@ def test_a_publication_that_fails_is_told_and_the_load_goes_on(server, kind):
 
 
 def test_the_engine_is_looked_at_and_this_sides_own_work_is_measured(server):
-    server.token_s = 0.01
+    server.token_s, looks = 0.01, []
+    server.may_send = lambda end: end < 20 or looks
 
     async def look(session, at):
+        looks.append(at)
         return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120}, at)
 
     outcome = drive(server, [ask(20)], look=look)
     assert timeline.occupancy(outcome) == (0.25, 0.25)
-    assert outcome.client.cpu_s > 0 and len(outcome.client.lags) >= 5
+    assert outcome.client.cpu_s > 0 and outcome.client.lags
 
 
 @pytest.mark.parametrize("fault", [KeyError("loads"), ValueError("not a number")], ids=repr)
 def test_a_look_that_cannot_be_read_is_told_once_and_ends_the_looking(server, fault):
-    server.token_s, looks = 0.05, []
+    server.token_s, looks = 0.02, []
+    server.may_send = lambda end: looks
 
     async def look(session, at):
         looks.append(at)
@@ -265,7 +282,8 @@ def test_a_look_that_cannot_be_read_is_told_once_and_ends_the_looking(server, fa
 
 
 def test_an_engine_that_is_too_busy_to_be_looked_at_is_looked_at_again_and_that_is_told(server):
-    server.token_s, looks = 0.05, []
+    looks = []
+    server.may_send = lambda end: end < 20 or len(looks) >= 2
 
     async def look(session, at):
         looks.append(at)

@@ -97,7 +97,7 @@ def test_a_damaged_line_of_lengths_is_named(tmp_path):
 
 
 def test_samples_of_a_group_share_its_prompt_and_have_lengths_of_their_own():
-    asks = groups([4, 5, 6, 7], samples=2, prompt=8, vocab=64, first=0, seed=0)
+    asks = groups([4, 5, 6, 7], samples=2, prompt=8, ids=range(1, 63), first=0, seed=0)
     assert [(a.group, a.sample, a.tokens) for a in asks] == [
         (0, 0, 4),
         (0, 1, 5),
@@ -111,9 +111,11 @@ def test_samples_of_a_group_share_its_prompt_and_have_lengths_of_their_own():
 def test_no_prompt_comes_twice_nor_begins_like_another_over_all_repeats():
     vocab, seen = 12, []
     for repeat in range(5):
-        asks = groups([1] * 30, samples=1, prompt=16, vocab=vocab, first=30 * repeat, seed=7)
+        asks = groups(
+            [1] * 30, samples=1, prompt=16, ids=range(1, vocab - 1), first=30 * repeat, seed=7
+        )
         seen += [ask.prompt for ask in asks]
-    digits = serial_digits(vocab)
+    digits = serial_digits(vocab - 2)
     assert len({prompt[:digits] for prompt in seen}) == 150
     # Whatever their random ids are: those that are asked for together begin with other tokens.
     for start in range(len(seen) - vocab + 2):
@@ -122,12 +124,12 @@ def test_no_prompt_comes_twice_nor_begins_like_another_over_all_repeats():
 
 
 def test_prompts_too_short_to_differ_are_refused():
-    with pytest.raises(ConfigError, match="--prompt 1 is too short: in a vocabulary of 50"):
-        groups([1], samples=1, prompt=1, vocab=50, first=0, seed=0)
+    with pytest.raises(ConfigError, match="--prompt 1 is too short: of 48 tokens"):
+        groups([1], samples=1, prompt=1, ids=range(1, 49), first=0, seed=0)
 
 
 def test_requests_arrive_at_the_rate_asked_for_and_at_the_same_moments_each_time():
-    asks = groups([1] * 2000, samples=1, prompt=4, vocab=99, first=0, seed=0)
+    asks = groups([1] * 2000, samples=1, prompt=4, ids=range(1, 98), first=0, seed=0)
     due = [ask.due for ask in arriving(asks, rate=4.0, seed=1)]
     assert due == sorted(due) == [ask.due for ask in arriving(asks, rate=4.0, seed=1)]
     gaps = np.diff(due)

@@ -86,4 +86,6 @@ class Outcome:
     unpublished: str = ""  # why a publication failed
     looks: list[Look] = field(default_factory=list)
     unseen: str = ""  # why the engine could not be looked at, the first time
-    client: Client = field(default_factory=Client)
+    client: Client | None = field(default_factory=Client)  # None: another program sent the requests
+    sender: str = ""  # that program; it tells of each response's first and last token alone
+    unasked: str = ""  # what it sent otherwise than it was asked to

@@ -52,6 +52,7 @@ def started(
     threads: int,
     timeout_s: float,
     cache_gb: float,
+    text: bool = False,
 ) -> Iterator[Target]:
     """An engine of its own, with ``version`` published to it.
 
@@ -62,6 +63,7 @@ def started(
         threads: of each rank; 0 takes the cores of the machine.
         timeout_s: for a response.
         cache_gb: for keys and values of an embedded engine; SGLang takes what memory is free.
+        text: it reads and writes text as well, by the tokenizer in ``folder``.
 
     Raises:
         ConfigError, EngineError: it does not start, or does not take the weights.
@@ -77,6 +79,7 @@ def started(
         log_dir=logs,
         vocabulary=vocab,
         serve_command=serve_command,
+        text=text,
     ) as fleet:
         fleet.await_recruits(config.start_limit_s)
         numbers = iter(range(1, 1 << 30))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from qurl_megatron.bench.load.words import write_tokenizer
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.config import SyncConfig
 from qurl_megatron.convert.source import folding, read_tensors
@@ -22,14 +23,14 @@ from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.update import Update
 from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.rollout.wire import Blob
-from qurl_megatron.weights import is_quantized
+from qurl_megatron.weights import is_quantized, read_arch
 from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
 
 BUCKET = 256 << 20  # bytes
 
 
 def model_folder(given: str, work: Path) -> Path:
-    """Where the weights are: ``given`` itself, or random ones made in ``work``.
+    """Where the weights are: ``given`` itself, or random ones made in ``work`` with a tokenizer.
 
     Args:
         given: a checkpoint, a folder with a config.json alone, or a shape's name.
@@ -41,7 +42,9 @@ def model_folder(given: str, work: Path) -> Path:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.distcp")):
         return folder
     random = work / "model"
-    write_random(config_of(given), random)
+    config = config_of(given)
+    write_random(config, random)
+    write_tokenizer(random, read_arch(config).vocab)
     return random
 
 

@@ -24,6 +24,8 @@ ALIKE = 8  # first tokens that samples of one prompt do not have in common by ch
 
 
 def client_bound(outcome: Outcome, allowed: int) -> str:
+    if outcome.client is None:
+        return ""
     share = outcome.client.cpu_s / timeline.makespan(outcome.answers)
     if share > BUSY:
         return f"the client used {share:.0%} of a core; it may use {BUSY:.0%}"
@@ -108,12 +110,17 @@ def _alike(one: Answer, other: Answer) -> bool:
     return length >= ALIKE and one.ids[:length] == other.ids[:length]
 
 
+def wrong_requests(outcome: Outcome, allowed: int) -> str:
+    return outcome.unasked
+
+
 def unpublished(outcome: Outcome, allowed: int) -> str:
     return outcome.unpublished
 
 
 TESTS: Mapping[str, Callable[[Outcome, int], str]] = {
     "client-bound": client_bound,
+    "wrong requests": wrong_requests,
     "wrong lengths": wrong_lengths,
     "cache hits": cache_hits,
     "failed requests": failed,

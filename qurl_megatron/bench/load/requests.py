@@ -61,7 +61,13 @@ class Clients:
 
 
 def groups(
-    lengths: Sequence[int], *, samples: int, prompt: int, vocab: int, first: int, seed: int
+    lengths: Sequence[int],
+    *,
+    samples: int,
+    prompt: int,
+    ids: Sequence[int],
+    first: int,
+    seed: int,
 ) -> list[Ask]:
     """Requests in the order of their groups.
 
@@ -69,7 +75,7 @@ def groups(
         lengths: tokens of each response; a multiple of ``samples``.
         samples: responses per prompt.
         prompt: tokens of each prompt.
-        vocab: ids are below it.
+        ids: of which prompts are made.
         first: serial number of the first prompt; those before it belong to other repeats.
 
     Raises:
@@ -77,28 +83,27 @@ def groups(
     """
     count = len(lengths) // samples
     generator = np.random.default_rng((seed, first))
-    # The first and the last id are left out: engines give them meanings of their own.
-    body = generator.integers(1, vocab - 1, (count, prompt))
-    digits = serial_digits(vocab)
+    body = generator.integers(0, len(ids), (count, prompt))
+    digits = serial_digits(len(ids))
     if digits > prompt:
         raise ConfigError(
-            f"--prompt {prompt} is too short: in a vocabulary of {vocab} tokens, prompts that no "
+            f"--prompt {prompt} is too short: of {len(ids)} tokens, prompts that no "
             f"cache has seen have {digits} or more"
         )
     numbers = first + np.arange(count)
     for place in range(digits):  # the fastest first: neighbours have no token in common
-        body[:, place] = 1 + numbers // (vocab - 2) ** place % (vocab - 2)
-    prompts = [tuple(row) for row in body.tolist()]
+        body[:, place] = numbers // len(ids) ** place % len(ids)
+    prompts = [tuple(ids[index] for index in row) for row in body.tolist()]
     return [
         Ask(index // samples, index % samples, prompts[index // samples], length)
         for index, length in enumerate(lengths)
     ]
 
 
-def serial_digits(vocab: int) -> int:
-    """Leading ids that are a prompt's serial number."""
+def serial_digits(ids: int) -> int:
+    """Leading ids that are a prompt's serial number, of so many to choose from."""
     digits = 1
-    while (vocab - 2) ** digits < PROMPTS:
+    while ids**digits < PROMPTS:
         digits += 1
     return digits
 

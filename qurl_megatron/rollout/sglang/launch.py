@@ -64,6 +64,7 @@ def engine_launch(
     port_file: Path | str,
     api_key: str | None = None,
     empty: bool = True,
+    text: bool = False,
     extra: Sequence[str] = (),
 ) -> Launch:
     """How to start one engine.
@@ -79,6 +80,7 @@ def engine_launch(
         port_file: gets the port once the engine is healthy.
         empty: start with meaningless weights, since the first update brings all of them; else load
             those in ``model_dir``, whose config.json says how they are quantized.
+        text: it reads and writes text beside token ids, by the tokenizer in ``model_dir``.
         extra: further options of SGLang.
     """
     options = {
@@ -91,8 +93,11 @@ def engine_launch(
     # -P: the working folder may have another copy of this package, or of anything.
     command = [str(python), "-P", "-m", "qurl_megatron.rollout.sglang.server"]
     command += [str(part) for pair in options.items() for part in pair]
-    # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
-    command += ["--exit-with-stdin", "--skip-tokenizer-init"]
+    command += ["--exit-with-stdin"]
+    if (
+        not text
+    ):  # trainer and engine speak token ids; with the tokenizer goes the need for its files
+        command += ["--skip-tokenizer-init"]
     if empty:
         command += ["--load-format", "dummy"]
         if scheme != "none":
