@@ -548,8 +548,9 @@ class RewardConfig:
     """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
     (DAPO's soft overlong punishment); 0 is off."""
 
-    overlong_penalty: float = 1.0
-    """By how much the reward has fallen at the limit."""
+    overlong_penalty: float = 0.5
+    """By how much the reward has fallen at the limit, as a share of what a right answer is worth
+    over a wrong one: DAPO's penalty of 1 with its rewards of 1 and -1 is 0.5."""
 
     workers: int = 1
     """Processes that check answers."""
