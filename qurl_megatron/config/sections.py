@@ -205,6 +205,10 @@ class AlgoConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """A differentiated term of the loss, or taken off each token's reward."""
 
+    kl_max: float = 10.0
+    """Largest k3 estimate of a token; beyond it the penalty does not grow, and in the loss has no
+    gradient. 10 as in verl, slime and NeMo-RL; 0 is off."""
+
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
 
@@ -243,7 +247,9 @@ class AlgoConfig:
         for key in ("gamma", "gae_lambda"):
             value = getattr(self, key)
             require(0 <= value <= 1, f"algo.{key} must lie in [0, 1], got {value}")
-        require(self.kl_coef >= 0, f"algo.kl_coef must be 0 or more, got {self.kl_coef}")
+        for key in ("kl_coef", "kl_max"):
+            value = getattr(self, key)
+            require(value >= 0, f"algo.{key} must be 0 or more, got {value}")
         require(
             self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
         )

@@ -8,7 +8,7 @@ out before any ratio is formed.
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import ESTIMATORS, k3, objective_terms, token_log_probs
+from qurl_megatron.algo import k3, kl_penalty, objective_terms, token_log_probs
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.model.context import ContextPart
@@ -94,7 +94,9 @@ class PolicyLoss:
             value = value + algo.entropy_coef * entropy
         means: dict[str, Tensor] = {}
         if algo.kl_coef and algo.kl_in == "loss":
-            divergence = ESTIMATORS[algo.kl_estimator](current, batch.reference)
+            divergence = kl_penalty(
+                current, batch.reference, algo.kl_estimator, highest=algo.kl_max
+            )
             value = value - algo.kl_coef * divergence
             means["reference/kl"] = divergence
         if batch.kept is not None:  # penalty and bonus leave a rejected response alone, too
