@@ -64,7 +64,7 @@ def objective(
         kind: paper Eq. 3 (naive), Eq. 1 on quantized rollouts (proximal), Eq. 4 (decoupled),
             Eq. 5 (tis), Eq. 9 (acr), or IcePop (arXiv:2510.18855).
         clip_low: the ratio stops paying below ``1 - clip_low`` where the advantage is negative.
-        clip_high: and above ``1 + clip_high`` where it is positive; acr moves this bound.
+        clip_high: and above ``1 + clip_high`` where it is positive; acr moves this bound, there.
         cap: C, the largest importance weight (tis, acr).
         band: rho outside of it gets weight 0 (icepop).
         level: rho of each token, the product over its response, or its geometric mean.
@@ -121,7 +121,7 @@ class ObjectiveTerms:
     dual_clipped: Tensor  # bool: the dual clip stops this token's gradient
     truncated: Tensor  # bool: rho > cap
     banded: Tensor  # bool: rho is outside the band, and the weight 0 (icepop)
-    acr_active: Tensor  # bool: the upper bound counts, and is wider than 1 + clip_high
+    acr_active: Tensor  # bool: A > 0, and the upper bound is wider than 1 + clip_high
     acr_rescued: Tensor  # bool: of these, tokens that the bound of TIS would have clipped
 
 
@@ -165,7 +165,10 @@ def objective_terms(
     if keep is not None:
         weight = torch.where(keep, weight, 0.0)
 
-    upper, fixed = rule.upper_bound(rho, limits), fixed_bound(rho, limits)
+    # Raised for good tokens alone: cispo bounds bad ones from above as well, and there a wider
+    # bound would rescue nothing but let one token cost (1 + clip_high) rho.
+    fixed = fixed_bound(rho, limits)
+    upper = torch.where(advantages > 0, rule.upper_bound(rho, limits), fixed)
     above = form.bounded_above(advantages)
     too_high = above & (quotient > upper)
     too_low = form.bounded_below(advantages) & (quotient < 1 - clip_low)
