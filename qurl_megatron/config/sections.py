@@ -261,11 +261,11 @@ class AlgoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Off-policy correction beside algo.objective: what rho is, and which responses are dropped."""
+    """Off-policy correction beside algo.objective: rho of what, and which responses are dropped."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """rho = proximal/behaviour of each token, the product over its response, or its geometric
-    mean. algo.ratio=sequence takes the geometric mean in any case."""
+    """What importance weights are of: rho = proximal/behaviour of each token, the product over its
+    response, or its geometric mean; whatever algo.ratio clips."""
 
     band_low: float = 0.5
     band_high: float = 5.0

@@ -39,7 +39,6 @@ def attach_correction(
                 cap=algo.cap,
                 band=(correction.band_low, correction.band_high),
                 level=correction.level,
-                ratio=algo.ratio,
                 owners=batch.owners,
                 responses=len(batch.lengths),
             )
