@@ -279,6 +279,9 @@ class CorrectionConfig:
     """Responses with a token whose rho is below this are dropped from the loss, e.g. 1e-4; 0 is
     off."""
 
+    count_rejected: bool = False
+    """Dropped responses still count in what the loss is averaged over, as those with weight 0."""
+
     normalise: bool = False
     """Divide the importance weights by their mean over the step's response tokens."""
 
@@ -293,6 +296,11 @@ class CorrectionConfig:
             "enclose 1, or be 0",
         )
         require(0 <= self.veto < 1, f"correction.veto must lie in [0, 1), got {self.veto}")
+
+    @property
+    def rejects(self) -> bool:
+        """True where responses may be dropped."""
+        return bool(self.reject_low or self.reject_high or self.veto)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.advantages import attach_advantages
-from qurl_megatron.training.correction import attach_correction
+from qurl_megatron.training.correction import attach_correction, rejected_responses
 from qurl_megatron.training.finite import NotFinite, check_gradient
 from qurl_megatron.training.mismatch import mismatch
 from qurl_megatron.training.objective import PolicyLoss, Scorer
@@ -61,6 +61,9 @@ def improve(
         if critic:
             flat = attach_values(critic, flat)
         flat, weight_scale, rejections = attach_correction(ranks, flat, algo, config.correction)
+        if ranks.last_stage and config.correction.rejects and not config.correction.count_rejected:
+            rejected = rejected_responses(ranks, flat, len(samples))
+            flat = averaged_without(rejected, ranks, flat, samples.summary, config, step=step)
         flat, worth = attach_advantages(ranks, flat, samples.summary, config)
     seen: list[dict[str, Metric]] = []
     if ranks.last_stage and ranks.counted:
@@ -142,15 +145,21 @@ def hand_out(
 
 def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
     """The responses whose tokens each data-parallel rank needs, the same on every rank."""
-    lengths = _rounded(ranks, summary, config)
-    hands = hand_out(
-        lengths,
+    hands = _hands(ranks, summary, config, step=step)
+    return [[i for update in hands for i in update[rank]] for rank in range(ranks.data.size)]
+
+
+def _hands(
+    ranks: Ranks, summary: Summary, config: RunConfig, *, step: int
+) -> list[list[list[int]]]:
+    """``hand_out`` of this step."""
+    return hand_out(
+        _rounded(ranks, summary, config),
         config.algo.minibatches,
         ranks.data.size,
         _mix(config.train.seed, step),
         evenly=config.train.max_tokens > 0,
     )
-    return [[i for update in hands for i in update[rank]] for rank in range(ranks.data.size)]
 
 
 def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
@@ -174,17 +183,7 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
     minibatches = []
     for update in dealt:
         everywhere = [i for rank in update for microbatch in rank for i in microbatch]
-        weights = dict(
-            zip(
-                everywhere,
-                token_weights(
-                    [counted[i] for i in everywhere],
-                    algo.aggregation,
-                    constant=config.rollout.max_new_tokens,
-                ).tolist(),
-                strict=True,
-            )
-        )
+        weights = _weights(everywhere, counted, config)
         batches = []
         for microbatch in update[ranks.data.rank]:
             parts = [weights[i] for i in microbatch]
@@ -202,6 +201,41 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
             batches.append(batch.to(ranks.device))
         minibatches.append(batches)
     return minibatches
+
+
+def averaged_without(
+    rejected: Sequence[int],
+    ranks: Ranks,
+    batches: Sequence[TokenBatch],
+    summary: Summary,
+    config: RunConfig,
+    *,
+    step: int,
+) -> list[TokenBatch]:
+    """The same microbatches, with each minibatch averaged over what is not rejected."""
+    counted = counted_tokens(summary, config)
+    for i in rejected:
+        counted[i] = 0
+    weights: dict[int, float] = {}
+    for hands in _hands(ranks, summary, config, step=step):
+        weights |= _weights([i for hand in hands for i in hand], counted, config)
+    return [
+        replace(
+            batch,
+            weights=batch.weights.new_tensor([weights[i] for i in batch.indices])[batch.owners],
+        )
+        for batch in batches
+    ]
+
+
+def _weights(update: Sequence[int], counted: Sequence[int], config: RunConfig) -> dict[int, float]:
+    """Weight of a token of each response of one minibatch, wherever it lies."""
+    weights = token_weights(
+        [counted[i] for i in update],
+        config.algo.aggregation,
+        constant=config.rollout.max_new_tokens,
+    )
+    return dict(zip(update, weights.tolist(), strict=True))
 
 
 def _multiples(ranks: Ranks) -> tuple[int, int]:
