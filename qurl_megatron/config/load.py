@@ -78,6 +78,13 @@ class RunConfig:
             f"{self.algo.minibatches} * {self.parallel.data} * {rows} = {per_update}; "
             "change one of them",
         )
+        require(
+            self.algo.deal == "responses"
+            or self.data.prompts_per_step % self.algo.minibatches == 0,
+            f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
+            f"algo.minibatches={self.algo.minibatches} for algo.deal=groups; change one of them, "
+            "or set algo.deal=responses",
+        )
         grouped = self.algo.advantage not in ("reinforce_pp", "gae")
         require(
             not grouped or self.rollout.samples_per_prompt > 1,

@@ -228,6 +228,10 @@ class AlgoConfig:
     minibatches: int = 2
     """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
 
+    deal: Literal["responses", "groups"] = "responses"
+    """What is dealt to minibatches: single responses, so that each is of most prompts, or whole
+    groups, so that each is of some prompts alone (verl)."""
+
     epochs: int = 1
     """Passes over each rollout batch."""
 

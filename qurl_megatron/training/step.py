@@ -99,6 +99,7 @@ def deal(
     *,
     budget: int = 0,
     packed: bool = False,
+    group: int = 1,
 ) -> list[list[list[list[int]]]]:
     """Indices of the responses, shuffled: ``[minibatch][data rank][microbatch][response]``.
 
@@ -109,6 +110,7 @@ def deal(
 
     Args:
         lengths: of prompt and response, for each response.
+        group: as in ``hand_out``.
     """
 
     def microbatches(hand: list[int]) -> list[list[int]]:
@@ -117,19 +119,28 @@ def deal(
         passes = plan_passes([lengths[i] for i in hand], budget, packed=packed)
         return [[hand[k] for k in together] for together in passes]
 
-    dealt = hand_out(lengths, minibatches, data_size, seed, evenly=budget > 0)
+    dealt = hand_out(lengths, minibatches, data_size, seed, evenly=budget > 0, group=group)
     return [[microbatches(hand) for hand in hands] for hands in dealt]
 
 
 def hand_out(
-    lengths: Sequence[int], minibatches: int, data_size: int, seed: int, *, evenly: bool
+    lengths: Sequence[int],
+    minibatches: int,
+    data_size: int,
+    seed: int,
+    *,
+    evenly: bool,
+    group: int = 1,
 ) -> list[list[list[int]]]:
     """Indices of the responses, shuffled: ``[minibatch][data rank][response]``.
 
     Args:
         evenly: data ranks get about equally long responses.
+        group: so many responses in a row stay in one minibatch, on whatever ranks.
     """
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randperm(len(lengths) // group, generator=generator).tolist()
+    order = [g * group + member for g in groups for member in range(group)]
     dealt = []
     for update in _chunks(order, len(lengths) // minibatches):
         if not evenly:
@@ -159,7 +170,13 @@ def _hands(
         ranks.data.size,
         _mix(config.train.seed, step),
         evenly=config.train.max_tokens > 0,
+        group=_group(config),
     )
+
+
+def _group(config: RunConfig) -> int:
+    """Responses that are dealt together."""
+    return config.rollout.samples_per_prompt if config.algo.deal == "groups" else 1
 
 
 def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
@@ -178,6 +195,7 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
         seed=_mix(train.seed, step),
         budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
         packed=train.packed,
+        group=_group(config),
     )
     counted = counted_tokens(samples.summary, config)
     minibatches = []

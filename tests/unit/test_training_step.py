@@ -16,6 +16,7 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.data.responses import Responses
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.training_time import deal_out
 from qurl_megatron.planning.workload import Workload
 from qurl_megatron.training.step import averaged_without, counted_tokens, hand_out, lay_out
@@ -48,6 +49,37 @@ def test_masked_responses_that_were_cut_off_do_not_count():
 def test_groups_that_only_fill_up_a_batch_of_dynamic_sampling_do_not_count():
     config = replace(PLAIN, algo=AlgoConfig(dynamic_sampling=True))
     assert counted_tokens(SUMMARY, config) == [3, 5, 0, 0]
+
+
+def prompts_of(minibatch: list[list[int]], group: int) -> set[int]:
+    return {i // group for hand in minibatch for i in hand}
+
+
+@pytest.mark.parametrize("evenly", [False, True])
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_minibatch_of_whole_groups_holds_all_responses_to_its_prompts(data, evenly):
+    lengths = [(7 * i) % 31 + 1 for i in range(512 * 16)]
+    dealt = hand_out(lengths, 16, data, seed=0, evenly=evenly, group=16)
+    assert [len(prompts_of(minibatch, 16)) for minibatch in dealt] == [32] * 16
+    everywhere = sorted(i for minibatch in dealt for hand in minibatch for i in hand)
+    assert everywhere == list(range(512 * 16))
+    assert {len(hand) for minibatch in dealt for hand in minibatch} == {512 // data}
+    if not evenly:  # the same minibatches for another number of ranks
+        alone = hand_out(lengths, 16, 1, seed=0, evenly=False, group=16)
+        for minibatch, (whole,) in zip(dealt, alone, strict=True):
+            assert sorted(i for hand in minibatch for i in hand) == sorted(whole)
+
+
+def test_a_minibatch_of_single_responses_is_of_most_prompts():
+    dealt = hand_out([1] * 8192, 16, 1, seed=0, evenly=False)
+    assert len(prompts_of(dealt[0], 16)) > 300
+
+
+def test_whole_groups_need_prompts_that_divide_into_minibatches():
+    with pytest.raises(ConfigError, match=r"data\.prompts_per_step=16 .* algo\.minibatches=32 "):
+        replace(
+            PLAIN, algo=AlgoConfig(minibatches=32, deal="groups"), train=TrainConfig(micro_batch=1)
+        )
 
 
 def weights_without(rejected: list[int], **algo) -> dict[int, float]:
