@@ -209,6 +209,10 @@ class AlgoConfig:
     """Largest k3 estimate of a token; beyond it the penalty does not grow, and in the loss has no
     gradient. 10 as in verl, slime and NeMo-RL; 0 is off."""
 
+    kl_weighted: bool = False
+    """Multiply each token's estimate by current/behaviour, differentiated, so that k1 and k3 in the
+    loss have the gradient of KL(current, reference) whoever sampled (DeepSeek-V3.2)."""
+
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
 
@@ -227,6 +231,10 @@ class AlgoConfig:
 
     minibatches: int = 2
     """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
+
+    bypass: bool = False
+    """Take the engine's log-probs for the policy's own and skip the pass that scores them, where
+    nothing reads these: objective=naive. The mismatch between the two is then not measured."""
 
     deal: Literal["responses", "groups"] = "responses"
     """What is dealt to minibatches: single responses, so that each is of most prompts, or whole
@@ -254,6 +262,11 @@ class AlgoConfig:
         for key in ("kl_coef", "kl_max"):
             value = getattr(self, key)
             require(value >= 0, f"algo.{key} must be 0 or more, got {value}")
+        require(
+            not self.kl_weighted or (self.kl_in == "loss" and self.kl_estimator in ("k1", "k3")),
+            "algo.kl_weighted needs algo.kl_in=loss and algo.kl_estimator=k1 or k3, got "
+            f"{self.kl_in} and {self.kl_estimator}; set them, or leave it out",
+        )
         require(
             self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
         )

@@ -95,7 +95,11 @@ class PolicyLoss:
         means: dict[str, Tensor] = {}
         if algo.kl_coef and algo.kl_in == "loss":
             divergence = kl_penalty(
-                current, batch.reference, algo.kl_estimator, highest=algo.kl_max
+                current,
+                batch.reference,
+                algo.kl_estimator,
+                highest=algo.kl_max,
+                sampler=batch.behaviour if algo.kl_weighted else None,
             )
             value = value - algo.kl_coef * divergence
             means["reference/kl"] = divergence
@@ -105,12 +109,13 @@ class PolicyLoss:
         means |= {
             "policy/clip_fraction": terms.clipped,
             "policy/ratio_mean": terms.ratio,
-            "policy/kl_from_proximal": k3(batch.proximal, current.detach()),
             "policy/entropy": entropy,
             "acr/active_fraction": terms.acr_active,
             "acr/rescued_fraction": terms.acr_rescued,
             "correction/weight_mean": terms.weight,
         }
+        if not algo.bypass:  # else nothing is known of the policy before the update
+            means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
         if algo.dual_clip:
             means["policy/dual_clip_fraction"] = terms.dual_clipped
         if algo.objective == "icepop":

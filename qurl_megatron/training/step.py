@@ -57,7 +57,9 @@ def improve(
     minibatches = lay_out(ranks, samples, config, step=step)
     flat = [batch for minibatch in minibatches for batch in minibatch]
     with timer.phase("score"):
-        flat = attach_scores(policy, flat, score, with_reference=algo.kl_coef > 0)
+        flat = attach_scores(
+            policy, flat, score, with_reference=algo.kl_coef > 0, bypass=algo.bypass
+        )
         if critic:
             flat = attach_values(critic, flat)
         flat, weight_scale, rejections = attach_correction(ranks, flat, algo, config.correction)
@@ -68,8 +70,10 @@ def improve(
     seen: list[dict[str, Metric]] = []
     if ranks.last_stage and ranks.counted:
         seen += [rejections, worth, layout_metrics(flat, samples.summary)]
+        measured = [] if algo.bypass else flat
         seen += [
-            mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap) for b in flat
+            mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
+            for b in measured
         ]
     scored = iter(flat)
     minibatches = [[next(scored) for _ in minibatch] for minibatch in minibatches]
@@ -281,13 +285,24 @@ def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str,
 
 
 def attach_scores(
-    policy: Policy, batches: list[TokenBatch], score: Scorer, *, with_reference: bool
+    policy: Policy,
+    batches: list[TokenBatch],
+    score: Scorer,
+    *,
+    with_reference: bool,
+    bypass: bool = False,
 ) -> list[TokenBatch]:
     """The same microbatches with proximal (and reference) log-probs of their response tokens, [N].
 
     Only the last pipeline stage computes them, and only it reads them.
+
+    Args:
+        bypass: the behaviour policy stands for the proximal one, which nothing reads.
     """
-    proximal = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
+    if bypass:
+        proximal = [batch.behaviour for batch in batches]
+    else:
+        proximal = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
     reference = []
     if with_reference:
         with policy.reference():
