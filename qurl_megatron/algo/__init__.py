@@ -10,7 +10,7 @@ from qurl_megatron.algo.advantages import (
     whitened,
 )
 from qurl_megatron.algo.aggregate import AGGREGATIONS, AggregationKind, token_weights
-from qurl_megatron.algo.kl import ESTIMATORS, EstimatorKind, k1, k2, k3
+from qurl_megatron.algo.kl import ESTIMATORS, EstimatorKind, k1, k2, k3, kl_penalty
 from qurl_megatron.algo.log_probs import token_log_probs
 from qurl_megatron.algo.objective import (
     OBJECTIVES,
@@ -69,6 +69,7 @@ __all__ = [
     "k2",
     "k3",
     "kept",
+    "kl_penalty",
     "mean_per_response",
     "objective",
     "objective_terms",

@@ -64,12 +64,13 @@ def objective(
         kind: paper Eq. 3 (naive), Eq. 1 on quantized rollouts (proximal), Eq. 4 (decoupled),
             Eq. 5 (tis), Eq. 9 (acr), or IcePop (arXiv:2510.18855).
         clip_low: the ratio stops paying below ``1 - clip_low`` where the advantage is negative.
-        clip_high: and above ``1 + clip_high`` where it is positive; acr moves this bound.
+        clip_high: and above ``1 + clip_high`` where it is positive; acr moves this bound, there.
         cap: C, the largest importance weight (tis, acr).
         band: rho outside of it gets weight 0 (icepop).
-        level: rho of each token, the product over its response, or its geometric mean.
+        level: what the weight is of: rho of each token, the product over its response, or its
+            geometric mean.
         ratio: what is clipped: each token's ratio, or its response's geometric mean (GSPO,
-            arXiv:2507.18071); rho then is the geometric mean, whatever ``level``.
+            arXiv:2507.18071). acr raises the bound by the rho on this scale, whatever ``level``.
         owners: response of each token, [N] int64; needed unless level and ratio are token.
         responses: R, how many there are.
         surrogate: clip: PPO's; cispo: the bounded ratio, whatever the sign of the advantage, as a
@@ -115,13 +116,13 @@ class ObjectiveTerms:
 
     value: Tensor  # J, differentiable
     ratio: Tensor  # current / the policy this kind compares with
-    rho: Tensor  # proximal / behaviour
+    rho: Tensor  # proximal / behaviour, of the weight
     weight: Tensor  # what the surrogate is multiplied by
     clipped: Tensor  # bool: the ratio is beyond a bound that counts; clip: no gradient
     dual_clipped: Tensor  # bool: the dual clip stops this token's gradient
     truncated: Tensor  # bool: rho > cap
     banded: Tensor  # bool: rho is outside the band, and the weight 0 (icepop)
-    acr_active: Tensor  # bool: the upper bound counts, and is wider than 1 + clip_high
+    acr_active: Tensor  # bool: A > 0, and the upper bound is wider than 1 + clip_high
     acr_rescued: Tensor  # bool: of these, tokens that the bound of TIS would have clipped
 
 
@@ -154,8 +155,9 @@ def objective_terms(
         current, proximal, behaviour, advantages = (
             torch.where(keep, x, 0.0) for x in (current, proximal, behaviour, advantages)
         )
-    rho = importance_ratio(
-        proximal, behaviour, level=compare.level or level, owners=owners, responses=responses
+    rho, bound_rho = (
+        importance_ratio(proximal, behaviour, level=of, owners=owners, responses=responses)
+        for of in (level, compare.level)  # a bound is on the scale of the ratio that it bounds
     )
     other = rule.compare_with(proximal, behaviour).detach()
     quotient = bounded_exp(compare.log_ratio(current, other, owners, responses))
@@ -165,7 +167,10 @@ def objective_terms(
     if keep is not None:
         weight = torch.where(keep, weight, 0.0)
 
-    upper, fixed = rule.upper_bound(rho, limits), fixed_bound(rho, limits)
+    # Raised for good tokens alone: cispo bounds bad ones from above as well, and there a wider
+    # bound would rescue nothing but let one token cost (1 + clip_high) rho.
+    fixed = fixed_bound(rho, limits)
+    upper = torch.where(advantages > 0, rule.upper_bound(bound_rho, limits), fixed)
     above = form.bounded_above(advantages)
     too_high = above & (quotient > upper)
     too_low = form.bounded_below(advantages) & (quotient < 1 - clip_low)
@@ -195,7 +200,6 @@ def importance_weights(
     cap: float = 2.0,
     band: tuple[float, float] = (0.5, 5.0),
     level: RhoLevel = "token",
-    ratio: RatioKind = "token",
     owners: Tensor | None = None,
     responses: int | None = None,
 ) -> Tensor:
@@ -204,7 +208,6 @@ def importance_weights(
     ``weight_scale = count / sum(w)`` over the tokens of a whole step, on every rank, gives the
     weights the mean 1.
     """
-    level = RATIOS[ratio].level or level
     rho = importance_ratio(proximal, behaviour, level=level, owners=owners, responses=responses)
     return OBJECTIVES[kind].weight(rho, Limits(cap=cap, band=band))
 
@@ -247,7 +250,7 @@ def fixed_bound(rho: Tensor, limits: Limits) -> Tensor:
 def adaptive_bound(rho: Tensor, limits: Limits) -> Tensor:
     """(1 + clip_high) / r, r = min(1, C / rho): wider by as much as the weight was truncated.
 
-    Times the weight it is (1 + clip_high) rho, without an end; ``max_bound`` is one.
+    Times a weight of the same rho it is (1 + clip_high) rho, without an end; ``max_bound`` is one.
     """
     bound = (1 + limits.clip_high) * (rho / limits.cap).clamp(min=1.0)
     highest = limits.max_bound or float("inf")

@@ -93,11 +93,10 @@ class Ratio:
     """What the surrogate clips."""
 
     log_ratio: Callable[[Tensor, Tensor, Tensor | None, int | None], Tensor]
-    level: RhoLevel | None  # of the rho that goes with it; None leaves the choice
+    level: RhoLevel  # of the rho on the same scale
 
 
 RATIOS: dict[str, Ratio] = {
-    "token": Ratio(token_log_ratio, level=None),
-    # Both ratios on one scale: the adaptive bound divides one by the other.
+    "token": Ratio(token_log_ratio, level="token"),
     "sequence": Ratio(sequence_log_ratio, level="geometric"),
 }

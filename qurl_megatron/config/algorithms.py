@@ -43,6 +43,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "algo.clip_high": 0.28,
             "algo.dynamic_sampling": True,
             "reward.overlong_fraction": 0.2,  # 4096 of 20480 tokens
+            "reward.overlong_penalty": 0.5,  # 1 of the 2 from its -1 for wrong to its 1 for right
         },
     ),
     "rloo": Algorithm(

@@ -78,6 +78,13 @@ class RunConfig:
             f"{self.algo.minibatches} * {self.parallel.data} * {rows} = {per_update}; "
             "change one of them",
         )
+        require(
+            self.algo.deal == "responses"
+            or self.data.prompts_per_step % self.algo.minibatches == 0,
+            f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
+            f"algo.minibatches={self.algo.minibatches} for algo.deal=groups; change one of them, "
+            "or set algo.deal=responses",
+        )
         grouped = self.algo.advantage not in ("reinforce_pp", "gae")
         require(
             not grouped or self.rollout.samples_per_prompt > 1,
@@ -92,6 +99,12 @@ class RunConfig:
         require(
             not self.train.packed or self.train.max_tokens > 0,
             "train.packed needs train.max_tokens, the tokens of one forward/backward pass",
+        )
+        read_by = [key for key, reads in self._reads_proximal().items() if reads]
+        require(
+            not (self.algo.bypass and read_by),
+            "algo.bypass skips the policy's own log-probs, which are needed by "
+            f"{', '.join(read_by)}; leave it out, or change these",
         )
         require(
             self.algo.kl_coef > 0 or not self.algo.reference,
@@ -129,6 +142,19 @@ class RunConfig:
             f"quant.scheme={self.quant.scheme} is simulated by the embedded engine alone; set "
             "rollout.backend=embedded, or quant.scheme to int8 or fp8",
         )
+
+    def _reads_proximal(self) -> dict[str, bool]:
+        """Which settings need the log-probs of the full-precision policy before an update."""
+        algo, correction, guard = self.algo, self.correction, self.guard
+        return {
+            f"algo.objective={algo.objective}": algo.objective != "naive",
+            "algo.kl_in=reward": algo.kl_coef > 0 and algo.kl_in == "reward",
+            "correction.reject_low": correction.reject_low > 0,
+            "correction.reject_high": correction.reject_high > 0,
+            "correction.veto": correction.veto > 0,
+            "guard.kl_above": guard.kl_above > 0,
+            "guard.rho_above": guard.rho_above > 0,
+        }
 
     @property
     def responses_per_step(self) -> int:

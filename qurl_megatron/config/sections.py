@@ -205,6 +205,14 @@ class AlgoConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """A differentiated term of the loss, or taken off each token's reward."""
 
+    kl_max: float = 10.0
+    """Largest k3 estimate of a token; beyond it the penalty does not grow, and in the loss has no
+    gradient. 10 as in verl, slime and NeMo-RL; 0 is off."""
+
+    kl_weighted: bool = False
+    """Multiply each token's estimate by current/behaviour, differentiated, so that k1 and k3 in the
+    loss have the gradient of KL(current, reference) whoever sampled (DeepSeek-V3.2)."""
+
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
 
@@ -223,6 +231,14 @@ class AlgoConfig:
 
     minibatches: int = 2
     """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
+
+    bypass: bool = False
+    """Take the engine's log-probs for the policy's own and skip the pass that scores them, where
+    nothing reads these: objective=naive. The mismatch between the two is then not measured."""
+
+    deal: Literal["responses", "groups"] = "responses"
+    """What is dealt to minibatches: single responses, so that each is of most prompts, or whole
+    groups, so that each is of some prompts alone (verl)."""
 
     epochs: int = 1
     """Passes over each rollout batch."""
@@ -243,7 +259,14 @@ class AlgoConfig:
         for key in ("gamma", "gae_lambda"):
             value = getattr(self, key)
             require(0 <= value <= 1, f"algo.{key} must lie in [0, 1], got {value}")
-        require(self.kl_coef >= 0, f"algo.kl_coef must be 0 or more, got {self.kl_coef}")
+        for key in ("kl_coef", "kl_max"):
+            value = getattr(self, key)
+            require(value >= 0, f"algo.{key} must be 0 or more, got {value}")
+        require(
+            not self.kl_weighted or (self.kl_in == "loss" and self.kl_estimator in ("k1", "k3")),
+            "algo.kl_weighted needs algo.kl_in=loss and algo.kl_estimator=k1 or k3, got "
+            f"{self.kl_in} and {self.kl_estimator}; set them, or leave it out",
+        )
         require(
             self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
         )
@@ -255,11 +278,11 @@ class AlgoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Off-policy correction beside algo.objective: what rho is, and which responses are dropped."""
+    """Off-policy correction beside algo.objective: rho of what, and which responses are dropped."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """rho = proximal/behaviour of each token, the product over its response, or its geometric
-    mean. algo.ratio=sequence takes the geometric mean in any case."""
+    """What importance weights are of: rho = proximal/behaviour of each token, the product over its
+    response, or its geometric mean; whatever algo.ratio clips."""
 
     band_low: float = 0.5
     band_high: float = 5.0
@@ -272,6 +295,9 @@ class CorrectionConfig:
     veto: float = 0.0
     """Responses with a token whose rho is below this are dropped from the loss, e.g. 1e-4; 0 is
     off."""
+
+    count_rejected: bool = False
+    """Dropped responses still count in what the loss is averaged over, as those with weight 0."""
 
     normalise: bool = False
     """Divide the importance weights by their mean over the step's response tokens."""
@@ -287,6 +313,11 @@ class CorrectionConfig:
             "enclose 1, or be 0",
         )
         require(0 <= self.veto < 1, f"correction.veto must lie in [0, 1), got {self.veto}")
+
+    @property
+    def rejects(self) -> bool:
+        """True where responses may be dropped."""
+        return bool(self.reject_low or self.reject_high or self.veto)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -548,8 +579,9 @@ class RewardConfig:
     """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
     (DAPO's soft overlong punishment); 0 is off."""
 
-    overlong_penalty: float = 1.0
-    """By how much the reward has fallen at the limit."""
+    overlong_penalty: float = 0.5
+    """By how much the reward has fallen at the limit, as a share of what a right answer is worth
+    over a wrong one: DAPO's penalty of 1 with its rewards of 1 and -1 is 0.5."""
 
     workers: int = 1
     """Processes that check answers."""

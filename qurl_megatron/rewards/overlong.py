@@ -5,8 +5,8 @@ def overlong_penalty(length: int, limit: int, fraction: float, penalty: float) -
     """What a response of ``length`` tokens adds to its reward: 0, or less.
 
     0 up to ``limit * (1 - fraction)`` tokens, from there on a straight line down to ``-penalty`` at
-    ``limit`` and beyond. The paper's L_max is ``limit``, its L_cache ``limit * fraction``, and its
-    ``penalty`` 1.
+    ``limit`` and beyond. The paper's L_max is ``limit`` and its L_cache ``limit * fraction``. Its
+    penalty is 1 where rewards are 1 and -1; ours are 1 and 0, so 0.5 gives the same advantages.
 
     Args:
         limit: longest response, in tokens.

@@ -17,7 +17,7 @@ from qurl_megatron.observe.text import number, percent
 from qurl_megatron.study.plan import Cell, Study, read_study
 from qurl_megatron.study.report import write_report
 from qurl_megatron.study.results import Result, read_results
-from qurl_megatron.study.runner import TRAIN, at_work, command, run
+from qurl_megatron.study.runner import QURL, at_work, command, run
 
 STYLES = {"done": "green", "running": "yellow", "failed": "red", "waiting": ""}
 REDRAW_S = 60.0  # between two drawings while runs are at work; one takes some seconds
@@ -31,7 +31,7 @@ def main(
     jobs: int = 1,
     only: str = "*",
     mode: str | None = None,
-    train: Sequence[str] = TRAIN,
+    qurl: Sequence[str] = QURL,
 ) -> int:
     """
     Args:
@@ -50,7 +50,7 @@ def main(
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
     if mode == "dry_run":
         for result in read_results(study, out, cells):
-            print(f"{result.state:8}{shlex.join(command(study, result.cell, out, train))}")
+            print(f"{result.state:8}{shlex.join(command(study, result.cell, out, qurl))}")
         return 0
     if mode == "status":
         Console().print(status(read_results(study, out, cells)))
@@ -70,7 +70,7 @@ def main(
             write_report(study, out)
             drawn = time.monotonic()
 
-    code = run(study, cells, out, jobs=jobs, redraw=redraw, train=train)
+    code = run(study, cells, out, jobs=jobs, redraw=redraw, qurl=qurl)
     print(write_report(study, out), flush=True)
     return code
 

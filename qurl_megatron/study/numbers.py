@@ -53,6 +53,9 @@ def at_end(values_N: np.ndarray) -> float:
     return float(values_N[-max(1, len(values_N) // 10) :].mean())
 
 
+TRAINED = "accuracy_trained"
+"""Of the last checkpoint itself, unquantized, which no metric of the run tells."""
+
 FINALS: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
     "accuracy_before": ("eval/accuracy", lambda values_N: values_N[0]),
     "accuracy": ("eval/accuracy", lambda values_N: values_N[-1]),
@@ -62,6 +65,8 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
     "kl_largest": ("rollout/kl_k3", np.max),
     "rho_max": ("rollout/rho_max", np.max),
     "clip_fraction": ("policy/clip_fraction", np.mean),
+    "acr_active": ("acr/active_fraction", np.mean),
+    "acr_rescued": ("acr/rescued_fraction", np.mean),
     "code_flip_rate": ("quant/code_flip_rate", np.mean),
     "weight_update": ("quant/weight_update", np.mean),
     "weight_error": ("quant/weight_error", np.mean),
@@ -70,9 +75,14 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
 """What one run comes to: a metric, and what is taken of its values over the steps."""
 
 
-def finals(history: History) -> dict[str, float | None]:
-    """``FINALS`` and the step of collapse of one run; None for what it did not measure."""
-    found: dict[str, float | None] = {
+def finals(history: History, trained: float | None = None) -> dict[str, float | None]:
+    """``FINALS`` and the step of collapse of one run; None for what it did not measure.
+
+    Args:
+        trained: accuracy of its last checkpoint, unquantized.
+    """
+    found: dict[str, float | None] = {TRAINED: trained}
+    found |= {
         name: float(reduce(history.series(metric)[1])) if metric in history else None
         for name, (metric, reduce) in FINALS.items()
     }
@@ -95,7 +105,9 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 def aggregate(runs: Sequence[Mapping[str, float | None]]) -> dict[str, Spread | None]:
     """The spread of each number over the runs of one method."""
-    return {name: spread([run[name] for run in runs]) for name in (*FINALS, "collapse_step")}
+    return {
+        name: spread([run[name] for run in runs]) for name in (TRAINED, *FINALS, "collapse_step")
+    }
 
 
 def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ from qurl_megatron.study.numbers import Series, Spread, aggregate, finals
 from qurl_megatron.study.plan import Cell, Method, Study
 from qurl_megatron.study.runner import failures, running
 from qurl_megatron.study.runs import look
+from qurl_megatron.study.trained import accuracy
 
 SIMULATED = ("int4", "int5", "int6")
 CURVES = (
@@ -40,6 +41,7 @@ class Result:
     state: str  # done, running, failed or waiting
     reason: str  # of a failure
     history: History | None  # as far as it has come
+    trained: float | None = None  # accuracy of the last checkpoint, unquantized
 
     @property
     def step(self) -> int:
@@ -83,7 +85,9 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
             state = "running"
         elif state == "waiting" and cell.name in failed:
             state, reason = "failed", failed[cell.name]
-        results.append(Result(cell, state, reason, found.history))
+        elif state == "done":  # whose trained policy could not be evaluated
+            reason = failed.get(cell.name, "")
+        results.append(Result(cell, state, reason, found.history, accuracy(cell, out)))
     return results
 
 
@@ -98,7 +102,7 @@ def groups(study: Study, results: Sequence[Result]) -> list[Group]:
                 continue
             mine = [r for r in results if (r.cell.method, r.cell.scheme) == (name, scheme)]
             done = {r.cell.seed: r.history for r in mine if r.state == "done"}
-            totals = aggregate([finals(history) for history in done.values()])
+            totals = aggregate([finals(r.history, r.trained) for r in mine if r.state == "done"])
             cells = tuple(result.cell for result in mine)
             made.append(Group(name, method, scheme, cells, done, totals))
     return made
@@ -137,7 +141,12 @@ def _run(result: Result) -> dict[str, Any]:
     if result.state != "done":
         return told
     curves = {name: _curve(history.series(name)) for name in CURVES if name in history}
-    return {**told, **finals(history), "non_finite": history.non_finite, "curves": curves}
+    return {
+        **told,
+        **finals(history, result.trained),
+        "non_finite": history.non_finite,
+        "curves": curves,
+    }
 
 
 def _curve(series: Series) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
 """Runs the cells of a study, several at once, and remembers what became of each.
 
-Every cell is a ``qurl train`` of its own, which resumes, saves and refuses by itself. What is kept
-here is small:
+Every cell is a ``qurl train`` of its own, which resumes, saves and refuses by itself, and then a
+``qurl eval`` of what it has trained. What is kept here is small:
 
     OUT/study.pid    the process at work in OUT, which holds a lock on the file
     OUT/cells.json   why cells have failed, by name; "" for those that run. Whether a cell is done,
@@ -24,9 +24,11 @@ from typing import TextIO
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.study.plan import Cell, Study
 from qurl_megatron.study.runs import log_file, look, run_dir
+from qurl_megatron.study.trained import due, evaluation
 
-TRAIN = (sys.executable, "-m", "qurl_megatron.cli", "train")
+QURL = (sys.executable, "-m", "qurl_megatron.cli")
 PID_FILE = "study.pid"
+STARTED = {"train": "started", "evaluate": "trained, its policy is evaluated unquantized"}
 POLL_S = 0.1
 CLAIM_S = 1.0  # a look at the lock holds it for a moment
 
@@ -36,15 +38,29 @@ class Job:
     """One cell at work."""
 
     cell: Cell
+    task: str  # train or evaluate
     popen: subprocess.Popen
     log: Path
     log_start: int  # where in the log this attempt begins
     started: float
 
 
-def command(study: Study, cell: Cell, out: Path, train: Sequence[str] = TRAIN) -> list[str]:
+def task_of(study: Study, cell: Cell, out: Path) -> str:
+    """What is to be done for a cell next: "train", "evaluate", or "" where all is done."""
+    if look(study, cell, out).state != "done":
+        return "train"
+    return "evaluate" if due(cell, out) else ""
+
+
+def command(study: Study, cell: Cell, out: Path, qurl: Sequence[str] = QURL) -> list[str]:
     """The ``qurl train`` of one cell."""
-    return [*train, str(study.recipe), *cell.overrides, f"train.run_dir={run_dir(out, cell)}"]
+    return [
+        *qurl,
+        "train",
+        str(study.recipe),
+        *cell.overrides,
+        f"train.run_dir={run_dir(out, cell)}",
+    ]
 
 
 def run(
@@ -54,14 +70,14 @@ def run(
     *,
     jobs: int,
     redraw: Callable[[], None],
-    train: Sequence[str] = TRAIN,
+    qurl: Sequence[str] = QURL,
 ) -> int:
     """Bring all ``cells`` to their end.
 
     Args:
         jobs: how many run at once.
         redraw: called after each cell that is done.
-        train: the command that overrides and ``train.run_dir`` are given to.
+        qurl: the command whose ``train`` and ``eval`` are called.
 
     Returns:
         0 when all are done, 1 where some have failed, 128 + n after a stop by signal n, which the
@@ -71,7 +87,7 @@ def run(
         ConfigError: another study is at work in ``out``.
     """
     with claim(out):
-        return _Runner(study, out, jobs, train, redraw).run(cells)
+        return _Runner(study, out, jobs, qurl, redraw).run(cells)
 
 
 def failures(out: Path) -> dict[str, str]:
@@ -130,13 +146,13 @@ class _Runner:
         study: Study,
         out: Path,
         jobs: int,
-        train: Sequence[str],
+        qurl: Sequence[str],
         redraw: Callable[[], None],
     ) -> None:
         self.study = study
         self.out = out
         self.jobs = jobs
-        self.train = train
+        self.qurl = qurl
         self.redraw = redraw
         self.at_work: list[Job] = []
         self.reasons = failures(out)
@@ -144,7 +160,7 @@ class _Runner:
         self.signals: list[int] = []
 
     def run(self, cells: Sequence[Cell]) -> int:
-        waiting = [cell for cell in cells if look(self.study, cell, self.out).state != "done"]
+        self.waiting = waiting = [cell for cell in cells if task_of(self.study, cell, self.out)]
         self.total, self.done = len(cells), len(cells) - len(waiting)
         if self.done:
             print(f"{self.done} of {self.total} runs are done already", flush=True)
@@ -199,28 +215,34 @@ class _Runner:
 
     def _start(self, cell: Cell) -> None:
         shared, env = share(cell, self.jobs)
+        task = task_of(self.study, cell, self.out)
+        if task == "evaluate":
+            called = evaluation(self.study, cell, self.out, self.qurl)
+        else:
+            called = [*command(self.study, cell, self.out, self.qurl), *shared]
         log = log_file(self.out, cell)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             popen = subprocess.Popen(
-                [*command(self.study, cell, self.out, self.train), *shared],
+                called,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**env, **os.environ},
                 start_new_session=True,  # Ctrl-C comes once, from here
             )
-            job = Job(cell, popen, log, file.tell(), time.monotonic())
+            job = Job(cell, task, popen, log, file.tell(), time.monotonic())
         self.at_work.append(job)
         self._note(cell, "")
-        print(f"{cell.name}: started", flush=True)
+        print(f"{cell.name}: {STARTED[task]}", flush=True)
 
     def _ended(self, job: Job) -> bool:
-        """Say how it ended; True where it is done."""
+        """Say how it ended; True where there is something to draw."""
         self.at_work.remove(job)
         cell = job.cell
         found = look(self.study, cell, self.out)
-        if found.state == "done":
+        left = task_of(self.study, cell, self.out)
+        if not left:
             self.done += 1
             self._note(cell, None)
             took = time.monotonic() - job.started
@@ -230,6 +252,9 @@ class _Runner:
         elif self.signals:
             self._note(cell, None)
             print(f"{cell.name}: stopped after step {found.step}", flush=True)
+        elif (job.task, left) == ("train", "evaluate"):
+            self._note(cell, None)
+            self.waiting.insert(0, cell)
         else:
             reason = found.reason or _last_line(job) or f"exit status {job.popen.returncode}"
             self.failed.append(cell)

@@ -4,19 +4,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qurl_megatron.observe.text import number, percent, scientific
-from qurl_megatron.study.numbers import WINDOW, Spread
+from qurl_megatron.study.numbers import TRAINED, WINDOW, Spread
 from qurl_megatron.study.plan import METHODS, SCALE, Study
 from qurl_megatron.study.results import Group, Result
 
 NOTHING = "–"
 
 TABLE_1_NOTE = f"""\
-Accuracy is held-out, generated at the precision of the rollouts: mean ± standard deviation over
-seeds (n − 1). "Before" is step 0, "best" the highest evaluation of each run. A run has collapsed at
-the first step from which its reward, a mean over {WINDOW} steps, stays below half of its best until
-the end. KL is of the behaviour from the proximal policy (k3, per token): mean over the last tenth
-of the steps, and its largest step. Max ρ is the largest ratio of proximal to behaviour probability
-of any token of any run."""
+Trained policy is the last checkpoint itself, **unquantized** and decoded greedily, on the held-out
+questions (`qurl eval`): what one trains for; – where engines other than embedded ones generated.
+The other accuracies are of the same questions, generated at the precision of the rollouts:
+"before" at step 0, "best" the highest evaluation of each run. All are mean ± standard deviation
+over seeds (n − 1). A run has collapsed at the first step from which its reward, a mean over
+{WINDOW} steps, stays below half of its best until the end. KL is of the behaviour from the proximal
+policy (k3, per token): mean over the last tenth of the steps, and its largest step. Max ρ is the
+largest ratio of proximal to behaviour probability of any token of any run."""
 
 TABLE_4_NOTE = """\
 Code flips, the update ‖θ′ − θ‖² / ‖θ‖² of Eq. 13 and the quantization error ‖Q(θ) − θ‖² / ‖θ‖² of
@@ -44,7 +46,7 @@ def page(
         parts += ["## Curves (the paper's Figures 2, 3 and 9)"]
         parts += [CURVES_NOTE]
         parts += [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
-    if failed := [result for result in results if result.state == "failed"]:
+    if failed := [result for result in results if result.reason]:
         rows = [f"- `{r.cell.name}`, after step {r.step}: {_cell(r.reason)}" for r in failed]
         parts += ["## Runs that failed", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
@@ -133,6 +135,7 @@ def _update_to_error(group: Group) -> str:
 TABLE_1: dict[str, Callable[[Group], str]] = {
     "Method": lambda group: group.method.label,
     "Rollouts": lambda group: group.precision,
+    "Trained policy, %": shares(TRAINED),
     "Before, %": shares("accuracy_before"),
     "Accuracy, %": shares("accuracy"),
     "Best, %": shares("accuracy_best"),
@@ -145,6 +148,7 @@ TABLE_1: dict[str, Callable[[Group], str]] = {
 TABLE_4: dict[str, Callable[[Group], str]] = {
     "Scale s": lambda group: f"s = {group.cells[0].uaq_scale:g}",
     "Rollouts": lambda group: group.precision,
+    "Trained policy, %": shares(TRAINED),
     "Learning rate": lambda group: scientific(group.cells[0].lr),
     "Accuracy, %": shares("accuracy"),
     "Clipped": means("clip_fraction", percent),

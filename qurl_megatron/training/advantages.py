@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.algo import (
-    ESTIMATORS,
     at_last_token,
     discounted_returns,
     gae,
     group_advantages,
+    kl_penalty,
     whitened,
 )
 from qurl_megatron.config import AlgoConfig, RunConfig
@@ -48,8 +48,12 @@ def attach_advantages(
     metrics: dict[str, Metric] = {}
     penalty_n = torch.zeros(sum(len(b.owners) for b in batches), device=ranks.device)
     if algo.kl_coef and algo.kl_in == "reward":
-        divergence = ESTIMATORS[algo.kl_estimator]
-        kl_n = torch.cat([divergence(b.proximal, b.reference) for b in batches])
+        kl_n = torch.cat(
+            [
+                kl_penalty(b.proximal, b.reference, algo.kl_estimator, highest=algo.kl_max)
+                for b in batches
+            ]
+        )
         penalty_n = algo.kl_coef * kl_n
         metrics["reference/kl"] = Mean(kl_n.double().sum().item(), float(len(kl_n)))
     known = _Known(

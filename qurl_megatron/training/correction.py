@@ -17,6 +17,17 @@ from qurl_megatron.observe.metrics import Max, Mean, Metric
 from qurl_megatron.runtime.megatron import Ranks
 
 
+def rejected_responses(ranks: Ranks, batches: Sequence[TokenBatch], count: int) -> list[int]:
+    """Which of the step's ``count`` responses are rejected, on whatever data rank they lie."""
+    rejected_R = torch.zeros(count, device=ranks.device)
+    for batch in batches:
+        if batch.kept is not None:
+            owners = torch.tensor(batch.indices, device=ranks.device)[batch.owners]
+            rejected_R[owners[~batch.kept]] = 1.0
+    dist.all_reduce(rejected_R, group=ranks.data.group)
+    return rejected_R.nonzero().flatten().tolist()
+
+
 def attach_correction(
     ranks: Ranks, batches: Sequence[TokenBatch], algo: AlgoConfig, correction: CorrectionConfig
 ) -> tuple[list[TokenBatch], float, dict[str, Metric]]:
@@ -39,7 +50,6 @@ def attach_correction(
                 cap=algo.cap,
                 band=(correction.band_low, correction.band_high),
                 level=correction.level,
-                ratio=algo.ratio,
                 owners=batch.owners,
                 responses=len(batch.lengths),
             )
@@ -54,7 +64,7 @@ def attach_correction(
         # All weights are 0 where every token lies outside icepop's band: nothing to scale.
         scale = (total[1] / total[0]).item() if total[0] > 0 else 1.0
         metrics["correction/weight_scale"] = Max(scale)
-    if not (correction.reject_low or correction.reject_high or correction.veto):
+    if not correction.rejects:
         return list(batches), scale, metrics
     marked = [
         replace(

@@ -8,7 +8,7 @@ out before any ratio is formed.
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import ESTIMATORS, k3, objective_terms, token_log_probs
+from qurl_megatron.algo import k3, kl_penalty, objective_terms, token_log_probs
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.model.context import ContextPart
@@ -94,7 +94,13 @@ class PolicyLoss:
             value = value + algo.entropy_coef * entropy
         means: dict[str, Tensor] = {}
         if algo.kl_coef and algo.kl_in == "loss":
-            divergence = ESTIMATORS[algo.kl_estimator](current, batch.reference)
+            divergence = kl_penalty(
+                current,
+                batch.reference,
+                algo.kl_estimator,
+                highest=algo.kl_max,
+                sampler=batch.behaviour if algo.kl_weighted else None,
+            )
             value = value - algo.kl_coef * divergence
             means["reference/kl"] = divergence
         if batch.kept is not None:  # penalty and bonus leave a rejected response alone, too
@@ -103,12 +109,13 @@ class PolicyLoss:
         means |= {
             "policy/clip_fraction": terms.clipped,
             "policy/ratio_mean": terms.ratio,
-            "policy/kl_from_proximal": k3(batch.proximal, current.detach()),
             "policy/entropy": entropy,
             "acr/active_fraction": terms.acr_active,
             "acr/rescued_fraction": terms.acr_rescued,
             "correction/weight_mean": terms.weight,
         }
+        if not algo.bypass:  # else nothing is known of the policy before the update
+            means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
         if algo.dual_clip:
             means["policy/dual_clip_fraction"] = terms.dual_clipped
         if algo.objective == "icepop":

@@ -22,7 +22,7 @@ from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.advantages import attach_advantages
-from qurl_megatron.training.correction import attach_correction
+from qurl_megatron.training.correction import attach_correction, rejected_responses
 from qurl_megatron.training.finite import NotFinite, check_gradient
 from qurl_megatron.training.mismatch import mismatch
 from qurl_megatron.training.objective import PolicyLoss, Scorer
@@ -57,16 +57,23 @@ def improve(
     minibatches = lay_out(ranks, samples, config, step=step)
     flat = [batch for minibatch in minibatches for batch in minibatch]
     with timer.phase("score"):
-        flat = attach_scores(policy, flat, score, with_reference=algo.kl_coef > 0)
+        flat = attach_scores(
+            policy, flat, score, with_reference=algo.kl_coef > 0, bypass=algo.bypass
+        )
         if critic:
             flat = attach_values(critic, flat)
         flat, weight_scale, rejections = attach_correction(ranks, flat, algo, config.correction)
+        if ranks.last_stage and config.correction.rejects and not config.correction.count_rejected:
+            rejected = rejected_responses(ranks, flat, len(samples))
+            flat = averaged_without(rejected, ranks, flat, samples.summary, config, step=step)
         flat, worth = attach_advantages(ranks, flat, samples.summary, config)
     seen: list[dict[str, Metric]] = []
     if ranks.last_stage and ranks.counted:
         seen += [rejections, worth, layout_metrics(flat, samples.summary)]
+        measured = [] if algo.bypass else flat
         seen += [
-            mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap) for b in flat
+            mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
+            for b in measured
         ]
     scored = iter(flat)
     minibatches = [[next(scored) for _ in minibatch] for minibatch in minibatches]
@@ -96,6 +103,7 @@ def deal(
     *,
     budget: int = 0,
     packed: bool = False,
+    group: int = 1,
 ) -> list[list[list[list[int]]]]:
     """Indices of the responses, shuffled: ``[minibatch][data rank][microbatch][response]``.
 
@@ -106,6 +114,7 @@ def deal(
 
     Args:
         lengths: of prompt and response, for each response.
+        group: as in ``hand_out``.
     """
 
     def microbatches(hand: list[int]) -> list[list[int]]:
@@ -114,19 +123,28 @@ def deal(
         passes = plan_passes([lengths[i] for i in hand], budget, packed=packed)
         return [[hand[k] for k in together] for together in passes]
 
-    dealt = hand_out(lengths, minibatches, data_size, seed, evenly=budget > 0)
+    dealt = hand_out(lengths, minibatches, data_size, seed, evenly=budget > 0, group=group)
     return [[microbatches(hand) for hand in hands] for hands in dealt]
 
 
 def hand_out(
-    lengths: Sequence[int], minibatches: int, data_size: int, seed: int, *, evenly: bool
+    lengths: Sequence[int],
+    minibatches: int,
+    data_size: int,
+    seed: int,
+    *,
+    evenly: bool,
+    group: int = 1,
 ) -> list[list[list[int]]]:
     """Indices of the responses, shuffled: ``[minibatch][data rank][response]``.
 
     Args:
         evenly: data ranks get about equally long responses.
+        group: so many responses in a row stay in one minibatch, on whatever ranks.
     """
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randperm(len(lengths) // group, generator=generator).tolist()
+    order = [g * group + member for g in groups for member in range(group)]
     dealt = []
     for update in _chunks(order, len(lengths) // minibatches):
         if not evenly:
@@ -142,15 +160,27 @@ def hand_out(
 
 def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
     """The responses whose tokens each data-parallel rank needs, the same on every rank."""
-    lengths = _rounded(ranks, summary, config)
-    hands = hand_out(
-        lengths,
+    hands = _hands(ranks, summary, config, step=step)
+    return [[i for update in hands for i in update[rank]] for rank in range(ranks.data.size)]
+
+
+def _hands(
+    ranks: Ranks, summary: Summary, config: RunConfig, *, step: int
+) -> list[list[list[int]]]:
+    """``hand_out`` of this step."""
+    return hand_out(
+        _rounded(ranks, summary, config),
         config.algo.minibatches,
         ranks.data.size,
         _mix(config.train.seed, step),
         evenly=config.train.max_tokens > 0,
+        group=_group(config),
     )
-    return [[i for update in hands for i in update[rank]] for rank in range(ranks.data.size)]
+
+
+def _group(config: RunConfig) -> int:
+    """Responses that are dealt together."""
+    return config.rollout.samples_per_prompt if config.algo.deal == "groups" else 1
 
 
 def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
@@ -169,22 +199,13 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
         seed=_mix(train.seed, step),
         budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
         packed=train.packed,
+        group=_group(config),
     )
     counted = counted_tokens(samples.summary, config)
     minibatches = []
     for update in dealt:
         everywhere = [i for rank in update for microbatch in rank for i in microbatch]
-        weights = dict(
-            zip(
-                everywhere,
-                token_weights(
-                    [counted[i] for i in everywhere],
-                    algo.aggregation,
-                    constant=config.rollout.max_new_tokens,
-                ).tolist(),
-                strict=True,
-            )
-        )
+        weights = _weights(everywhere, counted, config)
         batches = []
         for microbatch in update[ranks.data.rank]:
             parts = [weights[i] for i in microbatch]
@@ -202,6 +223,41 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
             batches.append(batch.to(ranks.device))
         minibatches.append(batches)
     return minibatches
+
+
+def averaged_without(
+    rejected: Sequence[int],
+    ranks: Ranks,
+    batches: Sequence[TokenBatch],
+    summary: Summary,
+    config: RunConfig,
+    *,
+    step: int,
+) -> list[TokenBatch]:
+    """The same microbatches, with each minibatch averaged over what is not rejected."""
+    counted = counted_tokens(summary, config)
+    for i in rejected:
+        counted[i] = 0
+    weights: dict[int, float] = {}
+    for hands in _hands(ranks, summary, config, step=step):
+        weights |= _weights([i for hand in hands for i in hand], counted, config)
+    return [
+        replace(
+            batch,
+            weights=batch.weights.new_tensor([weights[i] for i in batch.indices])[batch.owners],
+        )
+        for batch in batches
+    ]
+
+
+def _weights(update: Sequence[int], counted: Sequence[int], config: RunConfig) -> dict[int, float]:
+    """Weight of a token of each response of one minibatch, wherever it lies."""
+    weights = token_weights(
+        [counted[i] for i in update],
+        config.algo.aggregation,
+        constant=config.rollout.max_new_tokens,
+    )
+    return dict(zip(update, weights.tolist(), strict=True))
 
 
 def _multiples(ranks: Ranks) -> tuple[int, int]:
@@ -229,13 +285,24 @@ def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str,
 
 
 def attach_scores(
-    policy: Policy, batches: list[TokenBatch], score: Scorer, *, with_reference: bool
+    policy: Policy,
+    batches: list[TokenBatch],
+    score: Scorer,
+    *,
+    with_reference: bool,
+    bypass: bool = False,
 ) -> list[TokenBatch]:
     """The same microbatches with proximal (and reference) log-probs of their response tokens, [N].
 
     Only the last pipeline stage computes them, and only it reads them.
+
+    Args:
+        bypass: the behaviour policy stands for the proximal one, which nothing reads.
     """
-    proximal = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
+    if bypass:
+        proximal = [batch.behaviour for batch in batches]
+    else:
+        proximal = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
     reference = []
     if with_reference:
         with policy.reference():

@@ -21,7 +21,7 @@ from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.advantages import attach_advantages
-from qurl_megatron.training.correction import attach_correction
+from qurl_megatron.training.correction import attach_correction, rejected_responses
 from qurl_megatron.types import Prompt, Sample
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]  # two prompts, two responses each
@@ -113,6 +113,8 @@ def correction(device) -> None:
     assert kept == {i: i in (1, 2) for i in DEALT[dist.get_rank()]}  # 0 is too far up, 3 vetoed
     rejected = metrics["correction/rejected_responses"].value
     assert rejected == (1.0 if dist.get_rank() == 0 else 0.0)
+    assert rejected_responses(ranks(device), [batch], 4) == [0, 3]  # on both
+    assert rejected_responses(ranks(device), [plain], 4) == []
 
 
 def test_weights_get_mean_one_over_all_ranks_and_far_responses_are_rejected(backend, tmp_path):

@@ -1,4 +1,4 @@
-"""``qurl train`` as a study sees it from outside, without a model: metrics, log, exit code.
+"""``qurl train`` and ``qurl eval`` as a study sees them, without a model: metrics, log, exit code.
 
 The run directory is ROOT/out/runs/CELL. It adds its calls to ROOT/calls.jsonl and their ends to
 ROOT/ends; a second signal ends it unsaved. ROOT/behaviour.json has its orders, by cell:
@@ -6,8 +6,11 @@ ROOT/ends; a second signal ends it unsaved. ROOT/behaviour.json has its orders, 
     "fail_at": step     fail before this step
     "hold_at": step     after this step wait for a signal
     "meet": number      wait until there have been so many calls, and a moment longer
+    "checkpoint": true  leave one at the end, for ``eval``
+    "right": share      of the answers that ``eval`` finds right; without, it fails
 """
 
+import argparse
 import json
 import os
 import signal
@@ -23,10 +26,32 @@ PATIENCE_S = 60.0
 
 
 def main() -> int:
+    return evaluate() if sys.argv[1] == "eval" else train()
+
+
+def evaluate() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("--run", "--out"):
+        parser.add_argument(name, type=Path)
+    options, given = parser.parse_known_args(sys.argv[2:])
+    root, cell = options.run.parents[2], options.run.name
+    asked = [json.loads(line) for line in Path(given[0]).read_text().splitlines()]
+    with (root / "calls.jsonl").open("a") as file:
+        file.write(json.dumps({"cell": cell, "asked": asked, "given": given[1:]}) + "\n")
+    orders = json.loads((root / "behaviour.json").read_text()).get(cell, {})
+    if "right" not in orders:
+        print("qurl: no engine could be started", file=sys.stderr)
+        return 2
+    score = {"held_out": {"greedy": {"accuracy": orders["right"]}}}
+    (options.out / "results.json").write_text(json.dumps({"benchmarks": score}))
+    return 0
+
+
+def train() -> int:
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: stop.append(number))
-    _, *overrides = sys.argv[1:]
+    _, _, *overrides = sys.argv[1:]
     given = dict(override.split("=", 1) for override in overrides)
     run_dir = Path(given["train.run_dir"])
     root = run_dir.parents[2]
@@ -57,6 +82,8 @@ def main() -> int:
             "rollout/kl_k3": 0.01 * step,
             "rollout/rho_max": 2.0 * step,
             "policy/clip_fraction": 0.25,
+            "acr/active_fraction": 0.5 * step,
+            "acr/rescued_fraction": 0.25 * step,
             "quant/code_flip_rate": 0.125,
             "quant/weight_update": 2e-6,
             "quant/weight_error": 1e-3,
@@ -73,6 +100,10 @@ def main() -> int:
             time.sleep(MOMENT_S)
             print("saved" if len(stop) == 1 else "killed")
             return 128 + stop[0]
+    if orders.get("checkpoint"):
+        newest = run_dir / f"checkpoints/step_{steps:06d}"
+        newest.mkdir(parents=True, exist_ok=True)
+        (newest / "state.json").write_text("{}")
     with ends.open("a") as file:
         file.write(f"{run_dir.name}\n")
     return 0

@@ -265,13 +265,22 @@ def test_cispo_bounds_the_factor_on_both_sides_and_stops_no_gradient():
     assert terms.clipped.tolist() == [True, True, True, True, False]
 
 
-def test_cispo_with_acr_has_the_raised_bound_for_either_sign():
-    # rho = 4, C = 2: w = 2, and the factor may reach 1.2 * 2 = 2.4.
+def test_cispo_with_acr_has_the_raised_bound_for_good_tokens_alone():
+    # rho = 4, C = 2: w = 2, and the factor may reach 1.2 * 2 = 2.4 where A > 0, else 1.2.
     rows = [(2.0, 4.0, 1.0), (2.0, 4.0, -1.0), (3.0, 4.0, 1.0)]
     _, gradient = value_and_gradient("acr", *rows, surrogate="cispo")
-    torch.testing.assert_close(gradient, 2 * torch.tensor([2.0, -2.0, 2.4]).double())
+    torch.testing.assert_close(gradient, 2 * torch.tensor([2.0, -1.2, 2.4]).double())
     terms = objective_terms(*tokens(*rows), kind="acr", surrogate="cispo")
-    assert terms.acr_active.all() and terms.acr_rescued.tolist() == [True, True, False]
+    assert terms.acr_active.tolist() == [True, False, True]
+    assert terms.acr_rescued.tolist() == [True, False, False]
+    assert terms.clipped.tolist() == [False, True, True]
+
+
+def test_a_bad_token_far_off_costs_no_more_with_acr_than_with_tis():
+    # rho = R = 1e4, A = -1: the factor ends at 5 and the weight at 2, not at 1e4 * 2.
+    for kind in ("tis", "acr"):
+        _, gradient = value_and_gradient(kind, (1e4, 1e4, -1.0), clip_high=4.0, surrogate="cispo")
+        assert gradient.item() == pytest.approx(-10.0)
 
 
 def test_the_cap_on_the_raised_bound_ends_it_and_never_narrows_the_clip_range():
@@ -326,7 +335,7 @@ def written(current, proximal, behaviour, A, *, kind, surrogate, dual_clip, cap=
         "acr": torch.minimum(rho, torch.full_like(rho, cap)),
         "icepop": rho * ((rho >= 0.5) & (rho <= 5)),
     }[kind]
-    upper = 1.28 / r if kind == "acr" else torch.full_like(rho, 1.28)
+    upper = torch.where((A > 0) & (kind == "acr"), 1.28 / r, 1.28)
     clipped = torch.maximum(torch.minimum(R, upper), torch.full_like(R, 0.8))
     if surrogate == "cispo":
         J = clipped.detach() * A * current

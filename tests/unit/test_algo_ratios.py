@@ -1,6 +1,7 @@
 """Ratios of whole responses: rho as a product or a geometric mean, and GSPO's clipped ratio."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from qurl_megatron.algo import (
 )
 
 KINDS = sorted(OBJECTIVES)
-# (level of rho, what is clipped); the last has rho as a geometric mean by itself.
-FORMS = [("token", "token"), ("sequence", "token"), ("geometric", "token"), ("token", "sequence")]
+# (level of the weight's rho, what is clipped). The bound's rho is on the scale of what is clipped.
+FORMS = list(product(["token", "sequence", "geometric"], ["token", "sequence"]))
+BOUND = {"token": "token", "sequence": "geometric"}
 LENGTHS = (4, 1, 0, 7, 2, 5, 3, 6, 1, 2) * 6
 
 
@@ -102,13 +104,13 @@ def test_importance_weights_are_those_of_the_objective(kind, level, ratio):
     inputs, owners = random_responses(spread=1.0)
     terms, _ = run(inputs, owners, kind=kind, level=level, ratio=ratio)
     weights = importance_weights(
-        *inputs[1:3], kind=kind, level=level, ratio=ratio, owners=owners, responses=len(LENGTHS)
+        *inputs[1:3], kind=kind, level=level, owners=owners, responses=len(LENGTHS)
     )
     assert torch.equal(weights, terms.weight) and not weights.requires_grad
 
 
-@pytest.mark.parametrize("level, ratio", FORMS[1:])
-def test_a_responses_tokens_share_rho_weight_and_bound(level, ratio):
+@pytest.mark.parametrize("level, ratio", [form for form in FORMS if form[0] != "token"])
+def test_a_responses_tokens_share_rho_and_weight(level, ratio):
     inputs, owners = random_responses()
     terms, _ = run(inputs, owners, kind="acr", level=level, ratio=ratio)
     first = torch.tensor([owners.tolist().index(owner) for owner in owners.tolist()])
@@ -123,7 +125,8 @@ def test_acr_is_tis_where_rho_is_not_above_the_cap(level, ratio):
     (acr, grad), (tis, tis_grad) = (
         run(inputs, owners, kind=kind, level=level, ratio=ratio) for kind in ("acr", "tis")
     )
-    below = acr.rho <= 2
+    at = dict(owners=owners, responses=len(LENGTHS))
+    below = importance_ratio(*inputs[1:3], level=BOUND[ratio], **at) <= 2
     assert 0.1 < below.double().mean() < 0.95
     assert torch.equal(acr.value[below], tis.value[below])
     assert torch.equal(grad[below], tis_grad[below])
@@ -154,13 +157,13 @@ def test_acr_is_tis_at_the_first_update_of_a_batch(level, ratio):
 
 @pytest.mark.parametrize("level, ratio", FORMS)
 def test_acr_gradient_passes_up_to_the_raised_bound_and_stops_beyond(level, ratio):
-    # rho = 5 for every token: its own, or 25 * 0.2 of its response. The bound is 1.2 * 5 / 2 = 3.
+    # rho = 5 for every token, and for the mean of its response; 25 for the product. The bound is
+    # 1.2 * 5 / 2 = 3 in any case, and the weight 2.
     owners = torch.tensor([0, 0, 1, 1])
-    token_rho = {"sequence": (25.0, 0.2, 25.0, 0.2)}.get(level, (5.0, 5.0, 5.0, 5.0))
     current = logs(2.999, 2.999, 3.001, 3.001).requires_grad_()
     zero = torch.zeros(4, dtype=torch.float64)
     value = objective(
-        *(current, zero, -logs(*token_rho), torch.ones(4, dtype=torch.float64)),
+        *(current, zero, -logs(5, 5, 5, 5), torch.ones(4, dtype=torch.float64)),
         kind="acr",
         level=level,
         ratio=ratio,
@@ -172,6 +175,35 @@ def test_acr_gradient_passes_up_to_the_raised_bound_and_stops_beyond(level, rati
     torch.testing.assert_close(current.grad, 2 * torch.tensor([2.999, 2.999, 0, 0]).double())
 
 
+def test_gspos_weight_is_of_the_level_that_is_asked_for():
+    """One token of rho 1000 among 8192: alone it is truncated to C, a mean would hide it."""
+    log_rho = torch.zeros(8192, dtype=torch.float64)
+    log_rho[17] = math.log(1000)
+    zero = torch.zeros_like(log_rho)
+    inputs = (zero, zero, -log_rho, torch.ones_like(zero))
+    at = dict(kind="acr", ratio="sequence", owners=torch.zeros(8192, dtype=torch.int64))
+    tokens = objective_terms(*inputs, level="token", responses=1, **at)
+    assert tokens.weight[17] == 2 and tokens.truncated[17] and (tokens.weight[18:] == 1).all()
+    mean = objective_terms(*inputs, level="geometric", responses=1, **at)
+    assert mean.weight[17].item() == pytest.approx(1.000844, abs=1e-6)  # 1000^(1 / 8192)
+
+
+def test_the_bound_of_a_token_is_raised_by_its_own_rho_though_the_weight_is_of_the_response():
+    # rho 25 and 0.2, their product 5: both weigh 2, and may reach 1.2 * 25 / 2 = 15 and 1.2.
+    current = logs(14.9, 1.3).requires_grad_()
+    zero = torch.zeros(2, dtype=torch.float64)
+    terms = objective_terms(
+        *(current, zero, -logs(25, 0.2), torch.ones(2, dtype=torch.float64)),
+        kind="acr",
+        level="sequence",
+        owners=torch.zeros(2, dtype=torch.int64),
+        responses=1,
+    )
+    terms.value.sum().backward()
+    torch.testing.assert_close(current.grad, 2 * torch.tensor([14.9, 0.0]).double())
+    assert terms.acr_active.tolist() == [True, False]
+
+
 def written_rho(proximal, behaviour, level):
     """rho of one response, and the same for all its tokens."""
     log_rho = proximal - behaviour
@@ -181,8 +213,8 @@ def written_rho(proximal, behaviour, level):
     return total.exp().expand_as(log_rho)
 
 
-def written_objective(R, rho, A, kind):
-    r = torch.minimum(torch.ones_like(rho), 2.0 / rho)
+def written_objective(R, rho, bound_rho, A, kind):
+    r = torch.minimum(torch.ones_like(rho), 2.0 / bound_rho)
     w = {
         "naive": torch.ones_like(rho),
         "proximal": torch.ones_like(rho),
@@ -203,7 +235,8 @@ def test_rho_of_a_response_in_the_written_formula_response_by_response(kind, lev
         current, proximal, behaviour, A = (x[here].detach() for x in inputs)
         current.requires_grad_()
         R = (current - (behaviour if kind == "naive" else proximal)).exp()
-        J = written_objective(R, written_rho(proximal, behaviour, level), A, kind)
+        rho, own = (written_rho(proximal, behaviour, of) for of in (level, "token"))
+        J = written_objective(R, rho, own, A, kind)
         (expected,) = torch.autograd.grad(J.sum(), current)
         torch.testing.assert_close(terms.value[here], J)
         torch.testing.assert_close(gradient[here], expected)
@@ -212,7 +245,9 @@ def test_rho_of_a_response_in_the_written_formula_response_by_response(kind, lev
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_token_form_has_value_and_gradient_of_gspo_response_by_response(kind):
     inputs, owners = random_responses()
-    terms, gradient = run(inputs, owners, kind=kind, ratio="sequence", clip_high=0.28)
+    terms, gradient = run(
+        inputs, owners, kind=kind, ratio="sequence", level="geometric", clip_high=0.28
+    )
     assert 0.05 < terms.clipped.double().mean() < 0.95
     for response in owners.unique():
         here = owners == response
@@ -221,7 +256,7 @@ def test_the_token_form_has_value_and_gradient_of_gspo_response_by_response(kind
         other = behaviour if kind == "naive" else proximal
         s = (current - other).mean().exp()  # differentiated through the mean
         rho = written_rho(proximal, behaviour, "geometric")[0]
-        J = written_objective(s, rho, A[0], kind)
+        J = written_objective(s, rho, rho, A[0], kind)
         (expected,) = torch.autograd.grad(J, current)
         torch.testing.assert_close(terms.value[here].mean(), J)
         torch.testing.assert_close(gradient[here] / here.sum(), expected)

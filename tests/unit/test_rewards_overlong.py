@@ -1,8 +1,17 @@
 """The soft overlong punishment against DAPO's Eq. 13, worked by hand."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from qurl_megatron.algo import group_advantages
+from qurl_megatron.config import load
+from qurl_megatron.data.responses import Summary
 from qurl_megatron.rewards import overlong_penalty
+from qurl_megatron.training.advantages import shaped_rewards
+
+DAPO = Path(__file__).parents[2] / "launch" / "recipes" / "dapo_qwen2.5_7b_math.toml"
 
 
 @pytest.mark.parametrize(
@@ -21,3 +30,17 @@ def test_its_depth_is_scaled_and_a_fraction_of_zero_turns_it_off():
 
 def test_a_fraction_of_one_falls_from_the_first_token_on():
     assert overlong_penalty(1, 4, 1.0, 1.0) == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize("overrides", [[], ["algo.name=dapo"]], ids=["recipe", "preset"])
+def test_dapos_advantages_are_those_of_its_rewards_of_one_and_minus_one(overrides):
+    """Right short, right at the limit, wrong short, wrong at the limit."""
+    config = load(DAPO, overrides)
+    lengths = torch.tensor([100, 8192, 100, 8192])
+    given = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    summary = Summary(torch.ones_like(lengths), lengths, given, lengths == 8192)
+    # DAPO's rewards are 1, 1 - 1, -1, -1 - 1: mean -1/2, sample deviation sqrt(5 / 3).
+    expected = torch.tensor([[1.5, 0.5, -0.5, -1.5]]) / (5 / 3) ** 0.5
+    advantages = group_advantages(shaped_rewards(summary, config)[None])
+    torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=0)
+    assert advantages[0].tolist() == pytest.approx([1.162, 0.387, -0.387, -1.162], abs=1e-3)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from qurl_megatron.config import load, to_toml
+from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.plots import History
 from qurl_megatron.observe.sinks import Record
@@ -23,6 +24,7 @@ from qurl_megatron.study.plan import read_study
 from qurl_megatron.study.results import groups, read_results, to_json
 from qurl_megatron.study.runner import at_work, claim, failures, run, share
 from qurl_megatron.study.tables import TABLE_1, TABLE_4, page, table
+from qurl_megatron.study.trained import due
 
 FAKE = (sys.executable, str(Path(__file__).with_name("study_fake_train.py")))
 SHIPPED = sorted((Path(__file__).parents[2] / "launch/studies").glob("*.toml"))
@@ -64,14 +66,14 @@ def root(tmp_path) -> Path:
 
 
 def qurl_study(root: Path, **arguments) -> int:
-    return main(root / "study.toml", root / "out", train=FAKE, **arguments)
+    return main(root / "study.toml", root / "out", qurl=FAKE, **arguments)
 
 
 def run_cells(root: Path, only: str = "*", jobs: int = 1) -> int:
     """What ``qurl study`` runs, without its tables and pictures."""
     study = read_study(root / "study.toml")
     cells = matching(study, only)
-    return run(study, cells, root / "out", jobs=jobs, redraw=lambda: None, train=FAKE)
+    return run(study, cells, root / "out", jobs=jobs, redraw=lambda: None, qurl=FAKE)
 
 
 def calls(root: Path) -> list[dict]:
@@ -228,7 +230,7 @@ def test_finished_runs_are_left_alone_whoever_made_them(root, capsys):
     """A plain ``qurl train ... train.run_dir=OUT/runs/CELL`` counts."""
     for name in CELLS[:2]:
         given = ["train.steps=3", "train.seed=0", f"train.run_dir={root / 'out/runs' / name}"]
-        subprocess.run([*FAKE, "recipe", *given], check=True)
+        subprocess.run([*FAKE, "train", "recipe", *given], check=True)
     (root / "calls.jsonl").unlink()
     assert run_cells(root) == 0
     assert [call["cell"] for call in calls(root)] == CELLS[2:]
@@ -325,7 +327,7 @@ def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, numbe
     code = (
         "import sys; from pathlib import Path; from qurl_megatron.study.command import main; "
         f"root = Path({str(root)!r}); "
-        f"sys.exit(main(root / 'study.toml', root / 'out', jobs=2, train={FAKE!r}))"
+        f"sys.exit(main(root / 'study.toml', root / 'out', jobs=2, qurl={FAKE!r}))"
     )
     study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     runs = root / "out/runs"
@@ -373,17 +375,64 @@ def test_tables_read_like_the_papers(root):
     study = read_study(root / "study.toml")
     made = groups(study, read_results(study, root / "out"))
     assert table(made[:2], TABLE_1).splitlines() == [
-        "| Method | Rollouts | Before, % | Accuracy, % | Best, % | Collapsed "
+        "| Method | Rollouts | Trained policy, % | Before, % | Accuracy, % | Best, % | Collapsed "
         "| KL at the end (largest) | Max ρ | Runs |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-        "| BF16 RL | BF16 | 75.5 ± 0.7 | 75.5 ± 0.7 | 75.5 ± 0.7 | 0 of 2 "
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| BF16 RL | BF16 | – | 75.5 ± 0.7 | 75.5 ± 0.7 | 75.5 ± 0.7 | 0 of 2 "
         "| 0.0300 (0.0300) | 6 | 2 |",
-        "| acr | INT8 | 50.5 ± 0.7 | 50.5 ± 0.7 | 50.5 ± 0.7 | 0 of 2 | 0.0300 (0.0300) | 6 | 2 |",
+        "| acr | INT8 | – | 50.5 ± 0.7 | 50.5 ± 0.7 | 50.5 ± 0.7 | 0 of 2 "
+        "| 0.0300 (0.0300) | 6 | 2 |",
     ]
     assert table(made[2:], TABLE_4).splitlines()[2:] == [
-        "| s = 1.5 | INT4, simulated | 1.0e-6 | 50.5 ± 0.7 | 25.0 % | 12.5 % | 2·10⁻⁶ "
+        "| s = 1.5 | INT4, simulated | – | 1.0e-6 | 50.5 ± 0.7 | 25.0 % | 12.5 % | 2·10⁻⁶ "
         "| 0.00100 | 0.00200 | 2 |",
     ]
+
+
+def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(root, capsys):
+    orders = {"checkpoint": True}
+    behave(root, **{CELLS[1]: orders | {"right": 0.875}, CELLS[4]: orders})
+    assert run_cells(root, only="acr,int8*") == 1
+    called = [(call["cell"], "asked" in call) for call in calls(root)]
+    assert called == [(CELLS[1], False), (CELLS[1], True), (CELLS[4], False), (CELLS[4], True)]
+    evaluation = calls(root)[1]
+    assert evaluation["given"] == ["--scheme", "none", "--k", "1"]
+    held_out = held_out_questions(load(root / "recipe.toml").data, 4)
+    assert evaluation["asked"] == [{"prompt": q.text, "answer": q.answer} for q in held_out]
+    told = capsys.readouterr().out
+    assert f"{CELLS[1]}: trained, its policy is evaluated unquantized" in told
+    assert f"{CELLS[4]}: failed after step 3: qurl: no engine could be started" in told
+
+    study = read_study(root / "study.toml")
+    results = read_results(study, root / "out")
+    group = next(group for group in groups(study, results) if group.name == "acr")
+    assert [*TABLE_1][2] == [*TABLE_4][2] == "Trained policy, %"
+    assert TABLE_1["Trained policy, %"](group) == "87.5"
+    assert TABLE_1["Runs"](group) == "2"  # one of them not evaluated
+    assert f"- `{CELLS[4]}`, after step 3: qurl: no engine" in page(study, results, [group], [])
+    runs = to_json(study, results)["runs"]
+    assert [runs[name]["accuracy_trained"] for name in (CELLS[1], CELLS[4])] == [0.875, None]
+
+    behave(root, **{CELLS[4]: {"right": 0.5}})  # it is asked again, not trained
+    assert run_cells(root, only="acr,int8*") == 0
+    assert len(calls(root)) == 5 and "asked" in calls(root)[-1]
+    assert failures(root / "out") == {}
+
+
+def test_a_checkpoint_of_another_step_is_not_taken_for_the_trained_policy(root):
+    behave(root, **{CELLS[0]: {"checkpoint": True, "right": 1.0}})
+    assert run_cells(root, only=CELLS[0]) == 0
+    (root / "study.toml").write_text(STUDY.replace("steps=3", "steps=2"))
+    study = read_study(root / "study.toml")
+    assert read_results(study, root / "out")[0].trained is None
+    assert not due(study.cells[0], root / "out")
+
+
+def test_a_run_keeps_how_often_acr_raised_a_bound_and_rescued_a_token(root):
+    assert run_cells(root, only=CELLS[1]) == 0
+    study = read_study(root / "study.toml")
+    run = to_json(study, read_results(study, root / "out"))["runs"][CELLS[1]]
+    assert (run["acr_active"], run["acr_rescued"]) == (1.0, 0.5)  # means over three steps
 
 
 def test_a_table_says_on_how_many_runs_it_stands(root):

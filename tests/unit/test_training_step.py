@@ -1,13 +1,25 @@
 """Which tokens the loss averages over."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
-from qurl_megatron.config import AlgoConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+import pytest
+import torch
+
+from qurl_megatron.config import (
+    AlgoConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.data.responses import Responses
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.training_time import deal_out
 from qurl_megatron.planning.workload import Workload
-from qurl_megatron.training.step import counted_tokens, hand_out
+from qurl_megatron.training.step import averaged_without, counted_tokens, hand_out, lay_out
 from qurl_megatron.types import Prompt, Sample
 
 
@@ -16,9 +28,8 @@ def sample(length: int, reward: float, finish: str = "stop") -> Sample:
     return Sample(Prompt(0, (1,), "", ""), ids, log_probs, finish, ((1, length),), reward=reward)
 
 
-SUMMARY = Responses.of(
-    [sample(3, 1.0), sample(5, 0.0, "length"), sample(2, 1.0), sample(4, 1.0)]
-).summary
+SAMPLES = Responses.of([sample(3, 1.0), sample(5, 0.0, "length"), sample(2, 1.0), sample(4, 1.0)])
+SUMMARY = SAMPLES.summary
 PLAIN = RunConfig(
     model=ModelConfig(path="x"),
     data=DataConfig(task="sort_digits", prompts_per_step=16),
@@ -38,6 +49,69 @@ def test_masked_responses_that_were_cut_off_do_not_count():
 def test_groups_that_only_fill_up_a_batch_of_dynamic_sampling_do_not_count():
     config = replace(PLAIN, algo=AlgoConfig(dynamic_sampling=True))
     assert counted_tokens(SUMMARY, config) == [3, 5, 0, 0]
+
+
+def prompts_of(minibatch: list[list[int]], group: int) -> set[int]:
+    return {i // group for hand in minibatch for i in hand}
+
+
+@pytest.mark.parametrize("evenly", [False, True])
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_minibatch_of_whole_groups_holds_all_responses_to_its_prompts(data, evenly):
+    lengths = [(7 * i) % 31 + 1 for i in range(512 * 16)]
+    dealt = hand_out(lengths, 16, data, seed=0, evenly=evenly, group=16)
+    assert [len(prompts_of(minibatch, 16)) for minibatch in dealt] == [32] * 16
+    everywhere = sorted(i for minibatch in dealt for hand in minibatch for i in hand)
+    assert everywhere == list(range(512 * 16))
+    assert {len(hand) for minibatch in dealt for hand in minibatch} == {512 // data}
+    if not evenly:  # the same minibatches for another number of ranks
+        alone = hand_out(lengths, 16, 1, seed=0, evenly=False, group=16)
+        for minibatch, (whole,) in zip(dealt, alone, strict=True):
+            assert sorted(i for hand in minibatch for i in hand) == sorted(whole)
+
+
+def test_a_minibatch_of_single_responses_is_of_most_prompts():
+    dealt = hand_out([1] * 8192, 16, 1, seed=0, evenly=False)
+    assert len(prompts_of(dealt[0], 16)) > 300
+
+
+def test_whole_groups_need_prompts_that_divide_into_minibatches():
+    with pytest.raises(ConfigError, match=r"data\.prompts_per_step=16 .* algo\.minibatches=32 "):
+        replace(
+            PLAIN, algo=AlgoConfig(minibatches=32, deal="groups"), train=TrainConfig(micro_batch=1)
+        )
+
+
+def weights_without(rejected: list[int], **algo) -> dict[int, float]:
+    """Weight of a token of each response, all in one minibatch."""
+    one = SimpleNamespace(rank=0, size=1)
+    ranks = SimpleNamespace(device=torch.device("cpu"), data=one, context=one, tensor=one)
+    config = replace(
+        PLAIN, algo=AlgoConfig(minibatches=1, **algo), train=TrainConfig(micro_batch=2)
+    )
+    (batches,) = lay_out(ranks, SAMPLES, config, step=1)
+    return {
+        index: part[0].item()
+        for batch in averaged_without(rejected, ranks, batches, SUMMARY, config, step=1)
+        for index, part in zip(batch.indices, batch.weights.split(batch.lengths), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token_mean", [1 / 9, 0, 1 / 9, 1 / 9]),  # 3 + 2 + 4 tokens are left
+        ("response_mean", [1 / 9, 0, 1 / 6, 1 / 12]),  # of 3 responses
+        ("response_sum", [1 / 3, 0, 1 / 3, 1 / 3]),
+    ],
+)
+def test_rejected_responses_leave_the_denominator_too(aggregation, weights):
+    found = weights_without([1], aggregation=aggregation)
+    assert [found[i] for i in range(4)] == pytest.approx(weights)
+
+
+def test_a_minibatch_without_a_kept_response_weighs_nothing():
+    assert set(weights_without([0, 1, 2, 3]).values()) == {0.0}
 
 
 def test_a_plan_deals_responses_as_the_trainer_does():

@@ -1,0 +1,58 @@
+"""How good the trained policy itself is: unquantized and greedy, on a cell's held-out questions.
+
+What a run measures is the accuracy of its rollouts, at their precision. What one trains for is the
+last checkpoint, so the study has ``qurl eval`` answer the same questions with it:
+
+OUT/trained/naive,int4,seed=0,steps=80/   held_out.jsonl, which is asked, and what it writes
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from qurl_megatron.config import load
+from qurl_megatron.data.questions import held_out_questions
+from qurl_megatron.study.plan import Cell, Study
+from qurl_megatron.study.runs import run_dir
+from qurl_megatron.training.state import latest
+
+BENCHMARK = "held_out"
+
+
+def due(cell: Cell, out: Path) -> bool:
+    """True where a trained cell can be evaluated like this, and has not been yet.
+
+    Its newest checkpoint must be of the last step, else another run length was asked for meanwhile;
+    SGLang cannot load it at all before it is converted.
+    """
+    if not (cell.evaluated and cell.embedded) or accuracy(cell, out) is not None:
+        return False
+    newest = latest(run_dir(out, cell))
+    return newest is not None and newest.name == f"step_{cell.steps:06d}"
+
+
+def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
+    """The ``qurl eval`` of one cell; writes what it asks."""
+    folder = _folder(out, cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = load(study.recipe, cell.overrides)
+    questions = held_out_questions(config.data, config.train.eval_prompts)
+    rows = [json.dumps({"prompt": q.text, "answer": q.answer}) + "\n" for q in questions]
+    asked = folder / f"{BENCHMARK}.jsonl"
+    asked.write_text("".join(rows), encoding="utf-8")
+    run = ["--run", str(run_dir(out, cell)), "--out", str(folder)]
+    return [*qurl, "eval", str(asked), *run, "--scheme", "none", "--k", "1"]
+
+
+def accuracy(cell: Cell, out: Path) -> float | None:
+    """Share of questions that are answered rightly; None where they have not been asked."""
+    results = _folder(out, cell) / "results.json"
+    if not results.is_file():
+        return None
+    return json.loads(results.read_text(encoding="utf-8"))["benchmarks"][BENCHMARK]["greedy"][
+        "accuracy"
+    ]
+
+
+def _folder(out: Path, cell: Cell) -> Path:
+    return out / "trained" / f"{cell.name},steps={cell.steps}"

@@ -1,0 +1,125 @@
+"""The loss of a microbatch, term by term, for log-probs that are given instead of computed."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from qurl_megatron.config import AlgoConfig, load
+from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.training.objective import PolicyLoss
+from qurl_megatron.training.step import attach_scores
+
+
+def batch(reference, *, behaviour=None, proximal=None, advantages=None):
+    """One response; its tokens weigh 1 each, so that the loss is the sum over them."""
+    n = len(reference)
+    zero, ids = torch.zeros(n), torch.zeros(1, n, dtype=torch.int64)
+    return TokenBatch(
+        *(ids, ids, ids, ids == 0, (0,), (n,), torch.zeros(n, dtype=torch.int64)),
+        behaviour=zero if behaviour is None else behaviour,
+        weights=torch.ones(n),
+        proximal=zero if proximal is None else proximal,
+        reference=torch.tensor(reference),
+        advantages=zero if advantages is None else advantages,
+    )
+
+
+def loss_and_gradient(current, tokens, **settings):
+    """Of the loss in the current log-probs; ``settings`` are of [algo]."""
+    leaf = torch.tensor(current, requires_grad=True)
+    loss = PolicyLoss(lambda logits, _: (logits, torch.zeros(len(current))), AlgoConfig(**settings))
+    total, metrics = loss(leaf, tokens)
+    total.backward()
+    return total.item(), leaf.grad.tolist(), metrics
+
+
+def test_k3_of_a_token_ends_at_ten_and_with_it_its_gradient():
+    # log(reference / current) = 2 and 10: k3 = e^2 - 3 and e^10 - 11 = 22015; gradient 1 - e^2.
+    tokens = batch([2.0, 10.0])
+    loss, gradient, metrics = loss_and_gradient([0.0, 0.0], tokens, kl_coef=0.5)
+    assert loss == pytest.approx(0.5 * (math.exp(2) - 3 + 10), rel=1e-5)
+    assert gradient == pytest.approx([0.5 * (1 - math.exp(2)), 0.0], rel=1e-5)
+    assert metrics["reference/kl"].total == pytest.approx(math.exp(2) - 3 + 10, rel=1e-5)
+
+
+def test_without_its_bound_k3_grows_as_the_ratio_does():
+    _, gradient, _ = loss_and_gradient([0.0, 0.0], batch([2.0, 10.0]), kl_coef=0.5, kl_max=0.0)
+    assert gradient[1] == pytest.approx(0.5 * (1 - math.exp(10)), rel=1e-5)
+
+
+def test_k2_is_left_as_it_is_by_the_bound_of_k3():
+    # (6^2) / 2 = 18, gradient log(current / reference) = -6.
+    settings = dict(kl_coef=0.5, kl_estimator="k2")
+    loss, gradient, _ = loss_and_gradient([0.0], batch([6.0]), **settings)
+    assert (loss, gradient) == (pytest.approx(9.0), [pytest.approx(-3.0)])
+
+
+def test_the_weighted_kl_has_the_gradient_of_the_divergence_from_the_reference():
+    # current 1/2, behaviour 1/4, reference 1/8: x = 2, k3 = 1/4 - 1 + log 4; gradient x log 4.
+    tokens = batch([math.log(1 / 8)], behaviour=torch.tensor([math.log(1 / 4)]))
+    settings = dict(kl_coef=0.5, kl_weighted=True)
+    loss, gradient, _ = loss_and_gradient([math.log(1 / 2)], tokens, **settings)
+    assert loss == pytest.approx(0.5 * 2 * (math.log(4) - 3 / 4), rel=1e-5)
+    assert gradient == [pytest.approx(0.5 * 2 * math.log(4), rel=1e-5)]
+
+
+def test_a_weighted_kl_is_of_a_loss_and_of_an_estimator_that_it_makes_unbiased():
+    for wrong in (dict(kl_in="reward"), dict(kl_estimator="k2")):
+        with pytest.raises(ConfigError, match="algo.kl_weighted"):
+            AlgoConfig(kl_weighted=True, **wrong)
+
+
+def test_the_naive_loss_does_not_read_the_proximal_policy():
+    tokens = batch([0.0, 0.0], behaviour=torch.tensor([-1.0, -0.5]), advantages=torch.ones(2))
+    found = [
+        loss_and_gradient([-0.9, -0.6], replace(tokens, proximal=p), objective="naive")[:2]
+        for p in (torch.tensor([-3.0, -2.0]), tokens.behaviour)
+    ]
+    assert found[0] == found[1]
+
+
+class Counted:
+    """A policy that counts its forward passes."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def score(self, batches, score):
+        self.passes += 1
+        return [torch.full_like(batch.behaviour, -2.0) for batch in batches]
+
+    def reference(self):
+        return nullcontext()
+
+
+def test_a_bypass_takes_the_engines_log_probs_and_scores_the_reference_alone():
+    tokens, policy = batch([0.0], behaviour=torch.tensor([-1.0])), Counted()
+    (scored,) = attach_scores(policy, [tokens], None, with_reference=False, bypass=True)
+    assert policy.passes == 0 and scored.proximal.tolist() == [-1.0]
+    (scored,) = attach_scores(policy, [tokens], None, with_reference=True, bypass=True)
+    assert policy.passes == 1 and scored.reference.tolist() == [-2.0]
+    (scored,) = attach_scores(policy, [tokens], None, with_reference=False)
+    assert policy.passes == 2 and scored.proximal.tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "algo.objective=acr",
+        "correction.veto=1e-4",
+        "guard.kl_above=0.1",
+        "guard.rho_above=10.0",
+        "algo.kl_in=reward",
+    ],
+)
+def test_a_bypass_is_refused_where_something_needs_the_policys_own_log_probs(wrong):
+    recipe = Path(__file__).parents[2] / "launch/recipes/study.toml"
+    bypassed = ["algo.objective=naive", "algo.bypass=true", "algo.kl_coef=0.1"]
+    assert load(recipe, bypassed).algo.bypass
+    with pytest.raises(ConfigError, match=f"algo.bypass .*{wrong.partition('=')[0]}"):
+        load(recipe, [*bypassed, wrong])
