@@ -72,7 +72,8 @@ lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 # torch comes first and by itself: the build that suits the machine brings what it needs.
-.venv/installed: requirements/cpu.txt setup.py
+# The last line also builds the embedded engine's decode step where there is a C++ compiler.
+.venv/installed: requirements/cpu.txt setup.py qurl_megatron/rollout/embedded/decode.cpp
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt

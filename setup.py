@@ -1,14 +1,33 @@
 """Package metadata; the pinned environments are in requirements/."""
 
 import re
+import zlib
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(
     r'__version__ = "(.+)"', (HERE / "qurl_megatron/__init__.py").read_text()
 ).group(1)
+
+DECODE = "qurl_megatron/rollout/embedded/decode.cpp"
+# Plain C++ behind ctypes, so that no version of torch or Python is compiled in. Optional: without
+# a compiler, or for another processor, the embedded engine computes the same with torch.
+NATIVE = Extension(
+    "qurl_megatron.rollout.embedded._decode",
+    [DECODE],
+    optional=True,
+    # native.py loads it only if it was built from the source that lies beside it.
+    define_macros=[("QURL_SOURCE", f"{zlib.crc32((HERE / DECODE).read_bytes())}u")],
+    # native.INSTRUCTIONS has the same list. No contraction: codes are to equal torch's bit by bit.
+    extra_compile_args=[
+        *("-std=c++17", "-O3", "-fopenmp", "-ffp-contract=off"),
+        *("-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512", "-mfma"),
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+    ],
+    extra_link_args=["-fopenmp"],
+)
 
 setup(
     name="qurl-megatron",
@@ -20,7 +39,12 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["qurl_megatron", "qurl_megatron.*"]),
-    package_data={"qurl_megatron": ["bench/*.html", "observe/*.html", "observe/*.css"]},
+    package_data={
+        "qurl_megatron": [
+            *("bench/*.html", "observe/*.html", "observe/*.css", "rollout/embedded/*.cpp")
+        ]
+    },
+    ext_modules=[NATIVE],
     install_requires=[
         "httpx",
         "jinja2",

@@ -1,6 +1,8 @@
 """Random models for engine tests, written as Hugging Face folders and as published versions."""
 
+import contextlib
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from qurl_megatron.quant import quantize
 from qurl_megatron.rollout.client import EngineClient
+from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import Decoder
 from qurl_megatron.rollout.embedded.server import Speech, build_app
@@ -108,6 +111,19 @@ def engine_for(folder: Path, *, scheme: str = "none", cache_gb: float = 0.01, **
     decoder = Decoder(read_arch(read_config(folder)), scheme, torch.float32, CPU)
     decoder.load(read_weights(folder, decoder)[0])
     return Engine(decoder, cache_gb, **options)
+
+
+@contextlib.contextmanager
+def decoding_by(path: str):
+    """ "torch", or "native" where this machine can."""
+    before = os.environ.get("QURL_NATIVE", "1")
+    os.environ["QURL_NATIVE"] = "0" if path == "torch" else before
+    native._found.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ["QURL_NATIVE"] = before
+        native._found.cache_clear()
 
 
 def sequence(prompt: list[int], new: int = 12, *, seed: int = 0, **options) -> Sequence:

@@ -6,6 +6,7 @@ import torch
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded import kernels
 from tests.unit.engine_models import (
+    decoding_by,
     engine_for,
     finish,
     published_tensors,
@@ -18,6 +19,12 @@ from tests.unit.engine_models import (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def by_torch():
+    with decoding_by("torch"):
+        yield
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -99,15 +106,18 @@ def test_samples_of_one_prompt_share_one_prefill_and_differ_by_seed(folder):
         assert_same(one, alone)
 
 
-@pytest.mark.parametrize("scheme", ["none", "int8", "fp8"])
-def test_the_same_requests_on_an_idle_engine_give_the_same_bits(folder, scheme):
-    engine = engine_for(folder, scheme=scheme)
+@pytest.mark.parametrize(
+    "scheme,path", [("none", "torch"), ("int8", "torch"), ("int8", "native"), ("fp8", "torch")]
+)
+def test_the_same_requests_on_an_idle_engine_give_the_same_bits(folder, scheme, path):
     runs = []
-    for _ in range(2):
-        work = [sequence(p, 20, seed=i) for i, p in enumerate(prompts(9))]
-        finish(engine, *work)
-        runs.append([(s.output_ids, s.log_probs) for s in work])
-        finish(engine, sequence(range(2, 99 % 90), 7, seed=3))  # other work in between
+    with decoding_by(path):
+        engine = engine_for(folder, scheme=scheme)
+        for _ in range(2):
+            work = [sequence(p, 20, seed=i) for i, p in enumerate(prompts(9))]
+            finish(engine, *work)
+            runs.append([(s.output_ids, s.log_probs) for s in work])
+            finish(engine, sequence(range(2, 99 % 90), 7, seed=3))  # other work in between
     assert runs[0] == runs[1]
 
 
@@ -184,7 +194,7 @@ def test_an_update_copies_into_the_buffers_that_are_there(folder):
         assert torch.equal(slot.target, tensors[name])
 
 
-def test_packed_weights_follow_every_update(folder, monkeypatch):
+def test_packed_weights_follow_every_update(folder, monkeypatch, by_torch):
     tensors = published_tensors(random_tensors(folder, seed=3), "int8")
     answers = []
     for least in (kernels.PACK_FROM, 0):

@@ -3,6 +3,14 @@ import torch
 
 from qurl_megatron.quant import dequantize, quantize
 from qurl_megatron.rollout.embedded import kernels
+from tests.unit.engine_models import decoding_by
+
+
+@pytest.fixture
+def by_torch():
+    with decoding_by("torch"):
+        yield
+
 
 SHAPES = [(1, 8, 8), (3, 96, 40), (33, 2816, 64)]
 
@@ -57,7 +65,7 @@ def test_quantized_linear_equals_the_product_of_dequantized_operands(scheme, lin
 @pytest.mark.parametrize("tokens", [1, 8, 33])
 @pytest.mark.parametrize("largest", [127.0, 7.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_give_the_bits_of_plain_ones(tokens, largest, dtype, monkeypatch):
+def test_packed_weights_give_the_bits_of_plain_ones(tokens, largest, dtype, monkeypatch, by_torch):
     monkeypatch.setattr(kernels, "PACK_FROM", 0)
     torch.manual_seed(0)
     x, addend = torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 40).to(dtype)
@@ -72,12 +80,12 @@ def test_packed_weights_give_the_bits_of_plain_ones(tokens, largest, dtype, monk
         assert torch.equal(kernels.int8_linear(x, w, scale, more, largest, packed), plain)
 
 
-def test_small_matrices_stay_as_they_are():
+def test_small_matrices_stay_as_they_are(by_torch):
     w = torch.zeros(384, 128, dtype=torch.int8)
     assert kernels.pack(w, torch.ones(384)) is None
 
 
-def test_a_processor_that_overflows_in_packed_products_gets_none(monkeypatch):
+def test_a_processor_that_overflows_in_packed_products_gets_none(monkeypatch, by_torch):
     saturated = torch.full((64, 64), 64.0 * 32767 / 2)
     monkeypatch.setattr(kernels, "PACK_FROM", 0)
     monkeypatch.setattr(kernels.Packed, "times", lambda *_: saturated)

@@ -7,7 +7,15 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded.model import Decoder
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.weights.arch import read_arch, read_config, read_eos
-from tests.unit.engine_models import CPU, TINY, engine_for, finish, sequence, write_model
+from tests.unit.engine_models import (
+    CPU,
+    TINY,
+    decoding_by,
+    engine_for,
+    finish,
+    sequence,
+    write_model,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -58,10 +66,12 @@ def test_float32_log_probs_equal_transformers(changes, tmp_path):
 @pytest.mark.parametrize(
     "scheme,largest", [("int8", 127.0), ("fp8", 448.0), ("int6", 31.0), ("int4", 7.0)]
 )
-def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest, tmp_path):
+@pytest.mark.parametrize("path", ["torch", "native"])
+def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest, path, tmp_path):
     folder = write_model(tmp_path, model_type="qwen3", head_dim=16)
     done = sequence(range(2, 30), 24, seed=1)
-    finish(engine_for(folder, scheme=scheme), done)
+    with decoding_by(path):
+        finish(engine_for(folder, scheme=scheme), done)
     model = reference(folder)
     plain = reference_log_probs(model, done, 1.0)
 

@@ -86,6 +86,8 @@ class Cache:
         is read may be left over from unwritten memory, or from weights that were broken.
         """
         before = self._reached if live_rows else 0
+        if new_rows == 0 and length <= before:
+            return
         self._reached = max(before, _rounded(length))
         for grid in self._attention_grids():
             if self._reached > before:
@@ -125,10 +127,8 @@ class Cache:
 
         Args:
             position_B: where each row's new key and value go.
-            longest: largest position plus one.
+            longest: largest position plus one; ``reach`` has been told.
         """
-        if longest > self._reached:
-            self.reach(len(position_B), 0, longest)
         batch, heads, dim, dtype = len(position_B), self._kv_heads, self._dim, self.keys[0].dtype
         device, scale = position_B.device, dim**-0.5
         x = batch * heads

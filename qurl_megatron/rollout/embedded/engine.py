@@ -12,6 +12,7 @@ products) may then differ in the last bits, which a sampled token can amplify.
 Shapes: B running sequences, P prompts of one prefill.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.cache import Cache
 from qurl_megatron.rollout.embedded.model import Decoder
 from qurl_megatron.rollout.embedded.sampling import GREEDY, SamplingState, sample
@@ -225,10 +227,18 @@ class Engine:
         position_B = batch.length[:count] - 1
         ids_B = cache.tokens[batch.row[:count], position_B]
         longest = int(position_B.max()) + 1
-        hidden_BH = self.decoder.forward(
-            ids_B, position_B, cache.attend_decode(position_B, longest)
-        )
+        cache.reach(count, 0, longest)
+        if self._step is not None:
+            hidden_BH = self._step(self.decoder.embedding[ids_B], position_B)
+        else:
+            attend = cache.attend_decode(position_B, longest)
+            hidden_BH = self.decoder.forward(ids_B, position_B, attend)
         self._extend(self.decoder.logits(hidden_BH), 0)
+
+    @functools.cached_property
+    def _step(self) -> native.Step | None:
+        """Made at the first step, when there are weights."""
+        return None if native.refusal(self.decoder) else native.Step(self.decoder, self.cache)
 
     def _extend(self, logits_BV: Tensor, first_row: int) -> None:
         """Sample a token for the rows from ``first_row`` on; end the sequences it completes."""

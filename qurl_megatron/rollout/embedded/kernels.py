@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qurl_megatron.rollout.embedded import native
+
 INT8_MAX = 127.0
 FP8_MAX = 448.0  # largest finite E4M3 value
 TINY = torch.finfo(torch.float32).tiny
@@ -78,8 +80,19 @@ class Packed:
         )
 
 
-def pack(w_OI: Tensor, scale_O: Tensor) -> Packed | None:
-    """A copy to multiply by; None where the plain weights are as fast."""
+def pack(
+    w_OI: Tensor, scale_O: Tensor, old: Packed | native.Blocks | None = None
+) -> Packed | native.Blocks | None:
+    """A copy to multiply by; None where the plain weights are as fast.
+
+    Args:
+        old: the copy of other weights in the same place, whose memory may serve again.
+    """
+    if w_OI.device.type == "cpu" and native.library() is not None:
+        if isinstance(old, native.Blocks):
+            old.fill(w_OI)
+            return old
+        return native.Blocks(w_OI, scale_O)
     if w_OI.device.type != "cpu" or w_OI.numel() < PACK_FROM or not _packed_product_is_exact():
         return None
     return _packed(w_OI, scale_O)
@@ -106,13 +119,15 @@ def int8_linear(
     scale_O: Tensor,
     addend: Tensor | None = None,
     largest: float = INT8_MAX,
-    packed: Packed | None = None,
+    packed: Packed | native.Blocks | None = None,
 ) -> Tensor:
     """INT8 product; with a smaller ``largest`` activation code, one of fewer bits in its place.
 
     Args:
         packed: the weights once more, of ``pack``; the result is the same to the last bit.
     """
+    if isinstance(packed, native.Blocks):
+        return packed.linear(x_TI, addend, largest).to(x_TI.dtype)
     codes_TI, scale_T1 = quantize_int8(x_TI, largest)
     if packed is None:
         scaled_TO = int8_matmul(codes_TI, w_OI).float().mul_(scale_O)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded import kernels
+from qurl_megatron.rollout.embedded import kernels, native
 from qurl_megatron.rollout.embedded.rope import inverse_frequencies
 from qurl_megatron.weights.arch import Arch
 
@@ -46,7 +46,7 @@ class Matrix:
     scheme: str
     weight_OI: Tensor
     scale_O: Tensor | None
-    packed: kernels.Packed | None = None
+    packed: kernels.Packed | native.Blocks | None = None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
         if self.scheme in CODES:
@@ -60,7 +60,7 @@ class Matrix:
     def pack(self) -> None:
         """Take in what was written into the weights."""
         if self.scheme in CODES:
-            self.packed = kernels.pack(self.weight_OI, self.scale_O)
+            self.packed = kernels.pack(self.weight_OI, self.scale_O, self.packed)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ class Layer:
     gate_up: Matrix
     down: Matrix
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
 
 class Decoder:
     """Weights and forward pass; it knows neither requests nor a cache (see ``attend``)."""
@@ -84,6 +88,7 @@ class Decoder:
             raise ConfigError(f"scheme must be one of {list(SCHEMES)}, got {scheme!r}")
         _refuse_unserved(arch)
         self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
+        self.largest_code = CODES.get(scheme)
         self.slots: dict[str, Slot] = {}
         self.embedding = self._float("model.embed_tokens.weight", arch.vocab, arch.hidden)
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(arch.num_layers)]
@@ -91,7 +96,7 @@ class Decoder:
         self.head = (
             self.embedding if arch.tied else self._float("lm_head.weight", arch.vocab, arch.hidden)
         )
-        self._inverse_frequencies = inverse_frequencies(arch).to(device)
+        self.inverse_frequencies = inverse_frequencies(arch).to(device)
 
     @torch.inference_mode()
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -109,7 +114,7 @@ class Decoder:
     def pack(self) -> None:
         """Take in what was written into the slots."""
         for layer in self.layers:
-            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            for matrix in layer.matrices:
                 matrix.pack()
 
     def check(self, tensors: dict[str, Tensor]) -> None:
@@ -160,7 +165,7 @@ class Decoder:
 
     def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos, and sin signed such that ``x * cos + roll(x, D/2) * sin`` is the rotation."""
-        angle = positions_T[:, None, None].float() * self._inverse_frequencies
+        angle = positions_T[:, None, None].float() * self.inverse_frequencies
         cos, sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

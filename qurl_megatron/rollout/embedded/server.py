@@ -30,6 +30,7 @@ from starlette.routing import Route
 from qurl_megatron import __version__
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
+from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.openai import models, parse_completion
@@ -211,6 +212,7 @@ class _Handlers:
                 "scheme": self.scheme,
                 "dtype": self.dtype,
                 "device": str(self.decoder.device),
+                "decode_step": native.refusal(self.decoder) or "native",
                 "threads": torch.get_num_threads(),
                 "stream_interval": self.speech.stream_interval,
                 "incremental_streaming_output": self.speech.incremental_streaming_output,

@@ -1,0 +1,201 @@
+"""The decode step in C++ beside torch's. Tests of what it computes need a processor that has it."""
+
+import copy
+
+import pytest
+import torch
+
+from qurl_megatron.rollout.embedded import kernels, native
+from tests.unit.engine_models import (
+    decoding_by,
+    engine_for,
+    finish,
+    published_tensors,
+    random_tensors,
+    sequence,
+    write_model,
+)
+
+needs_native = pytest.mark.skipif(
+    native.library() is None, reason=f"no native step: {native._found()}"
+)
+MODELS = {
+    "qwen2": {},
+    "qwen3, heads wider than hidden": {"model_type": "qwen3", "head_dim": 24},
+    "one key head for many": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 80},
+    "llama": {"model_type": "llama", "num_key_value_heads": 4},
+}
+
+
+def both_hidden_states(engine):
+    """Of the next step, by torch and then natively, from the same cache."""
+    batch, cache, count = engine._batch, engine.cache, len(engine.running)
+    position = batch.length[:count] - 1
+    ids, longest = cache.tokens[batch.row[:count], position], int(position.max()) + 1
+    cache.reach(count, 0, longest)
+    plain = engine.decoder.forward(ids, position, cache.attend_decode(position, longest))
+    return plain, engine._step(engine.decoder.embedding[ids], position)
+
+
+@needs_native
+@pytest.mark.parametrize("tokens,inputs,outputs", [(1, 8, 8), (7, 130, 65), (33, 2816, 64)])
+@pytest.mark.parametrize("largest", [127.0, 7.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_native_product_has_the_bits_of_the_torch_one(tokens, inputs, outputs, largest, dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(tokens, inputs) * torch.logspace(-3, 3, tokens)[:, None]).to(dtype)
+    x[0] = x[0].abs().max() * x[0].sign()  # codes of +-largest alone
+    x[-1, 0] = 0.5 * x[-1].abs().max() / largest  # half a code
+    if tokens > 1:
+        x[1] = 0
+    w = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    w[0] = 127
+    scale = torch.rand(outputs) + 0.1
+    blocks = native.Blocks(w, scale)
+    for addend in (None, torch.randn(outputs).to(dtype), torch.randn(tokens, outputs).to(dtype)):
+        plain = kernels.int8_linear(x, w, scale, addend, largest)
+        assert torch.equal(kernels.int8_linear(x, w, scale, addend, largest, blocks), plain)
+
+
+@needs_native
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so_in_its_own_row(value):
+    x = torch.ones(3, 40)
+    x[1, 17] = value
+    blocks = native.Blocks(torch.ones(8, 40, dtype=torch.int8), torch.ones(8))
+    finite = blocks.linear(x, None, 127.0).isfinite()
+    assert finite.all(dim=1).tolist() == [True, False, True]
+    assert not finite[1].any()
+
+
+@needs_native
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@torch.inference_mode()
+def test_a_native_step_equals_the_torch_one(changes, scheme, tmp_path):
+    engine = engine_for(write_model(tmp_path, **changes), scheme=scheme)
+    # One on either side of a block of 64 positions, and a step that enters the next block.
+    engine.add([sequence(range(2, 2 + n), 99, seed=n) for n in (3, 60, 61, 80)])
+    for _ in range(4):
+        engine.step()
+    plain, actual = both_hidden_states(engine)
+    # Other orders of summation may move single codes by one; wrong arithmetic moves everything.
+    torch.testing.assert_close(actual.median(), plain.median(), rtol=1e-4, atol=1e-4)
+    assert (actual - plain).abs().mean() < 0.01 * plain.abs().mean()
+
+
+@needs_native
+def test_a_native_step_gives_a_row_the_same_bits_in_any_batch_and_by_any_number_of_threads(
+    tmp_path, monkeypatch
+):
+    folder = write_model(tmp_path, num_key_value_heads=2)
+    work = [sequence(range(2, 9 + 17 * i), 40, seed=i) for i in range(5)]
+
+    def hidden_of(rows, threads):
+        monkeypatch.setattr(native, "THREAD_PAYS_FROM", 1)
+        engine = engine_for(folder, scheme="int8")
+        for one in copy.deepcopy([work[row] for row in rows]):
+            engine.add([one])
+            engine.step()
+        torch.set_num_threads(threads)
+        batch, count = engine._batch, len(engine.running)
+        with torch.inference_mode():
+            # The same last token for all, whatever was sampled.
+            x = engine.decoder.embedding[torch.full((count,), 7)]
+            engine.cache.reach(count, 0, int(batch.length.max()))
+            return engine._step(x, batch.length[:count] - 1)
+
+    before = torch.get_num_threads()
+    try:
+        together = hidden_of(range(5), 1)
+        assert torch.equal(hidden_of(range(5), 3), together)
+        for row in range(5):
+            assert torch.equal(hidden_of([row], 2)[0], together[row])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_an_update_reaches_the_native_step(tmp_path):
+    folder = write_model(tmp_path)
+    engine = engine_for(folder, scheme="int8")
+    finish(engine, sequence([5, 6, 7], 3, seed=1))  # the step is made, of the old weights
+    other = published_tensors(random_tensors(folder, seed=3), "int8")
+    engine.update(other, "1")
+    fresh = engine_for(folder, scheme="int8")
+    fresh.decoder.load(other)
+    answers = [sequence([5, 6, 7], 12, seed=1) for _ in range(2)]
+    finish(engine, answers[0])
+    finish(fresh, answers[1])
+    assert (answers[0].output_ids, answers[0].log_probs) == (
+        answers[1].output_ids,
+        answers[1].log_probs,
+    )
+
+
+@needs_native
+def test_a_model_that_breaks_in_a_native_step_ends_its_requests(tmp_path):
+    folder = write_model(tmp_path)
+    engine = engine_for(folder, scheme="int8")
+    one = sequence([5, 6, 7], 30, seed=1)
+    engine.add([one])
+    engine.step()
+    broken = published_tensors(random_tensors(folder, seed=0), "int8")
+    broken["model.layers.0.self_attn.k_proj.bias"] = torch.full((16,), float("nan"))
+    engine.update(broken, "broken")
+    while engine.busy:
+        engine.step()
+    assert one.finish_reason["type"] == "abort"
+    assert len(one.output_ids) == 1
+
+
+def test_native_steps_can_be_turned_off(tmp_path):
+    with decoding_by("torch"):
+        engine = engine_for(write_model(tmp_path), scheme="int8")
+        one = sequence([5, 6, 7], 12, seed=1)
+        finish(engine, one)
+        assert engine._step is None and len(one.output_ids) == 12
+        assert native.refusal(engine.decoder) == "QURL_NATIVE=0"
+
+
+def test_floats_say_that_they_have_no_native_step(tmp_path):
+    engine = engine_for(write_model(tmp_path))
+    assert native.refusal(engine.decoder) == "scheme none on cpu has no native step"
+
+
+def test_a_library_that_does_not_fit_is_left_alone(tmp_path, monkeypatch):
+    def refused() -> str:
+        with pytest.raises(native.Unavailable) as why:
+            native._load()
+        return str(why.value)
+
+    instructions = {"sse", "fma"} | native.INSTRUCTIONS
+    monkeypatch.setattr(native, "_instructions", lambda: instructions - {"avx512_vnni"})
+    assert refused() == "the processor has no avx512_vnni"
+    monkeypatch.setattr(native, "_instructions", lambda: instructions)
+    monkeypatch.setattr(native, "BUILT", tmp_path / "_decode.so")
+    assert "_decode.so is not built" in refused()
+    (tmp_path / "_decode.so").write_text("another machine's")
+    assert "_decode.so cannot be loaded" in refused()
+
+
+@needs_native
+def test_a_library_built_from_another_source_is_left_alone(tmp_path, monkeypatch):
+    other = tmp_path / "decode.cpp"
+    other.write_bytes(native.SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native, "SOURCE", other)
+    with pytest.raises(native.Unavailable, match="built from another decode.cpp"):
+        native._load()
+
+
+def test_the_two_languages_agree_on_what_crosses_the_border():
+    """Fields by name and order: a field that only one of them has would shift all the others."""
+    source = native.SOURCE.read_text()
+    for structure in (native._Matrix, native._Layer, native._Model):
+        body = source.split(f"struct {structure.__name__[1:]} {{")[1].split("\n};")[0]
+        lines = [line.split("//")[0] for line in body.splitlines()]
+        names = [
+            part.split()[-1].strip("*") for x in lines for part in x.strip(" ;").split(",") if part
+        ]
+        assert names == [name for name, _ in structure._fields_]
