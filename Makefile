@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .PHONY: quickstart test test-emulated test-nodes test-slurm test-slurm-slice
-.PHONY: test-sglang test-sglang-slice contracts test-gpu bench-gpu lint
+.PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu bench-gpu lint
 
 quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
@@ -22,6 +22,20 @@ test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 
 	  $(GPUS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -k nccl tests/distributed; \
 	  $(BIN)/python -m pytest -n 2 $(BY_FILE) tests/emulated tests/emulated_cuda/checks; \
 	else [ $$? -eq 2 ]; fi  # it has said why there are none
+
+# Triton lies beside .venv and not in it: nothing else is to find it on a machine without GPUs. The
+# options make its interpreter round as GPUs do, and take tests of the CPU's path along.
+test-triton: .venv/installed  ## the GPU kernels in Triton's interpreter, and compiled, 1 minute
+	@if $(MAKE) --no-print-directory .triton/installed; then set -ex; \
+	  env PYTHONPATH=$(CURDIR):$(CURDIR)/.triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest -n 2 -p tests.triton.interpreter -m "not gpu" tests/triton \
+	    tests/unit/test_algo_log_probs.py tests/distributed/test_token_log_probs.py; \
+	else echo "make test-triton: no test ran, because Triton cannot be installed here (pip says why above)"; fi
+
+.triton/installed: requirements/triton.txt
+	rm -rf .triton
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .triton -r $<
+	touch $@
 
 test-nodes: .venv/installed  ## several nodes as network namespaces; needs root, iproute2
 	$(BIN)/python -m pytest tests/nodes
@@ -51,6 +65,7 @@ GPU_PYTHON ?= python
 test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 	$(GPU_PYTHON) -m pytest -m gpu tests/unit
 	$(GPU_PYTHON) -m pytest -k nccl tests/distributed tests/unit
+	$(GPU_PYTHON) -m pytest -m gpu tests/triton
 	$(GPU_PYTHON) -m pytest tests/gpu
 
 # One format at a time: three of a 32B model do not fit into one GPU of 80 GiB. Not yet run on a GPU.

@@ -50,7 +50,9 @@ def scheme_named(name: str) -> Scheme:
 
 def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
     """float32 scales; 1 where all elements are 0, or so small that the scale is subnormal."""
-    scale = amax / scheme.largest
+    # By a tensor: on a GPU torch multiplies by a number's reciprocal, and one scale in seven would
+    # differ from the CPU's in its last bit.
+    scale = amax / amax.new_full((), scheme.largest)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 
