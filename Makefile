@@ -69,16 +69,22 @@ test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 	$(GPU_PYTHON) -m pytest tests/gpu
 
 # One format at a time: three of a 32B model do not fit into one GPU of 80 GiB. Not yet run on a GPU.
-# By the arithmetic of qurl plan an H100 decodes for 80 seconds in all, beside nine starts.
-bench-gpu:  ## decoding at 7B, 14B and 32B, the loss at TP 1, 2, 4 and 8, and the leading rank's work
+# On one GPU within 8 minutes, by arithmetic: by that of qurl plan an H100 decodes for 80 seconds in
+# all, beside nine starts of 15; the loss starts each of five ways twice, at 12 seconds; quantizing
+# takes 20, the compilation of its kernels included; and the leading rank's work a minute: 415 seconds.
+# More GPUs add a minute and a half for each further TP of the loss.
+bench-gpu:  ## decoding at 7B to 32B, the loss at TP 1 to 8, quantizing, and the leading rank's work
 	set -e; for shape in 7B 14B 32B; do for scheme in bf16 int8 fp8; do \
 	  out=decode_gpu_$${shape}_$$scheme; \
 	  $(GPU_PYTHON) -m qurl_megatron.cli bench decode --device cuda --model $$shape --schemes $$scheme \
 	    --batch 1 32 128 --out runs/bench-gpu/$$out; \
 	  cp runs/bench-gpu/$$out/decode.json docs/results/$$out.json; \
 	done; done
-	$(GPU_PYTHON) -m qurl_megatron.cli bench loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu
+	$(GPU_PYTHON) -m qurl_megatron.cli bench loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu \
+	  --only ours ours_torch ours_entropy_gradient megatron liger
 	cp runs/bench-gpu/loss.json docs/results/loss_gpu.json
+	$(GPU_PYTHON) -m qurl_megatron.cli bench quantize --device cuda --model 7B --out runs/bench-gpu
+	cp runs/bench-gpu/quantize.json docs/results/quantize_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.cli bench scale --repeats 3 --out runs/bench-gpu
 	cp runs/bench-gpu/scale.json docs/results/scale_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.bench.performance  # shows them

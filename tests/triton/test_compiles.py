@@ -50,3 +50,9 @@ def test_a_bfloat16_gradient_is_rounded_half_to_even(made):
     for capability in CAPABILITIES:
         kernel = made[f"sm_{capability} gradient_block bf16"]
         assert instructions(kernel, "cvt") & {"cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32"}
+
+
+def test_the_floor_of_the_exponent_is_a_comparison_because_a_maximum_drops_nan(made):
+    for name, kernel in made.items():
+        if "gradient_block" in name:
+            assert not instructions(kernel, "max"), name
