@@ -8,7 +8,10 @@ nothing that looks for triton finds it imported.
 
 import functools
 import os
+import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,19 +23,24 @@ FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether the kernels take this tensor: on a GPU, and where triton is installed.
+    """Whether the kernels take this tensor: on a GPU, and where triton can run.
 
     Under ``TRITON_INTERPRET=1`` triton runs kernels on the CPU, so they take tensors there too.
     """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (
-        (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+        (tensor.is_cuda or interpreted)
         and os.environ.get(SWITCH) != "0"
         and tensor.dtype in FORMATS
         and tensor.numel() > 0
-        and _installed()
+        and _can_run(interpreted)
     )
 
 
 @functools.cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
+def _can_run(interpreted: bool) -> bool:
+    """Whether triton is there, with what it compiles its launcher when it first starts a kernel."""
+    there = find_spec("triton") is not None
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return there and (interpreted or (bool(compiler) and headers.exists()))
