@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .PHONY: quickstart test test-emulated test-nodes test-slurm test-slurm-slice
-.PHONY: test-sglang test-sglang-slice contracts test-gpu bench-gpu lint
+.PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu bench-gpu lint
 
 quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
@@ -22,6 +22,20 @@ test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 
 	  $(GPUS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -k nccl tests/distributed; \
 	  $(BIN)/python -m pytest -n 2 $(BY_FILE) tests/emulated tests/emulated_cuda/checks; \
 	else [ $$? -eq 2 ]; fi  # it has said why there are none
+
+# Triton lies beside .venv and not in it: nothing else is to find it on a machine without GPUs. The
+# options make its interpreter round as GPUs do, and take tests of the CPU's path along.
+test-triton: .venv/installed  ## the GPU kernels in Triton's interpreter, and compiled, 1 minute
+	@if $(MAKE) --no-print-directory .triton/installed; then set -ex; \
+	  env PYTHONPATH=$(CURDIR):$(CURDIR)/.triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest -n 2 -p tests.triton.interpreter -m "not gpu" tests/triton \
+	    tests/unit/test_algo_log_probs.py tests/distributed/test_token_log_probs.py; \
+	else echo "make test-triton: no test ran, because Triton cannot be installed here (pip says why above)"; fi
+
+.triton/installed: requirements/triton.txt
+	rm -rf .triton
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .triton -r $<
+	touch $@
 
 test-nodes: .venv/installed  ## several nodes as network namespaces; needs root, iproute2
 	$(BIN)/python -m pytest tests/nodes
@@ -51,19 +65,26 @@ GPU_PYTHON ?= python
 test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 	$(GPU_PYTHON) -m pytest -m gpu tests/unit
 	$(GPU_PYTHON) -m pytest -k nccl tests/distributed tests/unit
+	$(GPU_PYTHON) -m pytest -m gpu tests/triton
 	$(GPU_PYTHON) -m pytest tests/gpu
 
 # One format at a time: three of a 32B model do not fit into one GPU of 80 GiB. Not yet run on a GPU.
-# By the arithmetic of qurl plan an H100 decodes for 80 seconds in all, beside nine starts.
-bench-gpu:  ## decoding at 7B, 14B and 32B, the loss at TP 1, 2, 4 and 8, and the leading rank's work
+# On one GPU within 8 minutes, by arithmetic: by that of qurl plan an H100 decodes for 80 seconds in
+# all, beside nine starts of 15; the loss starts each of five ways twice, at 12 seconds; quantizing
+# takes 20, the compilation of its kernels included; and the leading rank's work a minute: 415 seconds.
+# More GPUs add a minute and a half for each further TP of the loss.
+bench-gpu:  ## decoding at 7B to 32B, the loss at TP 1 to 8, quantizing, and the leading rank's work
 	set -e; for shape in 7B 14B 32B; do for scheme in bf16 int8 fp8; do \
 	  out=decode_gpu_$${shape}_$$scheme; \
 	  $(GPU_PYTHON) -m qurl_megatron.cli bench decode --device cuda --model $$shape --schemes $$scheme \
 	    --batch 1 32 128 --out runs/bench-gpu/$$out; \
 	  cp runs/bench-gpu/$$out/decode.json docs/results/$$out.json; \
 	done; done
-	$(GPU_PYTHON) -m qurl_megatron.cli bench loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu
+	$(GPU_PYTHON) -m qurl_megatron.cli bench loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu \
+	  --only ours ours_torch ours_entropy_gradient megatron liger
 	cp runs/bench-gpu/loss.json docs/results/loss_gpu.json
+	$(GPU_PYTHON) -m qurl_megatron.cli bench quantize --device cuda --model 7B --out runs/bench-gpu
+	cp runs/bench-gpu/quantize.json docs/results/quantize_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.cli bench scale --repeats 3 --out runs/bench-gpu
 	cp runs/bench-gpu/scale.json docs/results/scale_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.bench.performance  # shows them

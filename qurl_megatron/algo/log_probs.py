@@ -3,6 +3,7 @@
 The logits are the largest tensor of the step, so they are neither gathered nor copied whole to
 float32. Both directions walk over chunks of tokens through a small float32 scratch; the backward
 pass recomputes the softmax and writes the gradient over the logits, which nobody needs any more.
+On a GPU with Triton, ``fused.vocabulary`` walks in their stead, and needs no scratch.
 
 Shapes: T = tokens, v = this rank's slice of the vocabulary, C = tokens of one chunk,
 n = real (not padding) columns of the slice.
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from qurl_megatron.fused import has_kernels_for
 
 # Bytes of one float32 scratch buffer. On a CPU it should stay in a core's own cache (with 8 MiB it
 # takes 1.5 times as long); on a GPU it should be large enough to hide the launches.
@@ -154,6 +157,14 @@ def _shard_sums(
 ) -> tuple[Tensor, Tensor]:
     """This shard's maximum, [T], and with z = (logit - maximum) / temperature: sum exp z, z of the
     target (0 where another rank holds it), and sum z exp z, [3, T]."""
+    if has_kernels_for(logits_Tv):
+        from qurl_megatron.fused import vocabulary  # imports triton
+
+        return vocabulary.shard_sums(
+            *(logits_Tv, targets_T, shard.first, shard.columns, temperature),
+            floor=_FLOOR,
+            lowest=_LOWEST,
+        )
     T = len(logits_Tv)
     max_T = torch.full([T], _LOWEST, device=logits_Tv.device)
     sums_3T = torch.zeros(3, T, device=logits_Tv.device)
@@ -208,6 +219,15 @@ def _write_gradient(
         a_T = a_T + b_T * (entropy_T - sum_T.log())
     column_T1, mine_T = shard.locate(targets_T)
     onehot_T1 = torch.where(mine_T, g_T / temperature, 0.0)[:, None]
+    if has_kernels_for(logits_Tv):
+        from qurl_megatron.fused import vocabulary  # imports triton
+
+        vocabulary.write_gradient(
+            *(grad_Tv, logits_Tv, column_T1, onehot_T1, max_T, a_T, b_T),
+            *(shard.columns, temperature),
+            floor=_FLOOR,
+        )
+        return
 
     for rows, z_Cn, exp_Cn in _chunks(logits_Tv, shard.columns, buffers=1 if b_T is None else 2):
         z_Cn.copy_(logits_Tv[rows, : shard.columns])

@@ -4,7 +4,8 @@ Every way of computing log-probs and entropy gets the same logits, split over 1,
 tensor-parallel ranks, and the same objective on top. Each runs in fresh processes, gloo on a CPU
 and nccl on GPUs, twice: all ways forwards, then backwards, with half of the repeats each. Peers
 are in ``bench.peers.losses``; verl is measured where an unpacked wheel is named (``pip download
---no-deps verl``), Liger on GPUs that have it.
+--no-deps verl``), Liger on GPUs that have it. ``ours`` takes Triton's kernels on a GPU where it is
+installed; there ``ours_torch`` is the same without them.
 
 Seconds are those of the slowest rank. Memory is one rank's high-water mark above its logits. The
 limit is one pass that reads the logits and one that writes their gradient. What needs more memory
@@ -37,6 +38,7 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
 from qurl_megatron.config import ParallelConfig
+from qurl_megatron.fused import SWITCH
 from qurl_megatron.runtime.megatron import megatron_runtime
 
 MIB = 1 << 20
@@ -61,6 +63,11 @@ def _ours(args: argparse.Namespace, group: dist.ProcessGroup) -> Way:
     return lambda logits, targets: token_log_probs(logits, targets, group=group)
 
 
+def _ours_torch(args: argparse.Namespace, group: dist.ProcessGroup) -> Way:
+    os.environ[SWITCH] = "0"  # of this rank's process, which measures nothing else
+    return _ours(args, group)
+
+
 def _dense(entropy: str) -> Callable:
     return lambda args, group: peers.dense(entropy)
 
@@ -71,6 +78,7 @@ BONUS = "log-probs, entropy differentiated"
 
 CANDIDATES = {
     "ours": Candidate(_ours, LOGGED, 2.2),
+    "ours_torch": Candidate(_ours_torch, LOGGED, 2.2, cuda=True),
     "ours_entropy_gradient": Candidate(_ours, BONUS, 2.2, bonus=True),
     "megatron": Candidate(lambda _, group: peers.megatron(group, compiled=True), LOG_PROBS, 12),
     "megatron_eager": Candidate(

@@ -215,6 +215,17 @@ def _loss(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="WAY", help="measure these ways alone")
 
 
+def _quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["float32", "bfloat16"],
+        default=["float32", "bfloat16"],
+        help="of the weights; default: both",
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
+
+
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, metavar="DIR", help="a folder on a disk; takes 15 GB")
     parser.add_argument(
@@ -295,6 +306,13 @@ BENCHMARKS = {
         _loss,
         ("--tokens", "512", "--tensor", "1", "2", "--repeats", "6"),
         model="0.5B",
+    ),
+    "quantize": Benchmark(
+        "quantizing one layer's weights, beside a copy of the bytes",
+        _quantize,
+        ("--model", "tiny", "--repeats", "3"),
+        model="0.5B",
+        schemes=("int8", "fp8"),
     ),
     "convert": Benchmark(
         "the checkpoint converters, beside a plain copy and peers",

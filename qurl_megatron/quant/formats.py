@@ -50,7 +50,9 @@ def scheme_named(name: str) -> Scheme:
 
 def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
     """float32 scales; 1 where all elements are 0, or so small that the scale is subnormal."""
-    scale = amax / scheme.largest
+    # By a tensor: a number would be multiplied by as its reciprocal on a GPU, and more than half of
+    # all E4M3 scales would differ from the CPU's in the last bit.
+    scale = amax / amax.new_full((), scheme.largest)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 

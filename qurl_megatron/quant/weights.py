@@ -2,6 +2,8 @@
 
 Shapes: O = output channels, I = input channels; lower case = this rank's slice. For fp8_block,
 R x C = squares of 128 x 128 that share a scale.
+
+On a GPU with Triton, ``fused.channels`` computes the same codes and scales in one pass.
 """
 
 from collections.abc import Iterator
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant.formats import round_to_grid_, scale_of, scheme_named
+from qurl_megatron.fused import has_kernels_for
+from qurl_megatron.quant.formats import Scheme, round_to_grid_, scale_of, scheme_named
 
 # Float32 elements that are in flight at once, however large the weight: 32 MB on a GPU, and what
 # stays in the caches of a CPU from one pass to the next.
@@ -59,6 +62,10 @@ def quantize(
             f"cannot quantize a weight of shape {tuple(weight.shape)}: it must be [out, in]"
         )
     weight = weight.detach()
+    if rules.block is None and has_kernels_for(weight):
+        values, scale = _quantize_fused(weight, rules, input_group)
+        _refuse_inf_and_nan(scale, weight)
+        return QuantizedWeight(values, scale)
     amax = _row_amax(weight) if rules.block is None else _block_amax(weight, rules.block)
     # A MAX over ranks may drop a nan, then one rank would stop and the others go on.
     amax = torch.where(amax.isfinite(), amax, torch.inf)
@@ -70,10 +77,7 @@ def quantize(
                 f"{scheme} cannot split the input dimension into shards of {weight.shape[1]} "
                 f"columns: not a multiple of {rules.block}; use fp8, or fewer tensor-parallel ranks"
             )
-    if not bool(amax.isfinite().all()):
-        raise ConfigError(
-            f"cannot quantize a weight of shape {tuple(weight.shape)} that has inf or nan"
-        )
+    _refuse_inf_and_nan(amax, weight)
 
     scale = scale_of(amax, rules)
     values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
@@ -88,6 +92,30 @@ def dequantize(quantized: QuantizedWeight) -> Tensor:
     values, scale = quantized.values, quantized.scale
     everything = slice(0, len(values))
     return values.float().mul_(_spread(scale, everything, values.shape, quantized.block))
+
+
+def _quantize_fused(
+    weight_OI: Tensor, rules: Scheme, input_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales by the kernels for GPUs; scales are inf or nan where the weight is."""
+    from qurl_megatron.fused import channels  # imports triton
+
+    alone = input_group is None or dist.get_world_size(input_group) == 1
+    if alone and weight_OI.shape[1] <= channels.HELD:
+        return channels.quantize_rows(weight_OI, rules.dtype, rules.largest)
+    amax_O1 = channels.amax_rows(weight_OI)
+    if not alone:
+        amax_O1 = torch.where(amax_O1.isfinite(), amax_O1, torch.inf)
+        dist.all_reduce(amax_O1, op=dist.ReduceOp.MAX, group=input_group)
+    scale_O1 = scale_of(amax_O1, rules)
+    return channels.round_rows(weight_OI, scale_O1, rules.dtype, rules.largest), scale_O1
+
+
+def _refuse_inf_and_nan(found: Tensor, weight: Tensor) -> None:
+    if not bool(found.isfinite().all()):
+        raise ConfigError(
+            f"cannot quantize a weight of shape {tuple(weight.shape)} that has inf or nan"
+        )
 
 
 def _row_amax(weight_OI: Tensor) -> Tensor:

@@ -51,6 +51,12 @@ PACKAGES = (
         "torch's own kernels; build it from NVIDIA's source (PyPI's package is something else)",
     ),
     Package(
+        "triton",
+        "triton",
+        "weights quantized and log-probs taken in one pass on GPUs, where there is a C compiler",
+        "torch's operations, which pass over the memory more often",
+    ),
+    Package(
         "nvidia-modelopt",
         "modelopt",
         "checkpoints_tools/quantize.py --backend modelopt",

@@ -11,6 +11,7 @@ ROOT = Path(qurl_megatron.__file__).parent
 LEVEL = {
     "types": 0,
     "errors": 0,
+    "fused": 0,
     "config": 0,
     "observe": 0,
     "algo": 1,
@@ -64,7 +65,7 @@ def test_imports_point_downwards(file):
 
 
 def test_algorithms_and_quantizers_are_pure():
-    allowed = {"algo", "quant", "types", "errors"}
+    allowed = {"algo", "quant", "fused", "types", "errors"}
     for file in [*ROOT.glob("algo/*.py"), *ROOT.glob("quant/*.py")]:
         for module in imports(file):
             top = module.split(".")[0]
@@ -92,3 +93,23 @@ def test_nothing_is_measured_with_a_clock_that_can_be_set():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             set_by_hand = isinstance(node, ast.Attribute) and ast.unparse(node) == "time.time"
             assert not set_by_hand, f"{file}: take time.monotonic, or observe.clock.now"
+
+
+def test_triton_is_imported_by_its_kernels_alone_and_they_only_inside_functions():
+    kernels = {
+        f"qurl_megatron.fused.{file.stem}"
+        for file in ROOT.glob("fused/*.py")
+        if any(module.startswith("triton") for module in imports(file))
+    }
+    assert kernels == {"qurl_megatron.fused.channels", "qurl_megatron.fused.vocabulary"}
+    for file in FILES:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        at_once = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = [alias.name for alias in node.names]
+                if isinstance(node, ast.ImportFrom):
+                    names = [node.module] + [f"{node.module}.{name}" for name in names]
+                if any(name.split(".")[0] == "triton" for name in names):
+                    assert file.parent.name == "fused", file
+                assert not (kernels & set(names) and id(node) in at_once), file

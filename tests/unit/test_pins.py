@@ -29,6 +29,10 @@ def test_trainer_and_engines_have_one_torch_and_one_nccl(python):
         assert trainer[package] == engines[package]
 
 
+def test_kernels_are_tested_by_the_triton_that_trainers_have():
+    assert pins("triton.txt", "<") == {"triton": pins("gpu-trainer.txt", "<")["triton"]}
+
+
 @pytest.mark.parametrize("python", PYTHONS)
 def test_transformer_engine_comes_in_parts_of_one_release(python):
     trainer = pins("gpu-trainer.txt", python)

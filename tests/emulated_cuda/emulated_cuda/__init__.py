@@ -61,6 +61,7 @@ def on_import() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # there is no Triton to compile for
+    os.environ.setdefault("QURL_TRITON", "0")  # and no GPU that its kernels would run on
     if os.environ.get("EMULATED_CUDA_DEV_NODES"):
         _pretend_device_nodes()
 

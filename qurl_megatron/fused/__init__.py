@@ -1,0 +1,46 @@
+"""Triton kernels for the passes over weights and logits that a GPU's memory limits.
+
+Each has torch operations beside it, in ``quant`` and ``algo``, which are its reference and run
+wherever ``has_kernels_for`` says no. The other modules of this folder import triton, and are
+imported only after it said yes: on a machine without GPUs nothing here costs start-up time, and
+nothing that looks for triton finds it imported.
+"""
+
+import functools
+import os
+import shutil
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SWITCH = "QURL_TRITON"
+"""Set to 0 in the environment: torch's operations everywhere."""
+
+FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def has_kernels_for(tensor: Tensor) -> bool:
+    """Whether the kernels take this tensor: on a GPU, and where triton can run.
+
+    Under ``TRITON_INTERPRET=1`` triton runs kernels on the CPU, so they take tensors there too.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (
+        (tensor.is_cuda or interpreted)
+        and os.environ.get(SWITCH) != "0"
+        and tensor.dtype in FORMATS
+        and tensor.numel() > 0
+        and _can_run(interpreted)
+    )
+
+
+@functools.cache
+def _can_run(interpreted: bool) -> bool:
+    """Whether triton is there, with what it compiles its launcher when it first starts a kernel."""
+    there = find_spec("triton") is not None
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return there and (interpreted or (bool(compiler) and headers.exists()))

@@ -1,0 +1,174 @@
+"""Weights to INT8 and E4M3 codes, one scale per output channel, to the bit what torch gives.
+
+A row that fits into the registers of one program is read once: its amax, its scale and its codes
+come from the same copy. Longer rows, and rows on whose amax ranks have to agree, are read twice.
+
+Every step is exact or rounded as IEEE 754 says, on a GPU as in NumPy, with which the interpreter
+computes: the amax is a maximum of integers (magnitudes of floats are ordered like their bits, and
+nan is above inf, where a floating-point maximum would lose it); ``div_rn`` is a division, not a
+product with a reciprocal; integers are rounded by an addition, E4M3 by integer arithmetic, which
+GPUs without that format have too. No product is followed by a sum, which a compiler would fuse.
+
+Shapes: O = output channels, I = input channels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HELD = 1 << 15  # elements of the longest row that one program keeps in its registers
+STRIDE = 1 << 12  # elements at a time of rows that are read twice
+
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Float32 numbers about it are the integers, so adding it rounds half to even.
+_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+# Likewise 2**-9 apart, the steps of E4M3 below 2**-6.
+_TO_STEPS = tl.constexpr(2.0**14)
+_TO_STEPS_BITS = tl.constexpr((127 + 14) << 23)
+
+
+def quantize_rows(weight_OI: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor]:
+    """Codes of a weight and its scales, both in one pass.
+
+    Args:
+        weight_OI: [O, I] in one of ``FORMATS``, not empty; rows of at most ``HELD``.
+        dtype: int8 or float8_e4m3fn.
+        largest: the code of each row's largest magnitude.
+
+    Returns:
+        [O, I] codes, and [O, 1] float32 scales: inf or nan where the row has either, and then its
+        codes mean nothing.
+    """
+    weight_OI = _by_rows(weight_OI)
+    O, I = weight_OI.shape  # noqa: E741
+    values_OI = torch.empty(O, I, dtype=dtype, device=weight_OI.device)
+    scale_O1 = torch.empty(O, 1, device=weight_OI.device)
+    block = triton.next_power_of_2(I)
+    with torch.cuda.device_of(weight_OI):
+        quantize_row[O,](
+            *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
+            E4M3=dtype is torch.float8_e4m3fn,
+            BLOCK=block,
+            num_warps=warps(block),
+        )
+    return values_OI, scale_O1
+
+
+def amax_rows(weight_OI: Tensor) -> Tensor:
+    """Largest magnitude of each row, [O, 1] float32; nan where the row has one."""
+    weight_OI = _by_rows(weight_OI)
+    O, I = weight_OI.shape  # noqa: E741
+    amax_O1 = torch.empty(O, 1, device=weight_OI.device)
+    with torch.cuda.device_of(weight_OI):
+        amax_row[O,](weight_OI, amax_O1, I, weight_OI.stride(0), BLOCK=STRIDE, num_warps=8)
+    return amax_O1
+
+
+def round_rows(weight_OI: Tensor, scale_O1: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
+    """Codes of a weight under scales that are known, [O, I]; arguments as of ``quantize_rows``."""
+    weight_OI = _by_rows(weight_OI)
+    O, I = weight_OI.shape  # noqa: E741
+    values_OI = torch.empty(O, I, dtype=dtype, device=weight_OI.device)
+    with torch.cuda.device_of(weight_OI):
+        round_row[O, triton.cdiv(I, STRIDE)](
+            *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
+            E4M3=dtype is torch.float8_e4m3fn,
+            BLOCK=STRIDE,
+            num_warps=8,
+        )
+    return values_OI
+
+
+def warps(block: int) -> int:
+    """Of the program that holds a row: no more than 64 elements to a thread."""
+    return min(max(block // 1024, 4), 16)
+
+
+def _by_rows(weight_OI: Tensor) -> Tensor:
+    return weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
+
+
+def _storable(values: Tensor) -> Tensor:
+    """E4M3 as plain bytes: older GPUs have no such format."""
+    return values.view(torch.uint8) if values.dtype is torch.float8_e4m3fn else values
+
+
+@triton.jit
+def quantize_row(
+    weight, values, scale, columns, row_step, largest, E4M3: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < columns
+    x = tl.load(weight + row * row_step + column, mask=there, other=0.0).to(tl.float32)
+    own_scale = _scale(_largest_magnitude(x), largest)
+    tl.store(scale + row, own_scale)
+    codes = _codes(tl.div_rn(x, own_scale), largest, E4M3)
+    tl.store(values + row * columns + column, codes, mask=there)
+
+
+@triton.jit
+def amax_row(weight, amax, columns, row_step, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(weight + row * row_step + column, mask=column < columns, other=0.0)
+        highest = _higher(highest, x.to(tl.float32))
+    tl.store(amax + row, _largest_magnitude(highest))
+
+
+@triton.jit
+def round_row(
+    weight, values, scale, columns, row_step, largest, E4M3: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < columns
+    x = tl.load(weight + row * row_step + column, mask=there, other=0.0).to(tl.float32)
+    codes = _codes(tl.div_rn(x, tl.load(scale + row)), largest, E4M3)
+    tl.store(values + row * columns + column, codes, mask=there)
+
+
+@triton.jit
+def _magnitude_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _largest_magnitude(x):
+    return tl.max(_magnitude_bits(x), axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _higher(x, y):
+    return tl.maximum(_magnitude_bits(x), _magnitude_bits(y)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(amax, largest):
+    scale = tl.div_rn(amax, largest)
+    return tl.where(scale < _TINY, 1.0, scale)
+
+
+@triton.jit
+def _codes(x, largest, E4M3: tl.constexpr):
+    if not E4M3:
+        x = (x + _TO_INTEGER) - _TO_INTEGER
+    x = tl.minimum(tl.maximum(x, -largest), largest)
+    return _e4m3(x) if E4M3 else x.to(tl.int8)
+
+
+@triton.jit
+def _e4m3(x):
+    """The bits of the nearest E4M3 number, half to even; |x| <= 448."""
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    size = _magnitude_bits(x)
+    # 20 of the 23 bits of the mantissa go; half of the last one that stays is added, less one
+    # where it is even. The exponent's bias falls from 127 to 7.
+    odd = (size >> 20) & 1
+    normal = (size - (120 << 23) + 0x7FFFF + odd) >> 20
+    steps = size.to(tl.float32, bitcast=True) + _TO_STEPS
+    small = steps.to(tl.int32, bitcast=True) - _TO_STEPS_BITS
+    return (tl.where(size < (121 << 23), small, normal) | sign).to(tl.uint8)
