@@ -288,23 +288,11 @@ def _row(planner: Planner, row: Prediction) -> dict[str, Any]:
             "reload": row.reload,
             "step": row.step,
         },
-        "metrics": _as_logged(row),
+        "metrics": row.logged,
         "rollout_parts": row.rollout.parts,
         "training_parts": row.training.parts,
         "slots": row.rollout.slots,
         "tokens_per_s_and_gpu": row.speed,
         "limited_by": row.limit,
         "overrides": overrides(planner.config, row.config),
-    }
-
-
-def _as_logged(row: Prediction) -> dict[str, float]:
-    """The seconds under the names that a run logs; of a rollout ahead, what the trainer waits."""
-    hidden = row.training.seconds if row.ahead else 0.0
-    return {
-        "time/rollout": max(0.0, row.rollout.seconds - hidden),
-        "time/score": row.training.score,
-        "time/train": row.training.train,
-        "time/publish": row.publish,
-        "time/step": row.step,
     }

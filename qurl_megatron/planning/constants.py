@@ -26,6 +26,7 @@ class Gpu:
     source: str
     cores: int | None = None  # of a CPU, which all ranks share; None: each rank has its own GPU
     threads: int = 0  # of each rank on a CPU; 0: its share of the cores
+    alone: "Gpu | None" = None  # what one core does while the others rest
 
     def busy(self, ranks: int) -> float:
         """Share of the machine's cores that ``ranks`` keep busy together; 0 on GPUs."""
@@ -33,16 +34,31 @@ class Gpu:
             return 0.0
         return min(1.0, ranks * (self.threads or max(1, self.cores // ranks)) / self.cores)
 
+    def together(self, ranks: int) -> "Gpu":
+        """What ``ranks`` that compute at the same time do on a CPU, all together.
+
+        Two cores are less than twice as fast as one, above all where they are threads of one; so
+        rates between a core alone and all of them lie on a straight line.
+        """
+        assert self.cores and self.alone, "GPUs are not shared"
+        more = max(0.0, self.busy(ranks) * self.cores - 1) / max(1, self.cores - 1)
+
+        def rate(alone: float, all_cores: float) -> float:
+            return alone + more * (max(alone, all_cores) - alone)
+
+        flops = {name: rate(self.alone.flops[name], most) for name, most in self.flops.items()}
+        return replace(self, flops=flops, hbm=rate(self.alone.hbm, self.hbm))
+
     def of_rank(self, ranks: int) -> "Gpu":
         """What each of ``ranks`` that compute at the same time has."""
         if self.cores is None:
             return self
-        share = self.busy(ranks) / ranks
+        found = self.together(ranks)
         return replace(
-            self,
+            found,
             gib=self.gib / ranks,
-            flops={name: share * rate for name, rate in self.flops.items()},
-            hbm=share * self.hbm,
+            flops={name: rate / ranks for name, rate in found.flops.items()},
+            hbm=found.hbm / ranks,
         )
 
 
@@ -203,6 +219,7 @@ class Constants:
 
 
 CPU_SAYS: dict[str, tuple[float, str]] = {
+    "gemm": (0.8, "estimate: FP32 products of some hundred columns beside those of a thousand"),
     "attention": (0.1, "estimate: softmax and products of FP32 scores, operator by operator"),
     "layer_launch": (1e-3, "estimate: 30 to 50 operators from Python, 20 us each"),
     "training_latency": (0.5e-3, "estimate: gloo over the loopback, ranks waiting for a core"),

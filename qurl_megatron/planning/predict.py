@@ -60,6 +60,18 @@ class Prediction:
         return self.tokens / self.step / self.choice.gpus
 
     @property
+    def logged(self) -> dict[str, float]:
+        """Seconds by the names of a run's metrics; of a rollout ahead, what the trainer waits."""
+        exposed = self.step - self.publish - self.reload - self.training.seconds
+        return {
+            "time/rollout": max(0.0, exposed) if self.ahead else self.rollout.seconds,
+            "time/score": self.training.score,
+            "time/train": self.training.train,
+            "time/publish": self.publish,
+            "time/step": self.step,
+        }
+
+    @property
     def limit(self) -> str:
         """The longest phase, and what takes most of it."""
         phases = {

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from qurl_megatron.planning import machine
 from qurl_megatron.planning.command import workload
 from qurl_megatron.planning.constants import GPUS, ON_CPU, constants_of
 from qurl_megatron.planning.layouts import own_choice
+from qurl_megatron.planning.measured import Measured
+from qurl_megatron.planning.own import Own, extrapolated
 from qurl_megatron.planning.predict import Planner
 from qurl_megatron.training.footprint import find_models
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
-LIMITS = {"read_gb_s": 20.0, "int8_gop_s": 80.0, "bf16_gflop_s": 90.0, "fp32_gflop_s": 40.0}
+ALONE = {"read_gb_s": 20.0, "int8_gop_s": 80.0, "bf16_gflop_s": 45.0, "fp32_gflop_s": 40.0}
+BOTH = {name: 2 * rate for name, rate in ALONE.items()}
 MODEL = {
     "model_type": "qwen2",
     "hidden_size": 192,
@@ -37,14 +41,14 @@ def shape(tmp_path) -> Path:
 
 
 def two_cores(**changes):
-    return machine.cpu(LIMITS, "float32", measured_with=1, cores=2, **changes)
+    return machine.cpu(ALONE, BOTH, "float32", cores=2, **changes)
 
 
-def test_a_cpu_has_a_cores_rate_times_its_cores():
+def test_a_cpu_has_the_rates_that_were_measured():
     found = two_cores()
     assert found.flops["none"] == found.flops["fp8"] == 80e9 and found.flops["int8"] == 160e9
     assert found.hbm == 40e9
-    assert machine.cpu(LIMITS, "bfloat16", measured_with=2, cores=2).flops["none"] == 90e9
+    assert machine.cpu(ALONE, BOTH, "bfloat16", cores=2).flops["none"] == 90e9
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,15 @@ def test_ranks_share_the_cores(ranks, threads, busy, rate):
     cpu = two_cores(threads=threads)
     assert cpu.busy(ranks) == pytest.approx(busy)
     assert cpu.of_rank(ranks).flops["none"] == pytest.approx(rate)
+
+
+def test_threads_of_one_core_are_not_twice_as_fast():
+    """Four cores that multiply at 40, 60, 80 and 100 GFLOP/s: the second one adds 20."""
+    four = machine.cpu(ALONE, {**BOTH, "fp32_gflop_s": 100.0}, "float32", cores=4, threads=1)
+    rates = [four.of_rank(ranks).flops["none"] / 1e9 for ranks in (1, 2, 4, 8)]
+    assert rates == pytest.approx([40, 30, 25, 12.5])
+    noisy = machine.cpu(ALONE, {**ALONE, "fp32_gflop_s": 30.0}, "float32", cores=2, threads=1)
+    assert noisy.of_rank(2).flops["none"] == pytest.approx(20e9)  # together at least as one alone
 
 
 def test_gpus_are_shared_by_nobody():
@@ -108,7 +121,7 @@ def call(capsys, *words) -> tuple[int, str, str]:
 
 
 def test_the_command_plans_embedded_engines_on_this_cpu(shape, monkeypatch, capsys):
-    monkeypatch.setattr("qurl_megatron.bench.environment.limits", lambda: LIMITS)
+    monkeypatch.setattr("qurl_megatron.bench.environment.limits", cache(lambda: BOTH))
     words = [QUICKSTART, "--gpu", "cpu", "--gpus", "4", "--config", shape, "--up-to", "0"]
     code, out, _ = call(capsys, *words)
     assert code == 0 and "4 x cpu" in out and "* TP2 + 2 x TP1" in out
@@ -131,3 +144,41 @@ def test_the_command_plans_embedded_engines_on_this_cpu(shape, monkeypatch, caps
 def test_engines_of_another_kind_than_the_machine_are_refused(words, message, capsys):
     code, _, err = call(capsys, QUICKSTART, *words)
     assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+# -- from what was measured --------------------------------------------------------------------
+
+
+def own(shape: Path, *settings: str) -> Own:
+    overrides = (f"model.path={shape.parent}", "train.micro_batch=64", *settings)
+    return Own(QUICKSTART, overrides, two_cores(threads=1), node=8, prompt=8, mean=3)
+
+
+def test_a_layout_is_planned_from_the_median_of_what_others_took(shape):
+    """Rollouts twice as long as planned, training three times, publications four times; one of
+    three runs was ten times as slow as that, and is passed over."""
+    layouts = [own(shape, f"parallel.tensor={t}", "rollout.engines=1") for t in (1, 2)]
+    layouts.append(own(shape, "parallel.tensor=1", "rollout.engines=2"))
+    points = []
+    for layout, slow in zip(layouts, (1.0, 10.0, 1.0), strict=True):
+        plan = layout.predict()
+        took = Measured(
+            rollout=slow * 2 * plan.rollout.seconds,
+            score=slow * 3 * plan.training.score,
+            train=slow * 3 * plan.training.train,
+            publish=slow * 4 * plan.publish,
+            length=3.0,
+        )
+        points.append((layout, took))
+    target = own(shape, "parallel.tensor=1", "parallel.data=2")
+    before, after = target.predict(), extrapolated(target, points)
+    assert after.rollout.seconds == pytest.approx(2 * before.rollout.seconds)
+    assert after.training.seconds == pytest.approx(3 * before.training.seconds)
+    assert after.publish == pytest.approx(4 * before.publish)
+
+
+def test_cores_that_a_layout_keeps_are_those_of_its_longer_side_or_of_both(shape):
+    assert own(shape, "parallel.tensor=1", "rollout.engines=1").busy == 1
+    assert own(shape, "parallel.tensor=1", "rollout.engines=2").busy == 2
+    ahead = ("parallel.tensor=1", "rollout.engines=1", "rollout.max_staleness=1")
+    assert own(shape, *ahead).busy == 2
