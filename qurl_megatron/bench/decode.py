@@ -16,7 +16,8 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.constants import Constants, Gpu
+from qurl_megatron.planning.constants import ON_CPU, Constants
+from qurl_megatron.planning.machine import of_limits
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step
 from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
@@ -118,17 +119,14 @@ def bounds(
     arch: Arch, scheme: str, batch: int, context: float, device: str
 ) -> tuple[float, str, float]:
     """Tokens/s at most, what sets this limit, and tokens/s that ``qurl plan``'s formula expects."""
-    here = limits(device)
     wide = scheme if scheme in DTYPE else ("fp32" if device == "cpu" else "bf16")
-    plain = 1e9 * here["fp32_gflop_s" if wide == "fp32" else "bf16_gflop_s"]
-    # Without units for FP8 its products are those of the wider format.
-    flops = {"none": plain, "int8": 1e9 * here["int8_gop_s"], "fp8": plain}
-    machine = Gpu(gib=0, flops=flops, hbm=1e9 * here["read_gb_s"], nvlink=1, network=1, source="")
+    machine = of_limits(limits(device), wide)
+    usual = ON_CPU if device == "cpu" else Constants()
     rank = decode_rank(
         arch, "none" if scheme in DTYPE else scheme, 1, itemsize=4 if wide == "fp32" else 2
     )
     least = decode_step(rank, machine, ALL_OF_IT, batch, context)
-    expected = decode_step(rank, machine, Constants(), batch, context)
+    expected = decode_step(rank, machine, usual, batch, context)
     products = "INT8 products" if scheme == "int8" else f"{wide.upper()} products"
     return (
         batch / sum(least.values()),

@@ -270,6 +270,26 @@ def _step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=8, metavar="N", help="steps of one repeat; default 8"
     )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=[],
+        metavar="LAYOUT",
+        help="strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
+        "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2; default: none",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of each training rank and engine on a CPU; default: its share of the cores, so that "
+        "more ranks have no more cores",
+    )
+    parser.add_argument(
+        "--mean-tokens", type=float, metavar="N", help="of a response, for the prediction"
+    )
+    parser.add_argument("--mean-prompt-tokens", type=float, metavar="N", help="and of a prompt")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where run folders lie meanwhile")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 
@@ -333,7 +353,7 @@ BENCHMARKS = {
         ("--factor", "64", "--repeats", "5"),
     ),
     "step": Benchmark(
-        "seconds of a whole RL step, with rollouts in turn and ahead",
+        "seconds and joules of a whole RL step, with rollouts in turn and ahead, and its scaling",
         _step,
         ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
         repeats=8,  # fewer cannot show that one of its 18 figures is worse

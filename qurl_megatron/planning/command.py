@@ -10,8 +10,9 @@ from typing import Any
 
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.constants import GB, Constants, Gpu, gpu_of, table
+from qurl_megatron.planning.constants import GB, Constants, Gpu, constants_of, gpu_of, table
 from qurl_megatron.planning.layouts import check_backend, overrides, own_choice, scaled
+from qurl_megatron.planning.machine import CPU, here
 from qurl_megatron.planning.measured import corrected, read_run
 from qurl_megatron.planning.predict import Planner, Prediction
 from qurl_megatron.planning.scaling import Stop, best_of, sizes, stop
@@ -48,7 +49,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
     """With the constants that the options say."""
-    check_backend(config.rollout)
+    check_backend(config.rollout, arguments.gpu)
     node = arguments.gpus_per_node
     for name, value in (("--gpus", arguments.gpus), ("--gpus-per-node", node)):
         if value < 1:
@@ -58,10 +59,13 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
             f"--gpus {arguments.gpus} is no multiple of --gpus-per-node {node}: "
             "whole machines are planned"
         )
-    gpu = gpu_of(arguments.gpu, config.quant.scheme)
+    if arguments.gpu == CPU:
+        gpu = here(config.model.dtype)
+    else:
+        gpu = gpu_of(arguments.gpu, config.quant.scheme)
     if arguments.network_gbps:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
-    models, constants = find_models(config, arguments.config), Constants()
+    models, constants = find_models(config, arguments.config), constants_of(gpu)
     mean = arguments.mean_tokens
     if arguments.measured:
         constants, measured_mean = from_run(arguments, gpu, constants)
@@ -112,7 +116,7 @@ def from_run(
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"--measured {folder} has no config.toml; name a run's folder")
     config = load(folder / "config.toml")
-    check_backend(config.rollout)
+    check_backend(config.rollout, arguments.gpu)
     run = read_run(folder, config.data.prompts_per_step * config.rollout.samples_per_prompt)
     models = find_models(config, arguments.config)
     work = workload(config, constants, run.length, arguments.mean_prompt_tokens)
@@ -284,23 +288,11 @@ def _row(planner: Planner, row: Prediction) -> dict[str, Any]:
             "reload": row.reload,
             "step": row.step,
         },
-        "metrics": _as_logged(row),
+        "metrics": row.logged,
         "rollout_parts": row.rollout.parts,
         "training_parts": row.training.parts,
         "slots": row.rollout.slots,
         "tokens_per_s_and_gpu": row.speed,
         "limited_by": row.limit,
         "overrides": overrides(planner.config, row.config),
-    }
-
-
-def _as_logged(row: Prediction) -> dict[str, float]:
-    """The seconds under the names that a run logs; of a rollout ahead, what the trainer waits."""
-    hidden = row.training.seconds if row.ahead else 0.0
-    return {
-        "time/rollout": max(0.0, row.rollout.seconds - hidden),
-        "time/score": row.training.score,
-        "time/train": row.training.train,
-        "time/publish": row.publish,
-        "time/step": row.step,
     }

@@ -1,11 +1,12 @@
 """Every number that a prediction rests on, with its unit and where it comes from.
 
 Nothing else in this room has a constant of its own. What says "estimate" is ours: nobody has
-measured it on this code, and a measured run replaces it (``measured``).
+measured it on this code, and a measured run replaces it (``measured``). The rates of a CPU are
+measured where it stands (``machine``).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qurl_megatron.errors import ConfigError
@@ -15,7 +16,7 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What a data sheet says of one GPU. FLOP/s are dense."""
+    """What a data sheet says of one GPU, or what was measured of a CPU. FLOP/s are dense."""
 
     gib: float  # of memory, as the driver counts them
     flops: Mapping[str, float]  # FLOP/s by number format, where engines have kernels for it
@@ -23,6 +24,42 @@ class Gpu:
     nvlink: float  # bytes/s to the other GPUs of a machine, one way
     network: float  # bytes/s of its share of the machine's network, one way
     source: str
+    cores: int | None = None  # of a CPU, which all ranks share; None: each rank has its own GPU
+    threads: int = 0  # of each rank on a CPU; 0: its share of the cores
+    alone: "Gpu | None" = None  # what one core does while the others rest
+
+    def busy(self, ranks: int) -> float:
+        """Share of the machine's cores that ``ranks`` keep busy together; 0 on GPUs."""
+        if self.cores is None:
+            return 0.0
+        return min(1.0, ranks * (self.threads or max(1, self.cores // ranks)) / self.cores)
+
+    def together(self, ranks: int) -> "Gpu":
+        """What ``ranks`` that compute at the same time do on a CPU, all together.
+
+        Two cores are less than twice as fast as one, above all where they are threads of one; so
+        rates between a core alone and all of them lie on a straight line.
+        """
+        assert self.cores and self.alone, "GPUs are not shared"
+        more = max(0.0, self.busy(ranks) * self.cores - 1) / max(1, self.cores - 1)
+
+        def rate(alone: float, all_cores: float) -> float:
+            return alone + more * (max(alone, all_cores) - alone)
+
+        flops = {name: rate(self.alone.flops[name], most) for name, most in self.flops.items()}
+        return replace(self, flops=flops, hbm=rate(self.alone.hbm, self.hbm))
+
+    def of_rank(self, ranks: int) -> "Gpu":
+        """What each of ``ranks`` that compute at the same time has."""
+        if self.cores is None:
+            return self
+        found = self.together(ranks)
+        return replace(
+            found,
+            gib=self.gib / ranks,
+            flops={name: rate / ranks for name, rate in found.flops.items()},
+            hbm=found.hbm / ranks,
+        )
 
 
 GPUS: dict[str, Gpu] = {
@@ -181,19 +218,51 @@ class Constants:
     )
 
 
+CPU_SAYS: dict[str, tuple[float, str]] = {
+    "gemm": (0.8, "estimate: FP32 products of some hundred columns beside those of a thousand"),
+    "attention": (0.1, "estimate: softmax and products of FP32 scores, operator by operator"),
+    "layer_launch": (1e-3, "estimate: 30 to 50 operators from Python, 20 us each"),
+    "training_latency": (0.5e-3, "estimate: gloo over the loopback, ranks waiting for a core"),
+    "decode_latency": (0.5e-3, "estimate: likewise"),
+    "decode_layer": (
+        0.4e-3,
+        "docs/results/decode_cpu.json: an INT8 step of batch 1 beside the bytes that it reads",
+    ),
+    "decode_step": (1.5e-3, "likewise"),
+}
+"""What differs where ranks are processes on a CPU: value and source, by the name of a constant."""
+
+LOOPBACK = 1.5 * GB
+"""Bytes/s between two processes of a machine by gloo; estimate."""
+
+
+ON_CPU = Constants(**{name: value for name, (value, _) in CPU_SAYS.items()})
+
+
+def constants_of(gpu: Gpu) -> Constants:
+    """Those of a kind of machine, before any run has been measured on it."""
+    return Constants() if gpu.cores is None else ON_CPU
+
+
 def table(kind: str, gpu: Gpu, constants: Constants) -> list[dict[str, Any]]:
     """Name, value, unit and source of every number."""
+    usual = constants_of(gpu)
     sheet = [("memory", gpu.gib, "GiB"), ("HBM", gpu.hbm / GB, "GB/s")]
     sheet += [("NVLink", gpu.nvlink / GB, "GB/s"), ("network", gpu.network / GB, "GB/s")]
     sheet += [(f"FLOP/s, {name}", value / 1e12, "T/s") for name, value in gpu.flops.items()]
-    sheet_says = gpu.source if gpu == GPUS[kind] else f"{gpu.source}; the network was given"
+    given = kind in GPUS and gpu != GPUS[kind]
+    sheet_says = f"{gpu.source}; the network was given" if given else gpu.source
     rows = [
         {"name": f"{kind}: {name}", "value": value, "unit": unit, "source": sheet_says}
         for name, value, unit in sheet
     ]
     for item in fields(constants):
         value = getattr(constants, item.name)
-        source = item.metadata["source"] if value == item.default else "measured"
+        source = item.metadata["source"]
+        if gpu.cores is not None and item.name in CPU_SAYS:
+            source = CPU_SAYS[item.name][1]
+        if value != getattr(usual, item.name):
+            source = "measured"
         rows.append(
             {"name": item.name, "value": value, "unit": item.metadata["unit"], "source": source}
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from qurl_megatron.config import RolloutConfig, RunConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning.machine import CPU
 from qurl_megatron.training.footprint import engine_divides
 from qurl_megatron.weights import Arch
 
@@ -206,14 +207,19 @@ def _toml(value: object) -> str:
     return str(value)
 
 
-def check_backend(rollout: RolloutConfig) -> None:
-    """Refuse engines whose speed nobody predicts here.
+def check_backend(rollout: RolloutConfig, kind: str) -> None:
+    """Refuse engines whose speed nobody predicts on such a machine.
+
+    Args:
+        kind: ``--gpu``.
 
     Raises:
-        ConfigError: they are not SGLang's.
+        ConfigError: they are not SGLang's on GPUs, or not embedded ones on CPUs.
     """
-    if rollout.backend != "sglang":
+    wanted = "embedded" if kind == CPU else "sglang"
+    if rollout.backend != wanted:
         raise ConfigError(
-            f"qurl plan predicts SGLang engines on GPUs, and rollout.backend={rollout.backend}: "
-            "give it a recipe for GPUs, or set rollout.backend=sglang"
+            f"qurl plan predicts SGLang engines on GPUs and embedded ones with --gpu {CPU}, and "
+            f"rollout.backend={rollout.backend}: set rollout.backend={wanted}, or give another "
+            "--gpu"
         )

@@ -1,5 +1,6 @@
-"""What a finished run says of the constants: its seconds per phase over those predicted for it."""
+"""What runs say of the constants: their seconds per phase over those predicted for them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -71,3 +72,15 @@ def corrected(constants: Constants, predicted: Prediction, run: Measured) -> Con
         / predicted.training.seconds,
         publish_over=constants.publish_over * run.publish / predicted.publish,
     )
+
+
+def fitted(constants: Constants, runs: Sequence[tuple[Prediction, Measured]]) -> Constants:
+    """Constants that several runs imply: of each phase's factors the median, so that one run with a
+    slow phase does not move it.
+
+    Args:
+        runs: each beside its prediction with ``constants``.
+    """
+    each = [corrected(constants, predicted, run) for predicted, run in runs]
+    factors = ("rollout_over", "training_over", "publish_over")
+    return replace(constants, **{name: median(getattr(c, name) for c in each) for name in factors})

@@ -7,7 +7,9 @@ from pathlib import Path
 def add_options(parser: argparse.ArgumentParser) -> None:
     """To a parser that has the recipe and its overrides."""
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
-    parser.add_argument("--gpu", default="h100", help="kind: a100-80, h100, h200, b200")
+    parser.add_argument(
+        "--gpu", default="h100", help="kind: a100-80, h100, h200, b200, or cpu: this machine"
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
     parser.add_argument(
         "--network-gbps", type=float, metavar="GB", help="GB/s of the network per GPU, one way"

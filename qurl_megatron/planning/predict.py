@@ -1,7 +1,8 @@
 """A layout's memory and step time, and all layouts of N GPUs by step time.
 
 In turn (colocated, or ``rollout.max_staleness=0``) a step is the sum of its phases; one step off it
-is the longer of rollout and training, and the publication that both wait for.
+is the longer of rollout and training, and the publication that both wait for. On a CPU, whose cores
+all share, it is at least the work of both over these cores.
 """
 
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from qurl_megatron.planning.rollout_time import RolloutTime, decode_rank, rollou
 from qurl_megatron.planning.training_time import Trainer, TrainingTime, deal_out, training_time
 from qurl_megatron.planning.workload import Workload
 from qurl_megatron.rollout.plan import Layout
+from qurl_megatron.sizes import memory
 from qurl_megatron.training.footprint import GIB, STATIC, Footprint, Models, footprint
 
 
@@ -35,6 +37,8 @@ class Prediction:
     publish: float
     reload: float
     tokens: float  # that train in a step
+    rollout_cores: float = 0.0  # share of a CPU's cores that engines keep busy
+    training_cores: float = 0.0  # and training ranks
 
     @property
     def ahead(self) -> bool:
@@ -44,13 +48,28 @@ class Prediction:
     @cached_property
     def step(self) -> float:
         rollout, training = self.rollout.seconds, self.training.seconds
-        both = max(rollout, training) if self.ahead else rollout + training
+        both = rollout + training
+        if self.ahead:
+            work = rollout * self.rollout_cores + training * self.training_cores
+            both = max(rollout, training, work)
         return both + self.publish + self.reload
 
     @property
     def speed(self) -> float:
         """Trained tokens, prompts included, per second and GPU."""
         return self.tokens / self.step / self.choice.gpus
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """Seconds by the names of a run's metrics; of a rollout ahead, what the trainer waits."""
+        exposed = self.step - self.publish - self.reload - self.training.seconds
+        return {
+            "time/rollout": max(0.0, exposed) if self.ahead else self.rollout.seconds,
+            "time/score": self.training.score,
+            "time/train": self.training.train,
+            "time/publish": self.publish,
+            "time/step": self.step,
+        }
 
     @property
     def limit(self) -> str:
@@ -116,6 +135,8 @@ class Planner:
             publish=self._publish(config),
             reload=self.constants.reload if choice.colocated else 0.0,
             tokens=self.work.tokens,
+            rollout_cores=self.gpu.busy(choice.engines * choice.engine_tensor),
+            training_cores=self.gpu.busy(choice.trainer),
         )
 
     def _fitting(self, choice: Choice, *, own: bool) -> tuple[RunConfig, Footprint] | None:
@@ -127,7 +148,7 @@ class Planner:
             except ConfigError:  # it does not divide
                 return None
             _, phase, size = held.fullest
-            if size <= self._usable(own=own):
+            if size <= self._usable(choice.gpus, own=own):
                 return (config, held) if self._room(config, held) >= self._longest else None
             if self.nearest is None or size < self.nearest[0]:
                 self.nearest = (size, choice, phase)
@@ -135,9 +156,9 @@ class Planner:
                 return None  # no engine's memory is in these
         return None
 
-    def _usable(self, *, own: bool = False) -> float:
+    def _usable(self, ranks: int, *, own: bool = False) -> float:
         """Bytes of a GPU that a layout may fill; the recipe's own may try all of them."""
-        return self.gpu.gib * GIB * (1 if own else 1 - self.constants.spare)
+        return self.gpu.of_rank(ranks).gib * GIB * (1 if own else 1 - self.constants.spare)
 
     def _fractions(self, choice: Choice, *, own: bool) -> Iterable[float | None]:
         """SGLang's shares of the free memory to try; None is the recipe's."""
@@ -159,20 +180,26 @@ class Planner:
         return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
 
     def _room(self, config: RunConfig, held: Footprint) -> int:
-        assert held.engine is not None, "check_backend comes first"
+        if held.engine is None:  # embedded
+            token = memory.cached_token(held.arch, 1, config.model.itemsize)
+            return int(config.rollout.engine_memory_gb * GIB) // token
         return held.engine.tokens(config.quant.scheme)
 
     def _rollout(self, config: RunConfig, held: Footprint) -> RolloutTime:
         rollout, work = config.rollout, self.work
-        room, requests = self._room(config, held), rollout.requests_per_engine
         share = -(-work.responses // rollout.engines)
+        # Embedded engines get all of their work at once.
+        room, requests = (
+            self._room(config, held),
+            rollout.requests_per_engine if held.engine else share,
+        )
         key = (rollout.engines, rollout.engine_tensor, slots_of(work, share, room, requests))
         if key not in self._rollouts:
             self._rollouts[key] = rollout_time(
                 decode_rank(
                     held.arch, config.quant.scheme, rollout.engine_tensor, config.model.itemsize
                 ),
-                self.gpu,
+                self.gpu.of_rank(rollout.engines * rollout.engine_tensor),
                 self.constants,
                 work,
                 engines=rollout.engines,
@@ -200,7 +227,7 @@ class Planner:
             self._trainings[key] = training_time(
                 policy,
                 critic,
-                self.gpu,
+                self.gpu.of_rank(config.parallel.world_size),
                 self.constants,
                 self.work,
                 hand,
@@ -230,7 +257,7 @@ class Planner:
         layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, data=parallel.data)
         key = (layout, rollout.engines, rollout.engine_tensor, transport)
         if key not in self._publications:
-            constants, gpu = self.constants, self.gpu
+            constants, gpu = self.constants, self.gpu.of_rank(config.parallel.world_size)
             link = gpu.nvlink if transport == "memory" else gpu.network
             rates = Rates.of_gpus(
                 hbm=gpu.hbm * constants.decode_hbm / GB,
@@ -259,8 +286,9 @@ class Planner:
                 "--gpus"
             )
         size, choice, phase = self.nearest
+        usable = self._usable(choice.gpus)
         return ConfigError(
             f"no layout fits on {gpus} {kind}: the nearest, {choice.label()}, needs "
-            f"{size / GIB:.0f} GiB in phase {phase}, of {self._usable() / GIB:.0f} that may be "
+            f"{size / GIB:.0f} GiB in phase {phase}, of {usable / GIB:.0f} that may be "
             "filled; give more --gpus"
         )

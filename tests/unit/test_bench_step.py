@@ -1,68 +1,315 @@
+"""A step's phases, scaling and predictions, on runs whose seconds are written by hand."""
+
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from qurl_megatron.bench import step as bench_step
+from qurl_megatron.bench.energy import JouleCounter, Meter
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
-from qurl_megatron.bench.repeats import Repeats
-from qurl_megatron.bench.step import case_of, read_run
+from qurl_megatron.bench.record import Case
+from qurl_megatron.bench.step import one_run
+from qurl_megatron.bench.step.cases import told
+from qurl_megatron.bench.step.one_run import read_run
+from qurl_megatron.bench.step.sizes import Sizes, doubled, linear, parse, sharing, smallest
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning.constants import GPUS
+from qurl_megatron.planning.machine import cpu
+
+ALONE = {"read_gb_s": 20.0, "int8_gop_s": 80.0, "bf16_gflop_s": 90.0, "fp32_gflop_s": 40.0}
+BOTH = {name: 2 * rate for name, rate in ALONE.items()}
+SETTINGS = """
+[rollout]
+samples_per_prompt = 4
+[data]
+prompts_per_step = 8
+[algo]
+mask_truncated = {masked}
+"""
+SHAPE = {
+    "model_type": "qwen2",
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
 
 
-def write_run(folder, *, ahead: float) -> None:
-    """Four steps of 3 s of training and 2 s of rollout, ``ahead`` of them behind the training."""
+def write_run(folder: Path, seconds: dict, *, ahead=0.0, masked="false", steps=4, **more) -> None:
+    """Steps of the given seconds by phase, ``ahead`` of the rollout's behind the training."""
     folder.mkdir()
-    metrics, spans = [], []
-    for step in range(1, 5):
-        start = 10.0 * step
+    metrics, spans, start = [], [], 10.0
+    took = sum(seconds.values()) - ahead
+    for step in range(1, steps + 1):
         slow = 100.0 if step <= 2 else 1.0  # of the first steps, which do not count
-        found = {"time/step": (5.0 - ahead) * slow, "time/rollout": 2.0 - ahead, "time/train": 3.0}
-        metrics.append({"step": step, "time": start, "metrics": found})
+        found = {f"time/{phase}": value for phase, value in seconds.items()}
+        found |= {"time/step": took * slow, "time/rollout": seconds["rollout"] - ahead, **more}
+        found["response/length"] = 3.0
+        rest = took + ahead - seconds["rollout"]
         for lane, name, begin, end in (
-            ("engines", "rollout", start, start + 2.0),
-            ("trainer", "train", start + 2.0 - ahead, start + 5.0 - ahead),
+            ("engines", "rollout", start, start + seconds["rollout"]),
+            ("trainer", "train", start + took - rest, start + took),
         ):
             spans.append({"lane": lane, "name": name, "step": step, "start": begin, "end": end})
+        start += took
+        metrics.append({"step": step, "time": start, "metrics": found})
     for name, rows in (("metrics.jsonl", metrics), ("timeline.jsonl", spans)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.toml").write_text(SETTINGS.format(masked=masked))
+
+
+# -- one run -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ahead", "share"), [(0.0, 0.0), (1.0, 0.5)])
 def test_a_run_is_its_median_step_without_the_first_and_the_rollouts_overlap(
     tmp_path, ahead, share
 ):
-    write_run(tmp_path / "run", ahead=ahead)
+    write_run(tmp_path / "run", {"rollout": 2.0, "train": 3.0}, ahead=ahead)
     found = read_run(tmp_path / "run")
-    assert found["step"] == 5.0 - ahead and found["train"] == 3.0
-    assert found["overlap"] == pytest.approx(share) and found["engines"] == pytest.approx(2.0)
+    assert found.seconds["step"] == 5.0 - ahead and found.seconds["train"] == 3.0
+    assert found.overlap == pytest.approx(share) and found.engines == pytest.approx(2.0)
 
 
-def test_the_limit_of_a_step_is_the_longer_side(tmp_path):
-    write_run(tmp_path / "run", ahead=1.0)
-    runs = Repeats(seconds=[9.0], results=[read_run(tmp_path / "run")], yardsticks=[0.01])
-    keys = {"recipe": "quickstart", "staleness": 1}
-    case = case_of(keys, runs)
-    assert (case.name, case.keys) == ("quickstart, staleness 1", keys)
-    assert case.figure("step").limit == 3.0 and case.figure("step").share == 0.75
-    assert case.notes["overlap"] == 0.5
+@pytest.mark.parametrize(
+    ("metrics", "masked", "accepted"),
+    [
+        ({}, "false", 32),
+        ({"sampling/unfilled": 2.0}, "false", 24),  # two groups of four teach nothing
+        ({"correction/rejected_responses": 0.25}, "false", 24),
+        ({"response/truncated": 0.5}, "false", 32),  # cut off, but trained on
+        ({"response/truncated": 0.5, "sampling/unfilled": 4.0}, "true", 8),
+    ],
+)
+def test_a_sample_is_accepted_where_the_loss_counts_it(tmp_path, metrics, masked, accepted):
+    write_run(tmp_path / "run", {"rollout": 2.0, "train": 3.0}, masked=masked, **metrics)
+    assert read_run(tmp_path / "run").accepted == accepted
 
 
-def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_set(monkeypatch):
-    def trains(command: list[str], **_) -> SimpleNamespace:  # and leaves what a run leaves
-        (run_dir,) = (word for word in command if word.startswith("train.run_dir="))
-        write_run(Path(run_dir.partition("=")[2]), ahead=0.0)
-        return SimpleNamespace(returncode=0, stdout="")
+def test_joules_are_those_of_the_steps_that_count(tmp_path):
+    write_run(tmp_path / "run", {"rollout": 2.0, "train": 3.0})  # steps end at 15, 20, 25, 30
+    joules, clock = [0.0], [0.0]
+    meter = Meter([JouleCounter("package-0", lambda: joules[0])], clock=lambda: clock[0])
+    for moment, watts in ((0, 1000), (20, 0), (30, 40), (100, 40)):
+        joules[0] += watts * (moment - clock[0])
+        clock[0] = moment
+        meter.sample()
+    assert read_run(tmp_path / "run", meter).joules == pytest.approx(200)  # 40 W for 5 s
+    assert read_run(tmp_path / "run", Meter([])).joules is None
+    assert read_run(tmp_path / "run").joules is None
 
-    monkeypatch.setattr(
-        bench_step, "subprocess", SimpleNamespace(run=trains, PIPE=None, STDOUT=None)
+
+def test_a_machine_that_tells_no_energy_gives_a_note():
+    assert told([], ["no RAPL", "no NVML"]) == "the machine tells no energy: no RAPL; no NVML"
+    counter = JouleCounter("package-0", float)
+    assert told([counter], ["no NVML"]) == "package-0 (no NVML)"
+    assert told([counter], []) == "package-0"
+
+
+# -- layouts -----------------------------------------------------------------------------------
+
+
+def test_a_layout_is_its_sizes():
+    assert parse("tp2+engines3") == Sizes(tensor=2, engines=3)
+    assert [parse(name).name for name in ("tp1", "engines2+dp2")] == ["tp1", "dp2+engines2"]
+    layouts = [parse(name) for name in ("dp2", "tp1+engines2", "tp2+pp2")]
+    assert smallest(layouts) == parse("dp2")
+    assert [one.name for one in doubled(layouts)] == ["dp4", "engines4", "tp4+pp4"]
+
+
+@pytest.mark.parametrize("name", ["", "tp", "tp0", "cp2", "tp2+tp4", "2"])
+def test_what_is_no_layout_is_refused(name):
+    with pytest.raises(ConfigError, match="is not a layout; join tp, pp, dp, engines"):
+        parse(name)
+
+
+TOOK = {"step": 10.0, "rollout": 4.0, "score": 1.0, "train": 3.0, "publish": 1.5}
+
+
+def test_linear_scaling_by_hand():
+    """On GPUs of their own, twice the data ranks halve score and train, and leave the rest."""
+    gpu = GPUS["h100"]
+    found = linear(TOOK, parse("dp2"), parse("tp1"), 1.0, gpu)
+    assert found == {"rollout": 4.0, "score": 0.5, "train": 1.5, "step": 8.0}
+    # Twice the work: the trainer as long as before, the one engine twice as long.
+    found = linear(TOOK, parse("dp2"), parse("tp1"), 2.0, gpu)
+    assert found == {"rollout": 8.0, "score": 1.0, "train": 3.0, "step": 14.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "threads", "train", "rollout"),
+    [
+        ("tp2", 1, 1.5, 4.0),  # the second rank finds a core of its own
+        ("tp4", 1, 1.5, 4.0),  # the third and fourth find none
+        ("tp2", 0, 3.0, 4.0),  # one rank had both cores already
+        ("engines2", 1, 3.0, 2.0),
+    ],
+)
+def test_on_a_cpu_the_cores_are_the_limit_and_not_the_ranks(layout, threads, train, rollout):
+    here = cpu(ALONE, BOTH, "float32", cores=2, threads=threads)
+    found = linear(TOOK, parse(layout), parse("tp1"), 1.0, here)
+    assert (found["train"], found["rollout"]) == (train, rollout)
+
+
+def test_threads_of_one_core_put_the_limit_where_they_multiply_no_faster():
+    both = {**BOTH, "fp32_gflop_s": 44.0}  # a tenth more than one alone
+    here = cpu(ALONE, both, "float32", cores=2, threads=1)
+    found = linear(TOOK, parse("tp2"), parse("tp1"), 1.0, here)
+    assert found["train"] == pytest.approx(3.0 / 1.1)
+
+
+def test_ranks_that_share_cores_are_told():
+    here = cpu(ALONE, BOTH, "float32", cores=2, threads=1)
+    told = "4 training ranks, 2 a core; 1 engine, 0.5 a core (2 cores)"
+    assert sharing(parse("tp2+dp2"), here) == told
+    assert sharing(parse("tp2"), GPUS["h100"]) == ""
+
+
+# -- the benchmark -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Runs the benchmark with a recipe whose runs take what the test says."""
+
+    def limits():
+        return ALONE if torch.get_num_threads() == 1 else BOTH
+
+    monkeypatch.setattr("qurl_megatron.bench.environment.limits", cache(limits))
+    monkeypatch.setattr("qurl_megatron.planning.machine.os.sched_getaffinity", lambda _: {0, 1})
+    started = []
+
+    def call(*words: str, took=lambda given: {"rollout": 2.0, "train": 3.0}) -> list[Case]:
+        def trains(command: list[str], **_) -> SimpleNamespace:  # and leaves what a run leaves
+            given = dict(word.split("=", 1) for word in command if "=" in word)
+            started.append(given)
+            model = Path(given["model.path"])
+            model.mkdir(exist_ok=True)
+            (model / "config.json").write_text(json.dumps(SHAPE))
+            write_run(Path(given["train.run_dir"]), took(given), steps=int(given["train.steps"]))
+            return SimpleNamespace(returncode=0, stdout="")
+
+        outside = SimpleNamespace(run=trains, PIPE=None, STDOUT=None)
+        monkeypatch.setattr(one_run, "subprocess", outside)
+        parser = argparse.ArgumentParser()
+        add_shared(parser, BENCHMARKS["step"])
+        BENCHMARKS["step"].add_options(parser)
+        overrides = [f"model.path={tmp_path / 'model'}", "train.micro_batch=32"]
+        given = [*overrides, "--steps", "4", "--repeats", "1", *words]
+        return bench_step.run(parser.parse_args(given))
+
+    call.started = started
+    return call
+
+
+def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_set(bench):
+    (case,) = bench("--staleness", "0", "0", "--threads", "1")
+    assert case.name == "quickstart, staleness 0"
+    assert {**case.keys, "overrides": ""} == {
+        "recipe": "quickstart",
+        "staleness": 0,
+        "steps": 4,
+        "threads": 1,
+        "overrides": "",
+    }
+    assert case.figure("step").limit == 3.0 and case.figure("step").share == 0.6
+    # 512 responses are not those of the fake run's settings: 32 in 5 s on two cores.
+    assert case.figure("per accepted sample").median == pytest.approx(2 * 5 / 32)
+    assert case.notes["energy"].startswith("the machine tells no energy: ")
+
+
+def test_a_model_that_is_missing_is_made_before_anything_is_measured(bench):
+    bench("--staleness", "0")
+    assert [given["train.steps"] for given in bench.started] == ["1", "4"]
+
+
+def test_the_prediction_is_made_before_the_run(bench):
+    slow, fast = (
+        bench("--staleness", "0", took=lambda _, s=s: {"rollout": s, "train": s})[0]
+        for s in (9.0, 0.9)
     )
-    parser = argparse.ArgumentParser()
-    add_shared(parser, BENCHMARKS["step"])
-    BENCHMARKS["step"].add_options(parser)
-    words = ["--staleness", "0", "0", "--steps", "4", "--repeats", "1"]
-    (case,) = bench_step.run(parser.parse_args(["data.seed=3", "quant.scheme=fp8", *words]))
-    overrides = "data.seed=3 quant.scheme=fp8"
-    given = {"recipe": "quickstart", "staleness": 0, "steps": 4, "overrides": overrides}
-    assert case.keys == given
+    for name in ("step", "rollout", "train"):
+        assert 0 < slow.figure(name).predicted == fast.figure(name).predicted
+
+
+def phases_of(given: dict) -> dict[str, float]:
+    """Perfect scaling over two cores at one thread each; the quickstart's layout is TP2 + 2."""
+    ranks = int(given.get("parallel.tensor", 2)) * int(given.get("parallel.data", 1))
+    work = int(given.get("data.prompts_per_step", 64)) / 64
+    rollout = 2.0 * work / int(given.get("rollout.engines", 2))
+    score, train = 1.0 * work / min(2, ranks), 3.0 * work / min(2, ranks)
+    return {"rollout": rollout, "score": score, "train": train, "publish": 0.5}
+
+
+def scaling(bench, took) -> dict[str, Case]:
+    words = ["--staleness", "0", "--threads", "1", "--layouts", "tp1", "tp2", "dp2"]
+    cases = bench(*words, "engines2", took=took)[1:]
+    return {case.name.removeprefix("quickstart, "): case for case in cases}
+
+
+def test_perfect_scaling_is_a_hundred_percent_strong_and_weak(bench):
+    cases = scaling(bench, phases_of)
+    measured = ["tp1, strong", "tp2, strong", "dp2, strong", "engines2, strong"]
+    measured += ["dp2, weak", "engines2, weak"]
+    planned = ["tp4, not measured", "dp4, not measured", "engines4, not measured"]
+    assert list(cases) == measured + planned
+    for name in measured[1:]:
+        assert cases[name].figure("step").share == pytest.approx(1.0), name
+    assert cases["tp1, strong"].figure("step").limit is None
+    assert cases["dp2, weak"].figure("train").median == 3.0
+    assert cases["dp2, weak"].figure("rollout").limit == 4.0  # one engine, twice the prompts
+    assert (
+        cases["tp2, strong"].notes["cores"]
+        == "2 training ranks, 1 a core; 1 engine, 0.5 a core (2 cores)"
+    )
+
+
+def test_a_slow_phase_is_found_in_its_layout_and_phase_alone(bench):
+    def took(given):
+        slow = 2.0 if given.get("parallel.tensor") == "2" else 1.0
+        phases = phases_of(given)
+        return {**phases, "train": slow * phases["train"]}
+
+    cases = scaling(bench, took)
+    assert cases["tp2, strong"].figure("train").share == pytest.approx(0.5)
+    assert cases["tp2, strong"].figure("score").share == pytest.approx(1.0)
+    # Linear: 2 + 0.5 + 1.5 + 0.5 of 6 s.
+    assert cases["tp2, strong"].figure("step").share == pytest.approx(4.5 / 6)
+    assert cases["dp2, strong"].figure("step").share == pytest.approx(1.0)
+    # The plan made of the others does not know of it and expects a shorter step; theirs go by the
+    # median, which passes over the slow layout.
+    error = {
+        name: cases[name].figure("error of that").median for name in ("tp2, strong", "dp2, strong")
+    }
+    assert error["tp2, strong"] < error["dp2, strong"] - 15
+
+
+def test_layouts_that_nobody_ran_are_planned_from_those_that_were(bench):
+    cases = scaling(bench, phases_of)
+    larger = cases["engines4, not measured"]
+    planned = larger.figure("step, planned from the others")
+    assert planned.better is None and planned.unit == "s"
+    # Four engines find no more cores than two.
+    took = cases["engines2, strong"].figure("step").median
+    assert planned.median == pytest.approx(took, rel=0.5)
+    assert larger.notes["cores"] == "1 training rank, 0.5 a core; 4 engines, 2 a core (2 cores)"
+
+
+def test_a_layout_that_the_recipe_cannot_have_is_refused_before_anything_runs(bench):
+    with pytest.raises(ConfigError, match="must be a multiple of"):
+        bench("--layouts", "tp1", "dp3")
+    assert not bench.started
+
+
+def test_a_larger_layout_that_does_not_divide_is_a_case_with_its_reason(bench):
+    *_, last = bench("--staleness", "0", "--layouts", "dp8")
+    assert last.name == "quickstart, dp16, not measured" and last.reasons == ["not run"]
+    assert "must be a multiple of" in last.notes["not run"]

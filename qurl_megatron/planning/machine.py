@@ -1,0 +1,72 @@
+"""The machine that this runs on as a row of the table: what it reads and multiplies, measured.
+
+All ranks and engines share its cores, so a rank has its part of what the busy cores do together
+(``Gpu.of_rank``), and more ranks than cores gain nothing. Between ranks everything goes through the
+loopback.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import psutil
+
+from qurl_megatron.planning.constants import LOOPBACK, Gpu
+
+CPU = "cpu"
+"""What ``--gpu`` calls it."""
+
+
+def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
+    """A device from what ``bench.environment.limits`` measured.
+
+    Args:
+        wide: "fp32" or "bf16", what is not quantized.
+    """
+    plain = 1e9 * limits["fp32_gflop_s" if wide == "fp32" else "bf16_gflop_s"]
+    codes = dict.fromkeys(("int8", "int6", "int5", "int4"), 1e9 * limits["int8_gop_s"])
+    return Gpu(
+        gib=psutil.virtual_memory().total / 2**30,
+        # Without units for FP8 its products are those of the wider format.
+        flops={"none": plain, "fp8": plain, **codes},
+        hbm=1e9 * limits["read_gb_s"],
+        nvlink=LOOPBACK,
+        network=LOOPBACK,
+        source="measured here: bench.environment.limits",
+    )
+
+
+def cpu(
+    alone: Mapping[str, float],
+    together: Mapping[str, float],
+    dtype: str,
+    *,
+    cores: int,
+    threads: int = 0,
+) -> Gpu:
+    """A CPU of ``cores``.
+
+    Args:
+        alone: the limits of one core while the others rest.
+        together: those of all cores.
+        dtype: ``model.dtype``.
+        threads: of each rank; 0: its share of the cores.
+    """
+    wide = "fp32" if dtype == "float32" else "bf16"
+    one = of_limits(alone, wide)
+    return replace(of_limits(together, wide), cores=cores, threads=threads, alone=one)
+
+
+def here(dtype: str, threads: int = 0) -> Gpu:
+    """This machine; takes two seconds."""
+    import torch
+
+    from qurl_megatron.bench.environment import limits
+
+    cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    found = []
+    for count in (1, cores):
+        torch.set_num_threads(count)
+        found.append(limits.__wrapped__())  # the cache knows nothing of threads
+    torch.set_num_threads(before)
+    return cpu(*found, dtype, cores=cores, threads=threads)
