@@ -42,7 +42,7 @@ from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState, claim, tell_done
-from qurl_megatron.training.step import improve, shares
+from qurl_megatron.training.step import improve, shares, unshared_because
 from qurl_megatron.training.whole import refuse_damaged_together, sources
 
 HEALS = 3  # times that one step waits for engines to come back
@@ -81,6 +81,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             else None
         )
         state = _resume(newest, policy, critic)
+        if ranks.leads and (reason := unshared_because(ranks, config)):
+            print(f"each response has its prompt computed anew: {reason}", flush=True)
         norm = _sound(policy, critic)
         _make_room()
         with (
