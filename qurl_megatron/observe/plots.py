@@ -394,14 +394,10 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         ),
         Picture(
             "padding",
-            "Padding and shared prompts",
-            (
-                Line("train/padding_fraction", "padding, of the positions", "blue"),
-                Line("train/shared_fraction", "shared prompts, of the tokens", "green"),
-            ),
-            "Positions of forward and backward passes that hold no token: train.max_tokens brings "
-            "responses of like length together, train.packed lays them end to end. And tokens of "
-            "prompts and responses that train.share_prefix need not compute again.",
+            "Padding",
+            (Line("train/padding_fraction", "share of positions", "blue"),),
+            "Positions of forward and backward passes that hold no token. train.max_tokens brings "
+            "responses of like length together, train.packed lays them end to end.",
         ),
     ),
     "Fleet": (

@@ -69,7 +69,6 @@ def fake_metrics(step: int, steps: int, noise: random.Random) -> dict[str, float
         "correction/rejected_fraction": near(0.01, 0.3),
         "correction/banded_fraction": near(0.004, 0.3),
         "train/padding_fraction": near(0.2, 0.1),
-        "train/shared_fraction": near(0.5, 0.1),
         "optimizer/grad_norm": near(0.6, 0.2) * (4 if noise.random() < 0.03 else 1),
         "optimizer/lr": 1e-6,
         "quant/code_flip_rate": near(0.04, 0.06),
