@@ -24,9 +24,6 @@ from torch import Tensor
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.trees import Tree
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
 
 @dataclass
 class TreeParams(PackedSeqParams):
@@ -134,7 +131,7 @@ class _TreeAttention(torch.autograd.Function):
                 # A weight is exp(score - sum): padding's are zero.
                 padding = ~calls.kept.view(calls.pieces, -1)
                 d_out[padding], sums[padding] = 0.0, float("inf")
-            parts = _backward(
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 d_out.transpose(1, 2),
                 calls.of_queries(query).transpose(1, 2),
                 calls.of_keys(key, heads),
@@ -159,7 +156,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Results [n, h, d] and logarithms of sums [n, h] for the n places of ``calls``."""
     heads = query.shape[1]
-    out, log_sum = _forward(
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         calls.of_queries(query).transpose(1, 2),
         calls.of_keys(key, heads),
         calls.of_keys(value, heads),
