@@ -89,21 +89,23 @@ def improve(
     return merged
 
 
-def unshared_because(ranks: Ranks, config: RunConfig) -> str:
-    """Why prompts are computed once for each response though that was not asked for; else ""."""
-    if not config.train.share_prefix or config.rollout.samples_per_prompt == 1:
-        return ""
-    if ranks.context.size > 1:
-        return f"parallel.context={ranks.context.size} splits sequences"
-    if use_transformer_engine() or ranks.device.type != "cpu":
+def unshared_because(config: RunConfig, device: torch.device) -> str:
+    """Why a step that is to share prompts computes each with each response; "" where it shares."""
+    if config.parallel.context > 1:
+        return f"parallel.context={config.parallel.context} splits sequences"
+    if device.type != "cpu" or use_transformer_engine():
         return "the attention that shares a prompt runs on CPUs alone"
     return ""
 
 
-def shares_prefix(ranks: Ranks, config: RunConfig) -> bool:
+def shares_prefix(config: RunConfig, device: torch.device) -> bool:
     """Whether responses lie behind one copy of their prompt."""
-    wanted = config.train.share_prefix and config.rollout.samples_per_prompt > 1
-    return wanted and not unshared_because(ranks, config)
+    return asks_to_share(config) and not unshared_because(config, device)
+
+
+def asks_to_share(config: RunConfig) -> bool:
+    """Whether the recipe wants prompts shared, and has any that could be."""
+    return config.train.share_prefix and config.rollout.samples_per_prompt > 1
 
 
 def deal(
@@ -234,7 +236,7 @@ def _dealt(
     _, multiple = _multiples(ranks)
     budget = train.max_tokens and max(multiple, train.max_tokens // multiple * multiple)
     minibatches, seed = config.algo.minibatches, _mix(train.seed, step)
-    if shares_prefix(ranks, config):
+    if shares_prefix(config, ranks.device):
         return deal_families(summary, minibatches, data, train.micro_batch, seed, budget=budget)
     lengths = _rounded(ranks, summary, config)
     dealt = deal(
@@ -254,7 +256,7 @@ def _laid(
     train, (chunks, multiple) = config.train, _multiples(ranks)
     indices = [i for family in microbatch for i in family]
     parts = [weights[i] for i in indices]
-    if shares_prefix(ranks, config):
+    if shares_prefix(config, ranks.device):
         return plant_samples(samples, parts, microbatch, multiple=multiple)
     if train.packed:
         return pack_samples(
