@@ -62,6 +62,7 @@ CASES = {
     "DP2": ("qwen2", dict(data=2), BUDGET),
     "TP2 x PP2": ("qwen3", dict(tensor=2, pipeline=2), BUDGET),
     "experts": ("qwen3_moe", {}, BUDGET),
+    "recomputed": ("qwen2", {}, dict(micro_batch=4)),
 }
 
 
@@ -75,7 +76,8 @@ def test_training_with_shared_prompts_equals_training_without(case, backend, alo
     folder, _ = alone(family, **ALGO)
     config = recipe(folder, layout, **ALGO)
     plain = trained(tmp_path, backend, recipe(folder, {}, **ALGO), "plain")
-    shared = replace(config, train=TrainConfig(share_prefix=True, **train))
+    model = replace(config.model, recompute=case == "recomputed")
+    shared = replace(config, model=model, train=TrainConfig(share_prefix=True, **train))
     actual = trained(tmp_path, backend, shared, "shared")
     fractions = [run["metrics"][0].pop("train/shared_fraction") for run in (actual, plain)]
     [run["metrics"][1].pop("train/shared_fraction") for run in (actual, plain)]
