@@ -93,6 +93,15 @@ def test_padding_gets_zeros_and_finite_gradients():
     assert all(part.isfinite().all() for part in actual)
 
 
+def test_padding_of_unlike_responses_is_harmless_however_large_scores_are():
+    trees, size = planted([(5, [9, 1, 4]), (5, [2, 2])])
+    generator = torch.Generator().manual_seed(0)
+    leaves = [100 * torch.randn(size, 1, HEAD, generator=generator) for _ in range(3)]
+    leaves = [x.requires_grad_() for x in leaves]
+    tree_attention(*leaves, trees, SCALE).sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
 def test_a_row_has_the_same_bits_twice():
     first, second = (both(FORESTS["a group in two pieces"], 4, 2, torch.float32) for _ in "12")
     assert all(map(torch.equal, first[0], second[0]))
