@@ -25,6 +25,7 @@ SAME_RUN = (
     "train.micro_batch",
     "train.max_tokens",
     "train.packed",
+    "train.share_prefix",
     "algo.reference_memory",
     "guard.",
     "model.recompute",

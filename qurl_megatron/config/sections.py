@@ -620,6 +620,12 @@ class TrainConfig:
     packed: bool = False
     """Lay the sequences of a pass end to end (THD) instead of padding them to the longest."""
 
+    share_prefix: bool = True
+    """Score and train the responses to one prompt with the prompt computed once, as far as they are
+    in one minibatch; they lie end to end then, whatever packed says. Where this cannot be done (on
+    GPUs, with context parallelism) a run says so once, and computes each prompt with each
+    response."""
+
     seed: int = 0
 
     eval_every: int = 0

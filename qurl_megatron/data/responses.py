@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qurl_megatron.data.trees import Tree, tree_of
 from qurl_megatron.types import Sample
 
 
@@ -27,15 +28,18 @@ class Summary:
     lengths_R: Tensor  # int64, of the responses alone
     rewards_R: Tensor  # float64
     truncated_R: Tensor  # bool
+    prompts_R: Tensor  # int64: which prompt is answered; one number, the same tokens
 
     @staticmethod
     def empty(count: int) -> "Summary":
         """Room for so many responses."""
-        integers = torch.zeros(2, count, dtype=torch.int64)
+        prompt_lengths, lengths, prompts = torch.zeros(3, count, dtype=torch.int64)
         return Summary(
-            *integers,
+            prompt_lengths,
+            lengths,
             torch.zeros(count, dtype=torch.float64),
             torch.zeros(count, dtype=torch.bool),
+            prompts,
         )
 
     def __len__(self) -> int:
@@ -47,9 +51,21 @@ class Summary:
         return self.lengths_R.tolist()
 
     @cached_property
+    def prompt_lengths(self) -> list[int]:
+        return self.prompt_lengths_R.tolist()
+
+    @cached_property
+    def prompts(self) -> list[int]:
+        return self.prompts_R.tolist()
+
+    @cached_property
     def totals(self) -> list[int]:
         """Tokens of prompt and response."""
         return (self.prompt_lengths_R + self.lengths_R).tolist()
+
+    def tree(self, family: Sequence[int], start: int = 0) -> Tree:
+        """How responses to one prompt lie in a row that has the prompt once."""
+        return tree_of(self.prompt_lengths[family[0]], [self.lengths[i] for i in family], start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +82,9 @@ class Responses:
         """All of them, all held."""
         prompts = {id(prompt): prompt for prompt in (sample.prompt for sample in samples)}
         arrays = {key: np.array(p.input_ids, dtype=np.int32) for key, p in prompts.items()}
+        numbers: dict[tuple[int, ...], int] = {}
+        for prompt in prompts.values():
+            numbers.setdefault(prompt.input_ids, len(numbers))
         pieces = [part for s in samples for part in (arrays[id(s.prompt)], s.response_ids)]
         log_probs = [sample.behaviour_log_probs for sample in samples]
         return Responses(
@@ -74,6 +93,7 @@ class Responses:
                 torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64),
                 torch.tensor([s.reward for s in samples], dtype=torch.float64),
                 torch.tensor([s.truncated for s in samples], dtype=torch.bool),
+                torch.tensor([numbers[s.prompt.input_ids] for s in samples], dtype=torch.int64),
             ),
             tuple(range(len(samples))),
             torch.from_numpy(np.concatenate([np.empty(0, np.int32), *pieces])),

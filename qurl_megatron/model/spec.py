@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qurl_megatron.model.context import ContextPart
+from qurl_megatron.model.trees import TreeParams, tree_attention
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import axis_of
 
@@ -126,6 +127,9 @@ class CausalAttention(MegatronModule):
     ) -> Tensor:
         """[s, b, h, d], [s, b, g, d], [s, b, g, d] -> [s, b, h*d]; packed, all come without b."""
         assert attention_mask is None, "right-padded causal batches need no mask"
+        if isinstance(packed_seq_params, TreeParams):
+            row = (x.squeeze(1) for x in (query, key, value))
+            return tree_attention(*row, packed_seq_params.trees, self.scale).flatten(1)[:, None]
         if packed_seq_params is None:
             starts = (0, len(query) * self.context.size)
         else:

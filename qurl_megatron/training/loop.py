@@ -42,7 +42,7 @@ from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.state import TrainState, claim, tell_done
-from qurl_megatron.training.step import improve, shares
+from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
 from qurl_megatron.training.whole import refuse_damaged_together, sources
 
 HEALS = 3  # times that one step waits for engines to come back
@@ -81,6 +81,12 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             else None
         )
         state = _resume(newest, policy, critic)
+        if (
+            ranks.leads
+            and asks_to_share(config)
+            and (why := unshared_because(config, ranks.device))
+        ):
+            print(f"train.share_prefix does not apply here: {why}", flush=True)
         norm = _sound(policy, critic)
         _make_room()
         with (

@@ -13,13 +13,15 @@ import torch
 
 from qurl_megatron.algo import token_weights
 from qurl_megatron.config import RunConfig
-from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples
+from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples, plant_samples
 from qurl_megatron.data.passes import plan_passes, round_up
 from qurl_megatron.data.responses import Responses, Summary
+from qurl_megatron.data.trees import Family, count_off, families, fill, spread
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
+from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction, rejected_responses
@@ -94,6 +96,25 @@ def improve(
     return merged
 
 
+def unshared_because(config: RunConfig, device: torch.device) -> str:
+    """Why a step that is to share prompts computes each with each response; "" where it shares."""
+    if config.parallel.context > 1:
+        return f"parallel.context={config.parallel.context} splits sequences"
+    if device.type != "cpu" or use_transformer_engine():
+        return "the attention that shares a prompt runs on CPUs alone"
+    return ""
+
+
+def shares_prefix(config: RunConfig, device: torch.device) -> bool:
+    """Whether responses lie behind one copy of their prompt."""
+    return asks_to_share(config) and not unshared_because(config, device)
+
+
+def asks_to_share(config: RunConfig) -> bool:
+    """Whether the recipe wants prompts shared, and has any that could be."""
+    return config.train.share_prefix and config.rollout.samples_per_prompt > 1
+
+
 def deal(
     lengths: Sequence[int],
     minibatches: int,
@@ -142,11 +163,8 @@ def hand_out(
         evenly: data ranks get about equally long responses.
         group: so many responses in a row stay in one minibatch, on whatever ranks.
     """
-    generator = torch.Generator().manual_seed(seed)
-    groups = torch.randperm(len(lengths) // group, generator=generator).tolist()
-    order = [g * group + member for g in groups for member in range(group)]
     dealt = []
-    for update in _chunks(order, len(lengths) // minibatches):
+    for update in _updates(len(lengths), minibatches, seed, group):
         if not evenly:
             dealt.append([update[rank::data_size] for rank in range(data_size)])
             continue
@@ -158,24 +176,41 @@ def hand_out(
     return dealt
 
 
+def deal_families(
+    summary: Summary,
+    minibatches: int,
+    data_size: int,
+    micro_batch: int,
+    seed: int,
+    *,
+    budget: int = 0,
+    group: int = 1,
+) -> list[list[list[list[Family]]]]:
+    """Responses that share prompts: ``[minibatch][data rank][microbatch][family]``.
+
+    The minibatches are those of ``deal``. Within each, the responses to one prompt stay together as
+    far as data ranks and microbatches allow, and all loads are counted with prompts shared.
+    """
+
+    def cost(family: Family) -> int:
+        return summary.tree(family).stop
+
+    def microbatches(hand: list[Family]) -> list[list[Family]]:
+        return fill(hand, budget, cost) if budget else count_off(hand, micro_batch)
+
+    return [
+        [microbatches(hand) for hand in spread(families(update, summary.prompts), data_size, cost)]
+        for update in _updates(len(summary), minibatches, seed, group)
+    ]
+
+
 def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
     """The responses whose tokens each data-parallel rank needs, the same on every rank."""
-    hands = _hands(ranks, summary, config, step=step)
-    return [[i for update in hands for i in update[rank]] for rank in range(ranks.data.size)]
-
-
-def _hands(
-    ranks: Ranks, summary: Summary, config: RunConfig, *, step: int
-) -> list[list[list[int]]]:
-    """``hand_out`` of this step."""
-    return hand_out(
-        _rounded(ranks, summary, config),
-        config.algo.minibatches,
-        ranks.data.size,
-        _mix(config.train.seed, step),
-        evenly=config.train.max_tokens > 0,
-        group=_group(config),
-    )
+    dealt = _dealt(ranks, summary, config, step)
+    return [
+        [i for update in dealt for microbatch in update[rank] for part in microbatch for i in part]
+        for rank in range(ranks.data.size)
+    ]
 
 
 def _group(config: RunConfig) -> int:
@@ -186,42 +221,18 @@ def _group(config: RunConfig) -> int:
 def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
     """This data-parallel rank's microbatches, on its device.
 
-    All have one shape, unless ``train.max_tokens`` gives each its own.
+    All have one shape, unless ``train.max_tokens`` or shared prompts give each its own.
     """
-    algo, train = config.algo, config.train
-    chunks, multiple = _multiples(ranks)
-    lengths = _rounded(ranks, samples.summary, config)
-    dealt = deal(
-        lengths,
-        algo.minibatches,
-        ranks.data.size,
-        train.micro_batch,
-        seed=_mix(train.seed, step),
-        budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
-        packed=train.packed,
-        group=_group(config),
-    )
     counted = counted_tokens(samples.summary, config)
     minibatches = []
-    for update in dealt:
-        everywhere = [i for rank in update for microbatch in rank for i in microbatch]
-        weights = _weights(everywhere, counted, config)
-        batches = []
-        for microbatch in update[ranks.data.rank]:
-            parts = [weights[i] for i in microbatch]
-            if train.packed:
-                batch = pack_samples(
-                    samples,
-                    parts,
-                    sequence_multiple=chunks,
-                    multiple=multiple,
-                    indices=microbatch,
-                )
-            else:
-                length = max([lengths[i] for i in microbatch] if train.max_tokens else lengths)
-                batch = pad_samples(samples, parts, length=length, indices=microbatch)
-            batches.append(batch.to(ranks.device))
-        minibatches.append(batches)
+    for update in _dealt(ranks, samples.summary, config, step):
+        weights = _weights(_indices(update), counted, config)
+        minibatches.append(
+            [
+                _laid(ranks, samples, config, microbatch, weights).to(ranks.device)
+                for microbatch in update[ranks.data.rank]
+            ]
+        )
     return minibatches
 
 
@@ -239,8 +250,8 @@ def averaged_without(
     for i in rejected:
         counted[i] = 0
     weights: dict[int, float] = {}
-    for hands in _hands(ranks, summary, config, step=step):
-        weights |= _weights([i for hand in hands for i in hand], counted, config)
+    for update in _dealt(ranks, summary, config, step):
+        weights |= _weights(_indices(update), counted, config)
     return [
         replace(
             batch,
@@ -248,6 +259,11 @@ def averaged_without(
         )
         for batch in batches
     ]
+
+
+def _indices(update: list[list[list[Family]]]) -> list[int]:
+    """The responses of a minibatch, of all data ranks."""
+    return [i for rank in update for microbatch in rank for family in microbatch for i in family]
 
 
 def _weights(update: Sequence[int], counted: Sequence[int], config: RunConfig) -> dict[int, float]:
@@ -258,6 +274,53 @@ def _weights(update: Sequence[int], counted: Sequence[int], config: RunConfig) -
         constant=config.rollout.max_new_tokens,
     )
     return dict(zip(update, weights.tolist(), strict=True))
+
+
+def _dealt(
+    ranks: Ranks, summary: Summary, config: RunConfig, step: int
+) -> list[list[list[list[Family]]]]:
+    """``[minibatch][data rank][microbatch][family]``; a family of one where nothing is shared."""
+    train, data = config.train, ranks.data.size
+    _, multiple = _multiples(ranks)
+    budget = train.max_tokens and max(multiple, train.max_tokens // multiple * multiple)
+    minibatches, seed = config.algo.minibatches, _mix(train.seed, step)
+    if shares_prefix(config, ranks.device):
+        return deal_families(
+            summary, minibatches, data, train.micro_batch, seed, budget=budget, group=_group(config)
+        )
+    dealt = deal(
+        _rounded(ranks, summary, config),
+        minibatches,
+        data,
+        train.micro_batch,
+        seed,
+        budget=budget,
+        packed=train.packed,
+        group=_group(config),
+    )
+    return [[[[[i] for i in one] for one in rank] for rank in update] for update in dealt]
+
+
+def _laid(
+    ranks: Ranks,
+    samples: Responses,
+    config: RunConfig,
+    microbatch: list[Family],
+    weights: dict[int, float],
+) -> TokenBatch:
+    """One microbatch, on the CPU."""
+    train, (chunks, multiple) = config.train, _multiples(ranks)
+    indices = [i for family in microbatch for i in family]
+    parts = [weights[i] for i in indices]
+    if shares_prefix(config, ranks.device):
+        return plant_samples(samples, parts, microbatch, multiple=multiple)
+    if train.packed:
+        return pack_samples(
+            samples, parts, sequence_multiple=chunks, multiple=multiple, indices=indices
+        )
+    lengths = _rounded(ranks, samples.summary, config)
+    length = max([lengths[i] for i in indices] if train.max_tokens else lengths)
+    return pad_samples(samples, parts, length=length, indices=indices)
 
 
 def _multiples(ranks: Ranks) -> tuple[int, int]:
@@ -275,11 +338,18 @@ def _rounded(ranks: Ranks, summary: Summary, config: RunConfig) -> list[int]:
 
 
 def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str, Metric]:
-    """How much of the step's microbatches is padding, and how many of them the busiest rank has."""
+    """How much of the step's microbatches is padding, and how many of them the busiest rank has.
+
+    What shared prompts save is a share of the tokens of all prompts and responses.
+    """
     positions = sum(batch.input_ids.numel() for batch in batches)
-    tokens = sum(summary.totals[i] for batch in batches for i in batch.indices)
+    whole = sum(summary.totals[i] for batch in batches for i in batch.indices)
+    tokens = whole
+    if any(batch.trees for batch in batches):
+        tokens = sum(tree.stop - tree.start for batch in batches for tree in batch.trees)
     return {
         "train/padding_fraction": Mean(positions - tokens, positions),
+        "train/shared_fraction": Mean(whole - tokens, whole),
         "train/passes": Max(len(batches)),
     }
 
@@ -351,6 +421,14 @@ def _optimizer_metrics(measured: dict[str, float]) -> dict[str, Metric]:
         name: Max(value) if name.endswith("/lr") else Mean(value, 1.0)
         for name, value in measured.items()
     }
+
+
+def _updates(count: int, minibatches: int, seed: int, group: int) -> list[list[int]]:
+    """The responses of each minibatch, shuffled; so many in a row stay together."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randperm(count // group, generator=generator).tolist()
+    order = [g * group + member for g in groups for member in range(group)]
+    return _chunks(order, count // minibatches)
 
 
 def _chunks(items: list, size: int) -> list[list]:

@@ -114,6 +114,11 @@ MEGATRON = [
         "moe_grouped_gemm",
         "qk_layernorm",
     ),
+    _mc(  # its result is reordered by a hook
+        "models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",
+        "max_seq_len",
+        "packed_seq",
+    ),
     _mc(
         "packed_seq_params.PackedSeqParams",
         "qkv_format",

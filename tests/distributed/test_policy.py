@@ -52,7 +52,7 @@ def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, *
         parallel=ParallelConfig(**parallel),
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, distributed=distributed),
         algo=AlgoConfig(minibatches=2, **algo),
-        train=TrainConfig(micro_batch=2),
+        train=TrainConfig(micro_batch=2, share_prefix=False),
     )
 
 
@@ -156,14 +156,14 @@ def test_gradients_and_updates_equal_one_process(backend, layout, alone, tmp_pat
     )
 
 
-def assert_same_training(actual: dict, expected: dict) -> None:
+def assert_same_training(actual: dict, expected: dict, *, rounding: float = 1e-5) -> None:
     assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, value in expected["gradients"].items():
-        assert relative(actual["gradients"][name], value) < 1e-5, name
+        assert relative(actual["gradients"][name], value) < rounding, name
     for name, value in expected["weights"].items():
         # Adam divides by the gradient's own size, which turns rounding of tiny gradients
         # into steps.
-        assert relative(actual["weights"][name], value) < 1e-4, name
+        assert relative(actual["weights"][name], value) < 10 * rounding, name
     for after, before in zip(actual["metrics"], expected["metrics"], strict=True):
         for name in before.keys() - {"train/passes", "train/padding_fraction"}:
             assert after[name] == pytest.approx(before[name], rel=2e-3, abs=1e-5), name

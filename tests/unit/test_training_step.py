@@ -1,4 +1,4 @@
-"""Which tokens the loss averages over."""
+"""Which tokens the loss averages over, and who gets which responses."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from qurl_megatron.config import (
     AlgoConfig,
     DataConfig,
     ModelConfig,
+    ParallelConfig,
     RolloutConfig,
     RunConfig,
     TrainConfig,
@@ -19,7 +20,17 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.training_time import deal_out
 from qurl_megatron.planning.workload import Workload
-from qurl_megatron.training.step import averaged_without, counted_tokens, hand_out, lay_out
+from qurl_megatron.training.step import (
+    asks_to_share,
+    averaged_without,
+    counted_tokens,
+    deal,
+    deal_families,
+    hand_out,
+    lay_out,
+    shares_prefix,
+    unshared_because,
+)
 from qurl_megatron.types import Prompt, Sample
 
 
@@ -126,3 +137,50 @@ def test_a_plan_deals_responses_as_the_trainer_does():
         assert found.tokens == sum(fullest)
         assert found.squares == sum(length * length for length in fullest)
         assert found.passes == len(plan_passes(fullest, 400, packed=True))
+
+
+def family(number: int, prompt: int, lengths: list[int]) -> list[Sample]:
+    ids = Prompt(number, (number,) * prompt, "", "")
+    return [replace(sample(length, 1.0), prompt=ids) for length in lengths]
+
+
+GROUPS = Responses.of(
+    [s for n in range(8) for s in family(n, 3 + 10 * n, [1, 2 + n, 30, 4 * n + 1])]
+).summary
+
+
+@pytest.mark.parametrize("data", [1, 2, 4])
+@pytest.mark.parametrize("budget", [0, 150])
+def test_sharing_prompts_leaves_every_response_in_its_minibatch(data, budget):
+    plain = deal(GROUPS.totals, 2, data, 4, seed=7, budget=budget)
+    shared = deal_families(GROUPS, 2, data, 4, seed=7, budget=budget)
+    for update, expected in zip(shared, plain, strict=True):
+        found = [i for rank in update for one in rank for part in one for i in part]
+        assert sorted(found) == sorted(i for rank in expected for one in rank for i in one)
+        assert all(rank for rank in update)
+
+
+def test_data_ranks_are_balanced_by_what_they_compute():
+    (update,) = deal_families(GROUPS, 1, 4, 4, seed=7, budget=150)
+    loads = [sum(GROUPS.tree(part).stop for one in rank for part in one) for rank in update]
+    assert max(loads) <= 1.1 * sum(loads) / 4, loads
+
+
+def test_prompts_are_shared_on_cpus_by_default_and_not_where_they_cannot_be():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert shares_prefix(PLAIN, cpu) and unshared_because(PLAIN, cpu) == ""
+    assert not shares_prefix(PLAIN, gpu)
+    assert unshared_because(PLAIN, gpu) == "the attention that shares a prompt runs on CPUs alone"
+    split = replace(PLAIN, parallel=ParallelConfig(context=2))
+    assert not shares_prefix(split, cpu)
+    assert unshared_because(split, cpu) == "parallel.context=2 splits sequences"
+
+
+def test_nobody_is_told_of_prompts_that_are_not_to_be_shared():
+    off = replace(PLAIN, train=TrainConfig(share_prefix=False))
+    alone = replace(
+        PLAIN,
+        rollout=RolloutConfig(samples_per_prompt=1),
+        algo=AlgoConfig(advantage="reinforce_pp"),
+    )
+    assert [asks_to_share(config) for config in (PLAIN, off, alone)] == [True, False, False]
