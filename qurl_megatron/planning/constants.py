@@ -116,6 +116,11 @@ def gpu_of(kind: str, scheme: str) -> Gpu:
     return found
 
 
+def unknown(name: str) -> Gpu:
+    """A GPU that has no row in the table: nothing can be predicted of it."""
+    return Gpu(gib=0, flops={}, hbm=0, nvlink=0, network=0, source=name)
+
+
 def _constant(value: float, unit: str, source: str) -> Any:
     return field(default=value, metadata={"unit": unit, "source": source})
 

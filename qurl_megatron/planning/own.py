@@ -51,9 +51,11 @@ class Own:
             mean: tokens of a response, where a run has told.
 
         Raises:
-            ConfigError: the model is not known, or does not fit.
+            ConfigError: the machine or the model is not known, or it does not fit.
         """
         config = self.config
+        if not self.gpu.flops:
+            raise ConfigError(f"qurl plan has no data sheet of {self.gpu.source}")
         check_backend(config.rollout, CPU if self.gpu.cores else "")
         constants = constants or constants_of(self.gpu)
         work = workload(config, constants, mean or self.mean, self.prompt)

@@ -240,6 +240,17 @@ def test_the_prediction_is_made_before_the_run(bench):
         assert 0 < slow.figure(name).predicted == fast.figure(name).predicted
 
 
+def test_on_gpus_without_a_data_sheet_a_step_is_measured_and_not_predicted(bench, monkeypatch):
+    gpus = [{"name": "NVIDIA L4", "memory_gib": 24}]
+    monkeypatch.setattr("qurl_megatron.bench.environment.gpus", lambda: gpus)
+    (case,) = bench("--staleness", "0")
+    assert case.figure("step").predicted is None
+    assert case.notes["no prediction"] == "qurl plan has no data sheet of NVIDIA L4"
+    # Two tensor ranks and two engines.
+    cost = case.figure("per accepted sample")
+    assert cost.unit == "GPU s" and cost.median == pytest.approx(4 * 5 / 32)
+
+
 def phases_of(given: dict) -> dict[str, float]:
     """Perfect scaling over two cores at one thread each; the quickstart's layout is TP2 + 2."""
     ranks = int(given.get("parallel.tensor", 2)) * int(given.get("parallel.data", 1))

@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def read_run(run_dir: Path, meter: Meter | None = None) -> Usual:
     )
 
 
-def accepted(run_dir: Path, counted) -> float:
+def accepted(run_dir: Path, counted: Callable[[str], list[float]]) -> float:
     """Responses that a step trains on, mean: without groups that only fill up the batch, those that
     the correction rejects, and those cut off, where they are masked.
 

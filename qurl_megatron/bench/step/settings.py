@@ -11,7 +11,7 @@ from qurl_megatron.bench.step.sizes import Sizes, growth, smallest
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning import machine
-from qurl_megatron.planning.constants import Gpu
+from qurl_megatron.planning.constants import Gpu, unknown
 from qurl_megatron.planning.own import Own
 
 
@@ -27,13 +27,12 @@ class Setting:
 
 
 def machine_of(options: argparse.Namespace) -> Gpu:
-    """What the ranks run on: this CPU, or its GPUs' data sheet where the engines are SGLang's."""
+    """What the ranks run on: the data sheet of its GPUs, or this CPU where it has none."""
     config = load(options.recipe, options.overrides)
-    if config.rollout.backend == "embedded":
-        return machine.here(config.model.dtype, options.threads)
     gpus = environment.gpus()
-    found = gpu_named(gpus[0]["name"], config.quant.scheme) if gpus else None
-    return found or machine.here(config.model.dtype, options.threads)
+    if not gpus:
+        return machine.here(config.model.dtype, options.threads)
+    return gpu_named(gpus[0]["name"], config.quant.scheme) or unknown(gpus[0]["name"])
 
 
 def setting_of(
