@@ -55,6 +55,7 @@ SCHEMES = {  # name -> (quant.scheme, format of all else)
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 SETTINGS = ("seed", "mean", "sigma", "max", "threads", "cache_gb", "protocol")
 """Options that are keys of a case as they are."""
+GPU_NODES = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA, of AMD, of Windows' Linux
 OURS, GUIDELLM = SENDERS = ("qurl", "GuideLLM")
 """Who sends the requests."""
 
@@ -192,11 +193,14 @@ def _identity(name: str, target: Target) -> dict[str, object]:
         raise ConfigError(f"{name} does not answer: {error}") from None
 
 
-def device_of(identity: Mapping[str, object]) -> str:
-    """ "cuda" or "cpu", by what an engine says of itself; "" where it does not say."""
+def device_of(identity: Mapping[str, object], nodes: Path = Path("/dev")) -> str:
+    """ "cuda" or "cpu", by what an engine says of itself; "" where it does not say.
+
+    Args:
+        nodes: has the device files of this machine; without those of a GPU, nothing runs on one.
+    """
     told = str(identity.get("device") or "").partition(":")[0]
-    # vLLM does not tell, but its builds for the CPU bear this name.
-    return told or ("cpu" if str(identity.get("version")).endswith("+cpu") else "")
+    return told or ("" if any(next(nodes.glob(name), None) for name in GPU_NODES) else "cpu")
 
 
 def changed_since(before: Mapping[str, object], target: Target) -> str:

@@ -272,17 +272,19 @@ def test_an_engine_on_the_cpu_has_the_cpus_limit_though_this_side_has_a_gpu():
 
 
 @pytest.mark.parametrize(
-    "told, device",
+    "told, nodes, device",
     [
-        ({"device": "cuda:0"}, "cuda"),
-        ({"device": "cpu", "version": "0.5.16"}, "cpu"),
-        ({"version": "0.32.0+cpu"}, "cpu"),
-        ({"version": "0.32.0"}, ""),
-        ({"version": None}, ""),
+        ({"device": "cuda:0"}, [], "cuda"),
+        ({"device": "cpu"}, ["nvidia0"], "cpu"),
+        ({"version": "0.32.0"}, ["nvidia0", "nvidiactl"], ""),
+        ({"version": "0.32.0"}, ["kfd"], ""),
+        ({"version": "0.32.0"}, ["null"], "cpu"),  # on a machine without any GPU
     ],
 )
-def test_what_an_engine_runs_on_is_what_it_says(told, device):
-    assert rollout.device_of(told) == device
+def test_what_an_engine_runs_on_is_what_it_says_or_all_there_is(tmp_path, told, nodes, device):
+    for name in nodes:
+        (tmp_path / name).touch()
+    assert rollout.device_of(told, tmp_path) == device
 
 
 def test_an_engine_that_does_not_answer_at_the_beginning_is_named_in_one_sentence(

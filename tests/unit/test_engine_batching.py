@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded import engine as engine_module
 from qurl_megatron.rollout.embedded import kernels
 from tests.unit.engine_models import (
     decoding_by,
@@ -157,7 +158,32 @@ def test_a_retracted_sequence_goes_on_as_if_nothing_had_happened(folder):
     for _ in range(7):
         engine.step()
     engine.retract()
-    assert not engine.running and [s.rid for s in engine.waiting] == [s.rid for s in work]
+    lengths = [len(s.prompt) + len(s.output_ids) for s in engine.waiting]
+    assert not engine.running and len(lengths) == 5 and lengths == sorted(lengths)
+    while engine.busy:
+        engine.step()
+    for actual, other in zip(work, expected, strict=True):
+        assert_same(actual, other)
+
+
+def test_the_short_ones_go_on_after_an_update_before_the_long_ones_are_computed_anew(
+    folder, monkeypatch
+):
+    monkeypatch.setattr(engine_module, "RECOMPUTE_TOKENS", 60)
+    work = [sequence([7 + i] * length, 20, seed=i) for i, length in enumerate((50, 4, 30, 5, 4))]
+    expected = copy.deepcopy(work)
+    finish(engine_for(folder), *expected)
+    engine = engine_for(folder)
+    engine.add(work)
+    for _ in range(6):
+        engine.step()
+    engine.retract()
+    joined = []
+    while engine.waiting:
+        engine.step()
+        joined.append([s.rid for s in engine.running])
+    assert joined[0] == ["s1", "s4", "s3"]  # 11 tokens each at most
+    assert joined[1] == [*joined[0], "s2"] and joined[2] == [*joined[1], "s0"]
     while engine.busy:
         engine.step()
     for actual, other in zip(work, expected, strict=True):

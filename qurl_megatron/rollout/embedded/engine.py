@@ -30,6 +30,9 @@ from qurl_megatron.rollout.embedded.sampling import GREEDY, SamplingState, sampl
 
 MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
+RECOMPUTE_TOKENS = 512
+"""Likewise of sequences that go on after an update: those of a step wait for each other, and are
+padded to its longest; yet much fewer tokens at a time would take longer."""
 
 
 class Listener(Protocol):
@@ -139,12 +142,16 @@ class Engine:
         return len(chosen)
 
     def retract(self) -> None:
-        """Send the running sequences back to the head of the queue, to be prefilled anew."""
+        """Send the running sequences back to the head of the queue, to be prefilled anew.
+
+        The shortest come first: they need the least work, and next to each other hardly any
+        padding, so that tokens flow again long before the longest are done.
+        """
         retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
         self.retractions += len(retracted)
         for sequence in retracted:
             sequence.retractions += 1
-        self.waiting.extendleft(retracted)
+        self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
 
     def update(self, tensors: dict[str, Tensor], version: str, *, recompute: bool = False) -> None:
         """Switch to other weights between two steps; running sequences go on with them.
@@ -174,12 +181,10 @@ class Engine:
             sequence = self.waiting[0]
             rows = len(self.running) + len(joining) + 1
             length = max(self.cache.length, sequence.total)
-            prefix = len(sequence.prompt) + len(sequence.output_ids)
-            longest, shares = max(longest, prefix), _shares_prefill(previous, sequence)
-            prompts += not shares
-            if rows > self.cache.rows_at(length) or (
-                joining and longest * prompts > PREFILL_TOKENS
-            ):
+            longest = max(longest, _prefix_length(sequence))
+            prompts += not _shares_prefill(previous, sequence)
+            most = RECOMPUTE_TOKENS if sequence.output_ids else PREFILL_TOKENS
+            if rows > self.cache.rows_at(length) or (joining and longest * prompts > most):
                 break
             if length > self.cache.length:
                 self.cache.cut(length, live_rows=len(self.running))
@@ -304,6 +309,10 @@ class Engine:
             sequence.job.one_ended()
         if sequence.listener is not None:
             sequence.listener.ended()
+
+
+def _prefix_length(sequence: Sequence) -> int:
+    return len(sequence.prompt) + len(sequence.output_ids)
 
 
 def _shares_prefill(previous: Sequence | None, sequence: Sequence) -> bool:
