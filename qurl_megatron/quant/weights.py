@@ -40,7 +40,11 @@ class QuantizedWeight:
 
 
 def quantize(
-    weight: Tensor, scheme: str, *, input_group: dist.ProcessGroup | None = None
+    weight: Tensor,
+    scheme: str,
+    *,
+    input_group: dist.ProcessGroup | None = None,
+    out: Tensor | None = None,
 ) -> QuantizedWeight:
     """The point of the scheme's grid that is nearest to a weight.
 
@@ -49,6 +53,7 @@ def quantize(
         scheme: "int8", "fp8" or "fp8_block"; "int4", "int5" and "int6" are simulated in int8.
         input_group: group over which the input dimension is split (row-parallel layers); its ranks
             agree on one scale per channel. None for whole and column-parallel weights.
+        out: where the codes are written, [O, I] in the scheme's format; None: memory of their own.
 
     For fp8_block a shard must start and end on a multiple of 128, or the squares of the shards are
     not the squares of the whole.
@@ -72,7 +77,9 @@ def quantize(
                 f"{scheme} cannot split the input dimension into shards of {weight.shape[1]} "
                 f"columns: not a multiple of {rules.block}; use fp8, or fewer tensor-parallel ranks"
             )
-    values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
+    values = out
+    if values is None:
+        values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
     scale = torch.ones(_squares(weight.shape, rules.block), device=weight.device)
     scratch = _scratch(weight, rules.block)
     for rows, squares, run in _runs(weight, rules.block):

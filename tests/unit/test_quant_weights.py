@@ -119,6 +119,15 @@ def test_runs_and_their_parts_do_not_show(scheme, dtype, run, scratch, monkeypat
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_are_written_where_the_caller_wants_them(scheme):
+    expected = quantize(weight(), scheme)
+    place = torch.empty_like(expected.values)
+    written = quantize(weight(), scheme, out=place)
+    assert written.values is place and torch.equal(codes(place), codes(expected.values))
+    assert torch.equal(written.scale, expected.scale)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_column_parallel_shards_concatenate_to_the_whole(scheme):
     w = weight(rows=512)
     whole = quantize(w, scheme)
