@@ -187,7 +187,7 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
     whole, received = moved.whole, moved.received
     load_s = received / GB * (1 / rates.hash + 1 / rates.copy)
     if transport == "memory":
-        put_s = put / GB * (1 / rates.copy + 1 / rates.hash)
+        put_s = put / GB / rates.hash  # made in place
         if not rates.cores:  # the engine's GPU reads the trainer's
             load_s += received / rates.link / GB
     elif transport == "files":
@@ -208,6 +208,7 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
     if rates.cores:
         seconds = max(seconds, work / rates.cores)
     calls = 11 + count + (transport == "group")
+    buffers = 2 if transport == "memory" else 3  # two slots, and the next one's codes
     return Cost(
         bytes=whole,
         bytes_per_rank=round(put),
@@ -216,7 +217,7 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
         load_s=load_s,
         seconds=seconds + calls * rates.call_s,
         work_s=work,
-        buffer_mb=3 * min(setting.bucket_mb, put / MIB),  # two slots, and the next one's codes
+        buffer_mb=buffers * min(setting.bucket_mb, put / MIB),
     )
 
 

@@ -57,10 +57,10 @@ def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
 
 
 def round_to_grid_(x: Tensor, scheme: Scheme) -> Tensor:
-    """Prepare float32 ``x / scale`` for its cast, in place: half to even, saturated.
+    """Prepare float32 ``x / scale`` for its cast, in place: half to even.
 
-    The float8 cast itself rounds half to even, but turns what is beyond 448 into nan.
+    Nothing is clamped, which would be a pass over memory: where the scale is that of x's own amax,
+    the largest quotient exceeds ``largest`` by no more than the rounding of two divisions, and
+    rounds to ``largest``. So does the float8 cast, which rounds half to even itself.
     """
-    if not scheme.dtype.is_floating_point:
-        x.round_()
-    return x.clamp_(-scheme.largest, scheme.largest)
+    return x if scheme.dtype.is_floating_point else x.round_()

@@ -1,9 +1,11 @@
 """Weights on the rollout model's grid, so that shards quantize to the shards of the whole.
 
-Shapes: O = output channels, I = input channels; lower case = this rank's slice. For fp8_block,
-R x C = squares of 128 x 128 that share a scale.
+A pass over memory costs more than the arithmetic in it, so a weight is gone through once, a run of
+rows at a time: extremes, scales and codes of a run are made while it is in the caches. On a GPU
+with Triton, ``fused.channels`` computes the same codes and scales in one pass.
 
-On a GPU with Triton, ``fused.channels`` computes the same codes and scales in one pass.
+Shapes: O = output channels, I = input channels. A scale belongs to a square of h x w elements:
+1 x I where each channel has one, 128 x 128 for fp8_block. R x C squares cover the weight.
 """
 
 from collections.abc import Iterator
@@ -11,17 +13,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fused import has_kernels_for
 from qurl_megatron.quant.formats import Scheme, round_to_grid_, scale_of, scheme_named
 
-# Float32 elements that are in flight at once, however large the weight: 32 MB on a GPU, and what
-# stays in the caches of a CPU from one pass to the next.
-_CHUNK = 8 << 20
-_CHUNK_CPU = 1 << 17
+# Float32 elements in flight at once, however large the weight: of a run, which shares the operators
+# that find its scales, and of the scratch in which a part of it becomes codes. On a CPU a run is
+# small enough to be in a cache when it is read again, and large enough that the calls do not cost
+# more than the work; the scratch fits a core's own cache.
+_RUN, _SCRATCH = 8 << 20, 8 << 20
+_RUN_CPU, _SCRATCH_CPU = 1 << 20, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,11 @@ class QuantizedWeight:
 
 
 def quantize(
-    weight: Tensor, scheme: str, *, input_group: dist.ProcessGroup | None = None
+    weight: Tensor,
+    scheme: str,
+    *,
+    input_group: dist.ProcessGroup | None = None,
+    out: Tensor | None = None,
 ) -> QuantizedWeight:
     """The point of the scheme's grid that is nearest to a weight.
 
@@ -48,6 +55,7 @@ def quantize(
         scheme: "int8", "fp8" or "fp8_block"; "int4", "int5" and "int6" are simulated in int8.
         input_group: group over which the input dimension is split (row-parallel layers); its ranks
             agree on one scale per channel. None for whole and column-parallel weights.
+        out: where the codes are written, [O, I] in the scheme's format; None: memory of their own.
 
     For fp8_block a shard must start and end on a multiple of 128, or the squares of the shards are
     not the squares of the whole.
@@ -65,33 +73,37 @@ def quantize(
     if rules.block is None and has_kernels_for(weight):
         values, scale = _quantize_fused(weight, rules, input_group)
         _refuse_inf_and_nan(scale, weight)
-        return QuantizedWeight(values, scale)
-    amax = _row_amax(weight) if rules.block is None else _block_amax(weight, rules.block)
-    # A MAX over ranks may drop a nan, then one rank would stop and the others go on.
-    amax = torch.where(amax.isfinite(), amax, torch.inf)
+        return QuantizedWeight(values if out is None else out.copy_(values), scale)
+    shared = None
     if input_group is not None and dist.get_world_size(input_group) > 1:
         if rules.block is None:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=input_group)
+            shared = _shared_amax(weight, input_group)
         elif weight.shape[1] % rules.block:
             raise ConfigError(
                 f"{scheme} cannot split the input dimension into shards of {weight.shape[1]} "
                 f"columns: not a multiple of {rules.block}; use fp8, or fewer tensor-parallel ranks"
             )
-    _refuse_inf_and_nan(amax, weight)
-
-    scale = scale_of(amax, rules)
-    values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
-    for rows, chunk in _float_chunks(weight, rules.block):
-        torch.div(weight[rows], _spread(scale, rows, weight.shape, rules.block), out=chunk)
-        values[rows].copy_(round_to_grid_(chunk, rules))
+    values = out
+    if values is None:
+        values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
+    scale = torch.ones(_squares(weight.shape, rules.block), device=weight.device)
+    scratch = _scratch(weight, rules.block)
+    for rows, squares, run in _runs(weight, rules.block):
+        amax = _amax(run) if shared is None else shared[squares]
+        scale[squares] = scale_of(amax, rules)
+        _encode(run, scale[squares], rules, values[rows], scratch)
+    _refuse_inf_and_nan(scale, weight)
     return QuantizedWeight(values, scale, rules.block)
 
 
 def dequantize(quantized: QuantizedWeight) -> Tensor:
     """``values * scale`` in float32, [O, I]."""
-    values, scale = quantized.values, quantized.scale
-    everything = slice(0, len(values))
-    return values.float().mul_(_spread(scale, everything, values.shape, quantized.block))
+    values, scale, block = quantized.values, quantized.scale, quantized.block
+    if block is not None:
+        height, width = values.shape
+        scale = scale.repeat_interleave(block, dim=1)[:, :width]
+        scale = scale.repeat_interleave(block, dim=0)[:height]
+    return values.float().mul_(scale)
 
 
 def _quantize_fused(
@@ -118,48 +130,87 @@ def _refuse_inf_and_nan(found: Tensor, weight: Tensor) -> None:
         )
 
 
-def _row_amax(weight_OI: Tensor) -> Tensor:
-    """Largest magnitude of each output channel, float32 [O, 1]; nan where a channel has one."""
-    if weight_OI.shape[1] == 0:
-        return torch.zeros(len(weight_OI), 1, device=weight_OI.device)
-    # The extremes are exact in the weight's own format, and need no copy of |weight|. Two passes:
-    # torch.aminmax along a dimension takes two to four times as long as both together on a CPU.
-    low_O, high_O = weight_OI.amin(dim=1), weight_OI.amax(dim=1)
-    return torch.maximum(-low_O, high_O).float()[:, None]
+def _shared_amax(weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Largest magnitude of each channel over all ranks' columns, float32 [O, 1]."""
+    amax = torch.zeros(len(weight_OI), 1, device=weight_OI.device)
+    for _, squares, run in _runs(weight_OI, None):
+        amax[squares] = _amax(run)
+    # A MAX over ranks may drop a nan, then one rank would stop and the others go on.
+    amax = torch.where(amax.isfinite(), amax, torch.inf)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
 
 
-def _block_amax(weight_OI: Tensor, block: int) -> Tensor:
-    """Largest magnitude of each square, float32 [R, C]."""
-    squares = [-(-size // block) for size in weight_OI.shape]
-    amax_RC = torch.zeros(squares, device=weight_OI.device)
-    for rows, chunk in _float_chunks(weight_OI, block):
-        height, width = (-size % block for size in chunk.shape)
-        padded = F.pad(chunk.copy_(weight_OI[rows]).abs_(), (0, width, 0, height))
-        first = rows.start // block
-        tiles = padded.view(-1, block, squares[1], block)
-        amax_RC[first : first + len(tiles)] = tiles.amax(dim=(1, 3))
-    return amax_RC
+def _amax(run_RhCw: Tensor) -> Tensor:
+    """Largest magnitude of each square, [R, C]; nan where a square has one."""
+    # Two passes that write nothing; torch.aminmax takes several times as long along a dimension.
+    low, high = run_RhCw.amin(dim=3), run_RhCw.amax(dim=3)
+    return torch.maximum(-low, high).amax(dim=1)
 
 
-def _float_chunks(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows, with a float32 buffer of their shape; whole squares where there are any."""
+def _encode(
+    run_RhCw: Tensor, scale_RC: Tensor, rules: Scheme, values: Tensor, scratch_rhCw: Tensor
+) -> None:
+    """Write the codes of a run of squares into its ``values``, which have no padding.
+
+    The loop is lean on purpose: at this size a slice costs as much as a tenth of an operator.
+    """
+    step, height = scratch_rhCw.shape[:2]
+    unpadded = scratch_rhCw.view(step * height, -1)[:, : values.shape[1]]
+    for squares, scale, codes in zip(
+        run_RhCw.split(step),
+        scale_RC[:, None, :, None].split(step),
+        values.split(step * height),
+        strict=True,
+    ):
+        if len(squares) < step:
+            scratch_rhCw = scratch_rhCw[: len(squares)]
+        if len(codes) < len(unpadded):
+            unpadded = unpadded[: len(codes)]
+        round_to_grid_(torch.div(squares, scale, out=scratch_rhCw), rules)
+        codes.copy_(unpadded)
+
+
+def _squares(shape: torch.Size, block: int | None) -> tuple[int, int]:
+    """How many scales a weight has, down and across."""
+    if block is None:
+        return shape[0], 1
+    return -(-shape[0] // block), -(-shape[1] // block)
+
+
+def _scratch(weight_OI: Tensor, block: int | None) -> Tensor:
+    """A float32 buffer for some rows of squares, [r, h, C, w]."""
+    _, columns = weight_OI.shape
+    height, width = (block, block) if block else (1, columns)
+    down, across = _squares(weight_OI.shape, block)
+    elements = _SCRATCH_CPU if weight_OI.device.type == "cpu" else _SCRATCH
+    step = min(max(elements // max(height * across * width, 1), 1), down)
+    return torch.empty(step, height, across, width, device=weight_OI.device)
+
+
+def _runs(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """A weight as float32 squares [R, h, C, w], some rows of squares at a time.
+
+    Yields:
+        The run's rows, its rows of squares, and the squares: a view where the weight is float32
+        and full of them, else a buffer that the next run overwrites, padded with zeros.
+    """
     O, I = weight_OI.shape  # noqa: E741
     if weight_OI.numel() == 0:
         return
-    unit = block or 1
-    chunk = min(_CHUNK, _CHUNK_CPU) if weight_OI.device.type == "cpu" else _CHUNK
-    step = min(max(chunk // (I * unit), 1) * unit, O)
-    buffer = torch.empty(step, I, device=weight_OI.device)
-    for start in range(0, O, step):
-        stop = min(start + step, O)
-        yield slice(start, stop), buffer[: stop - start]
-
-
-def _spread(scale: Tensor, rows: slice, shape: torch.Size, block: int | None) -> Tensor:
-    """The scales of some rows, ready to broadcast over them: [rows, 1] or [rows, I]."""
-    if block is None:
-        return scale[rows]
-    needed = scale[rows.start // block : -(-rows.stop // block)]
-    height = rows.stop - rows.start
-    wide = needed.repeat_interleave(block, dim=1)[:, : shape[1]]
-    return wide.repeat_interleave(block, dim=0)[:height]
+    height, width = (block, block) if block else (1, I)
+    down, across = _squares(weight_OI.shape, block)
+    elements = _RUN_CPU if weight_OI.device.type == "cpu" else _RUN
+    step = min(max(elements // (height * across * width), 1), down)
+    buffer = None
+    if weight_OI.dtype != torch.float32 or O % height or I % width:
+        buffer = torch.zeros(step * height, across * width, device=weight_OI.device)
+    for first in range(0, down, step):
+        last = min(first + step, down)
+        rows = slice(first * height, min(last * height, O))
+        run = weight_OI[rows]
+        if buffer is not None:
+            buffer[: len(run), :I] = run
+            buffer[len(run) :] = 0  # what the run before left
+            run = buffer[: (last - first) * height]
+        yield rows, slice(first, last), run.view(last - first, height, across, width)

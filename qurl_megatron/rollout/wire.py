@@ -237,16 +237,43 @@ def lay_out(parts: Iterable[tuple[str, Tensor, int | None, int]]) -> tuple[list[
         dtype = str(tensor.dtype).removeprefix("torch.")
         piece = Piece(name, dtype, tuple(tensor.shape), dim, start, offset, "")
         pieces.append(piece)
-        offset = -(-(offset + piece.bytes) // ALIGNMENT) * ALIGNMENT
+        offset = _aligned(offset + piece.bytes)
     return pieces, offset
 
 
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class Room:
+    """A blob's bytes, handed out in the order of ``lay_out``: what is made there is not copied."""
+
+    def __init__(self, memory: Tensor | None) -> None:
+        """
+        Args:
+            memory: uint8, 1-D; None where blobs are not made in place.
+        """
+        self._memory, self._end = memory, 0
+
+    def place(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Memory for the blob's next tensor; None where there is no room for it."""
+        start, size = self._end, math.prod(shape) * dtype.itemsize
+        if self._memory is None or start + size > len(self._memory):
+            return None
+        self._end = _aligned(start + size)
+        return self._memory[start : start + size].view(dtype).view(shape)
+
+
 def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tuple[Piece, ...]:
-    """Copy tensors to their places in a blob's bytes (uint8, 1-D); the pieces with checksums."""
+    """Copy tensors to their places in a blob's bytes (uint8, 1-D); the pieces with checksums.
+
+    Those that lie in their places already stay: they were made in a ``Room`` over the same bytes.
+    """
     filled = []
     for piece, tensor in zip(pieces, tensors, strict=True):
         place = piece_of(blob, piece)
-        place.copy_(tensor)
+        if tensor.data_ptr() != place.data_ptr():
+            place.copy_(tensor)
         filled.append(replace(piece, checksum=checksum(place)))
     if blob.is_cuda:
         # Other processes, and other streams of this one, do not wait for this stream.

@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
@@ -21,6 +23,7 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.quant import quantize
+from qurl_megatron.quant.formats import scheme_named
 from qurl_megatron.rollout import plan
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Fleet
@@ -28,7 +31,7 @@ from qurl_megatron.rollout.transport import Part, Rank, Sender
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.update import BlobsFor, Update
 from qurl_megatron.rollout.version import manifest_of
-from qurl_megatron.rollout.wire import Blob, encoded
+from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Room, encoded
 from qurl_megatron.sync.drift import Drift
 from qurl_megatron.weights import is_quantized, is_vocabulary
 
@@ -108,7 +111,11 @@ class Publisher:
             parts = self._parts(shards, size, limit)
             items += [_Item(parameter, part, parts) for part in range(parts)]
             sizes += [size // parts] * parts
-        self._buckets = [[items[i] for i in run] for run in plan.buckets(sizes, limit)]
+        runs = plan.buckets(sizes, limit)
+        self._buckets = [[items[i] for i in run] for run in runs]
+        # Row-parallel scales are whole on the rank that sends them, and every tensor is aligned.
+        extra = [_extra_bytes(layout[item.parameter]) for item in items]
+        self._most_bytes = max((sum(sizes[i] + extra[i] for i in run) for run in runs), default=0)
         counts: list = [None] * self.policy.ranks.world_size
         dist.all_gather_object(counts, len(self._buckets))
         self._rounds = -(-max(counts) // self.policy.ranks.copies.size)
@@ -220,6 +227,7 @@ class Publisher:
     def _quantized(self, index: int, version: int) -> list[HfShard]:
         """What this rank sends in one round: codes, scales and high-precision tensors."""
         ranks = self.policy.ranks
+        room = Room(self.sender.room(index, self._most_bytes))
         found: list[HfShard] = []
         mistake: ConfigError | None = None
         for replica in range(ranks.copies.size):
@@ -230,41 +238,59 @@ class Publisher:
             for item in self._buckets[bucket]:
                 for shard in self.policy.master_shards(item.parameter, owner=replica):
                     try:
-                        found += self._export(item.of(shard), version)
+                        found += self._export(item.of(shard), version, room)
                     except ConfigError as error:  # the others count on this rank to the end
                         mistake = mistake or error
         if mistake:
             raise mistake
-        # What all tensor ranks hold is sent by the first; padding of the vocabulary by nobody.
-        return [
-            shard
-            for shard in found
-            if shard.value.numel() and (shard.split_dim is not None or ranks.tensor.rank == 0)
-        ]
+        return [shard for shard in found if self._sends(shard.value.shape, shard.split_dim)]
 
-    def _export(self, shard: HfShard, version: int) -> list[HfShard]:
-        """What a version holds for this shard: codes and scale, or one high-precision tensor."""
+    def _sends(self, shape: Sequence[int], split_dim: int | None) -> bool:
+        """What all tensor ranks hold is sent by the first; padding of the vocabulary by nobody."""
+        return math.prod(shape) > 0 and (
+            split_dim is not None or self.policy.ranks.tensor.rank == 0
+        )
+
+    def _export(self, shard: HfShard, version: int, room: Room) -> list[HfShard]:
+        """What a version holds for this shard: codes and scale, or one high-precision tensor.
+
+        Each is made in the bucket's room where there is some and this rank sends it.
+        """
         name, split_dim, offset, shape = shard.name, shard.split_dim, shard.offset, shard.shape
         quantized = is_quantized(name)
         if not quantized or self.scheme == "none":
             if quantized:
                 self.drift.observe(name, shard.value, None, version)
-            return [HfShard(name, shard.value.to(self._dtype), split_dim, offset, shape)]
+            value = self._made(room, shard.value, self._dtype, split_dim)
+            return [HfShard(name, value, split_dim, offset, shape)]
         row_parallel = split_dim == 1
+        out = None
+        if self._sends(shard.value.shape, split_dim):
+            out = room.place(shard.value.shape, scheme_named(self.scheme).dtype)
         try:
             codes = quantize(
                 shard.value,
                 self.scheme,
                 input_group=self.policy.ranks.tensor.group if row_parallel else None,
+                out=out,
             )
         except ConfigError as error:
             raise ConfigError(f"tensor {name}: {error}") from error
         self.drift.observe(name, shard.value, codes, version)
         scale_dim, scale_offset = (None, 0) if row_parallel else (0, offset)
+        scale = self._made(room, codes.scale, codes.scale.dtype, scale_dim)
         return [
             HfShard(name, codes.values, split_dim, offset, shape),
-            HfShard(f"{name}_scale", codes.scale, scale_dim, scale_offset, (shape[0], 1)),
+            HfShard(f"{name}_scale", scale, scale_dim, scale_offset, (shape[0], 1)),
         ]
+
+    def _made(self, room: Room, value: Tensor, dtype: torch.dtype, split_dim: int | None) -> Tensor:
+        """``value`` as ``dtype``, in the room where this rank sends it."""
+        if self._sends(value.shape, split_dim):
+            place = room.place(value.shape, dtype)
+            if place is not None:
+                return place.copy_(value)
+        return value.to(dtype)
 
     def _cut(self, shards: Sequence[HfShard], tp: int, rank: int) -> list[Part]:
         """The parts of ``shards`` that one engine rank keeps."""
@@ -400,6 +426,11 @@ def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> BlobsFor:
         for to in places
     }
     return lambda engine, rank: found[None if None in found else (engine.tp, rank)]
+
+
+def _extra_bytes(shards: Sequence[HfShard]) -> int:
+    """What ``_sent_bytes`` leaves out, at most."""
+    return sum(4 * shard.shape[0] + 2 * ALIGNMENT for shard in shards)
 
 
 def _part(shard: HfShard) -> Part:

@@ -69,8 +69,11 @@ def publish(device, config, scheme, out, updates):
 
 
 def assert_published(published: Path, checkpoint: Path, scheme: str) -> None:
-    """That it holds the whole checkpoint, folded by 1.5 and quantized."""
-    actual = dict(read_version(published, Manifest.read(published)))
+    assert_whole(dict(read_version(published, Manifest.read(published))), checkpoint, scheme)
+
+
+def assert_whole(actual: dict[str, torch.Tensor], checkpoint: Path, scheme: str) -> None:
+    """That these are the whole checkpoint, folded by 1.5 and quantized."""
     expected = {}
     whole = fold_uaq(load_file(checkpoint / "model.safetensors"), read_config(checkpoint), 1.5)
     for name, weight in whole.items():
@@ -97,6 +100,56 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(
     run_on_ranks(publish, 4, backend, tmp_path, config, scheme, tmp_path / "out", 0)
 
     assert_published(tmp_path / "out/0", folder, scheme)
+
+
+def publish_to_memory(device, config, scheme, out):
+    from qurl_megatron.rollout.transport.memory import MemorySender
+    from qurl_megatron.rollout.wire import piece_of
+    from qurl_megatron.sync.publisher import Publisher
+
+    sent = []
+
+    class Keeps(MemorySender):
+        def put(self, index, parts, *, to=None):
+            blob = super().put(index, parts)
+            memory = self.room(index, 0)
+            for (name, tensor, _, _), piece in zip(parts, blob.pieces, strict=True):
+                found = piece_of(memory, piece)
+                assert tensor.data_ptr() == found.data_ptr(), f"{name} was copied into its bucket"
+                sent.append((piece, found.clone()))
+            return blob
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        fleet = KeepsVersions(out) if ranks.leads else None
+        if fleet:
+            fleet.publish = lambda folder, version: None
+        quant, sync = QuantConfig(scheme=scheme, uaq_scale=1.5), SyncConfig(bucket_mb=0.003)
+        sender = Keeps("test", ranks.rank, leads=ranks.leads, root=out)
+        with Publisher(policy, fleet, quant, sync, sender) as publisher:
+            publisher.publish(0)
+            sent.clear()  # slots have their size from the first version
+            publisher.publish(1)
+    torch.save(sent, out / f"sent-{ranks.rank}.pt")
+
+
+@pytest.mark.parametrize("scheme", ["int8", "none"])
+@pytest.mark.parametrize("layout", [dict(tensor=2), dict(data=2)])
+def test_a_version_is_made_in_the_memory_that_engines_map(scheme, layout, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", vocab_size=131)
+    config = recipe(folder, layout, dtype="bfloat16")
+    run_on_ranks(publish_to_memory, 2, backend, tmp_path, config, scheme, tmp_path)
+
+    parts: dict = {}
+    for rank in range(2):
+        for piece, tensor in torch.load(tmp_path / f"sent-{rank}.pt", weights_only=False):
+            parts.setdefault(piece.name, []).append((piece, tensor.cpu()))
+    found = {}
+    for name, pieces in parts.items():
+        pieces.sort(key=lambda part: part[0].start)
+        tensors = [tensor for _, tensor in pieces]
+        found[name] = torch.cat(tensors, dim=pieces[0][0].dim or 0)
+    assert_whole(found, folder, scheme)
 
 
 @pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(data=2), dict(context=2)])

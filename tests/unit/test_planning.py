@@ -462,8 +462,8 @@ GOLDEN = """\
 
 layout            GiB  rollout  train  publish  step s  tokens/s/GPU  limited by
   DP2 + 2 x TP1  26.0      2.0    0.5      0.2     2.7          6042  rollout: the longest response
-  DP2 + 1 x TP2  26.0      2.3    0.5      0.2     2.9          5598  rollout: the longest response
-  PP3 + 1 x TP1  20.2      2.1    0.8      0.2     3.0          5431  rollout: the longest response
+  DP2 + 1 x TP2  26.0      2.3    0.5      0.2     2.9          5599  rollout: the longest response
+  PP3 + 1 x TP1  20.2      2.1    0.8      0.2     3.0          5432  rollout: the longest response
 * DP4 & 4 x TP1  50.4      2.0    0.3      0.2     5.4          3011  engines' release and reload
 
 56 layouts fit; the best trainer beside each of 6 sets of engines is shown (--all: all); * is the recipe's own.

@@ -6,6 +6,7 @@ import torch
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant import weights as quant_weights
+from qurl_megatron.quant.formats import scheme_named
 
 SCHEMES = ["int8", "fp8", "fp8_block", "int6", "int4"]
 
@@ -66,6 +67,20 @@ def test_the_largest_magnitudes_saturate_and_never_overflow(scheme):
     assert quantize(w, scheme).values.float().isfinite().all()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_largest_element_of_a_scale_gets_the_largest_code(scheme):
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-110, 120, (4096, 1), generator=generator)
+    w = (torch.rand(4096, 128, generator=generator) - 0.5) * 2.0**exponents
+    quantized = quantize(w, scheme)
+    largest = scheme_named(scheme).largest
+    rows = quantized.values.float()
+    if quantized.block is not None:
+        w, rows = w.view(32, -1), rows.view(32, -1)
+    found = rows.gather(1, w.abs().argmax(dim=1, keepdim=True))
+    assert torch.equal(found, largest * w.gather(1, w.abs().argmax(dim=1, keepdim=True)).sign())
+
+
 @pytest.mark.parametrize("scheme, step", [("int8", 0.5), ("fp8", 16.0), ("fp8_block", 16.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_error_is_at_most_half_a_step_of_the_grid(scheme, step, dtype):
@@ -92,13 +107,24 @@ def test_the_weight_is_not_modified(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("chunk", [1, 256 * 200])
-def test_chunks_do_not_show(scheme, chunk, monkeypatch):
-    whole = quantize(weight(), scheme)
-    monkeypatch.setattr(quant_weights, "_CHUNK", chunk)
-    chunked = quantize(weight(), scheme)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("run, scratch", [(1, 1), (256 * 200, 256 * 128), (250 * 128, 1)])
+def test_runs_and_their_parts_do_not_show(scheme, dtype, run, scratch, monkeypatch):
+    whole = quantize(weight(columns=250, dtype=dtype), scheme)
+    monkeypatch.setattr(quant_weights, "_RUN_CPU", run)
+    monkeypatch.setattr(quant_weights, "_SCRATCH_CPU", scratch)
+    chunked = quantize(weight(columns=250, dtype=dtype), scheme)
     assert torch.equal(codes(chunked.values), codes(whole.values))
     assert torch.equal(chunked.scale, whole.scale)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_are_written_where_the_caller_wants_them(scheme):
+    expected = quantize(weight(), scheme)
+    place = torch.empty_like(expected.values)
+    written = quantize(weight(), scheme, out=place)
+    assert written.values is place and torch.equal(codes(place), codes(expected.values))
+    assert torch.equal(written.scale, expected.scale)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

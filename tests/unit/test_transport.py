@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import threading
@@ -22,6 +23,7 @@ from qurl_megatron.rollout.version import MANIFEST, Manifest, manifest_of, read_
 from qurl_megatron.rollout.wire import (
     Message,
     Receipt,
+    Room,
     checksum,
     piece_of,
     word_sum,
@@ -75,6 +77,55 @@ def check(memory: torch.Tensor, blob, sent: list) -> None:
 def over_the_wire(sender, blob):
     message = Message("bucket", "s", 1, 0, sender.describe("http://a:1"), (blob,))
     return Message.from_json(message.to_json())
+
+
+def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
+    sender, sent = make_sender("memory", tmp_path), parts(0)
+    room = Room(sender.room(0, 4096))
+    made = []
+    for name, tensor, dim, start in sent:
+        place = room.place(tensor.shape, tensor.dtype)
+        made.append((name, place.copy_(tensor), dim, start))
+    addresses = [tensor.data_ptr() for _, tensor, _, _ in made]
+    blob = sender.put(0, made)
+    receiver = open_receiver(sender.describe("http://a:1"), 0)
+    check(receiver.fetch(blob), blob, sent)
+    memory = sender.room(0, 1)
+    assert [piece_of(memory, piece).data_ptr() for piece in blob.pieces] == addresses
+    receiver.close()
+    sender.close()
+
+
+@pytest.mark.parametrize("kept", [(0, 2, 3), (1, 3, 5)])
+def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kept, tmp_path):
+    sender, drawn = make_sender("memory", tmp_path), parts(0)
+    room = Room(sender.room(0, 200))
+    made = []
+    for name, tensor, dim, start in drawn:
+        place = room.place(tensor.shape, tensor.dtype)
+        made.append((name, tensor if place is None else place.copy_(tensor), dim, start))
+    assert room.place((1 << 20,), torch.int8) is None
+    # More than the room holds goes with them, so that the memory grows.
+    more = ("more", torch.arange(1 << 20), None, 0)
+    sent = [*(made[i] for i in kept), more]
+    blob = sender.put(0, sent)
+    receiver = open_receiver(sender.describe("http://a:1"), 0)
+    check(receiver.fetch(blob), blob, [*(drawn[i] for i in kept), more])
+    receiver.close()
+    sender.close()
+
+
+def test_no_room_for_a_bucket_is_said_by_put(tmp_path, monkeypatch):
+    sender = make_sender("memory", tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert sender.room(0, 4096) is None
+    with pytest.raises(ConfigError, match="sync.dir"):
+        sender.put(0, parts(0))
+    sender.close()
 
 
 def test_what_is_put_is_fetched(sender):

@@ -10,6 +10,7 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
 
     begin(version)
     connect(engines)            while L calls every engine with "connect"
+    room(i, size)               where the parts of bucket i may be made
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
     settle()                    L awaits the calls
@@ -55,6 +56,13 @@ class Sender(Protocol):
 
         What is open already stays so. All training ranks call it together with the same engines,
         while these handle "connect".
+        """
+
+    def room(self, index: int, size: int) -> Tensor | None:
+        """Memory for a bucket of up to ``size`` bytes, uint8, 1-D, that ``put`` will send.
+
+        Parts that are made there, in their order (``wire.Room``), need not be copied. None: there
+        is no such memory, or not enough of it, which ``put`` will say.
         """
 
     def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
@@ -120,6 +128,9 @@ class AtOnce:
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
         return {}
+
+    def room(self, index: int, size: int) -> Tensor | None:
+        return None
 
     def deliver(self, index: int) -> None:
         pass

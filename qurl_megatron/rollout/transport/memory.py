@@ -92,6 +92,12 @@ class MemorySender(AtOnce):
     def begin(self, version: int) -> None:
         pass  # its first buckets overwrite whatever is there
 
+    def room(self, index: int, size: int) -> Tensor | None:
+        try:
+            return self._slots[index % SLOTS].of(size)
+        except ConfigError:  # raised again by ``put``, when no rank waits for this one's scales
+            return None
+
     def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
         pieces, size = lay_out(parts)
         slot = self._slots[index % SLOTS]
