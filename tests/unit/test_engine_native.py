@@ -170,6 +170,7 @@ def test_a_library_that_does_not_fit_is_left_alone(tmp_path, monkeypatch):
             native._load()
         return str(why.value)
 
+    monkeypatch.setenv("QURL_NATIVE", "1")
     instructions = {"sse", "fma"} | native.INSTRUCTIONS
     monkeypatch.setattr(native, "_instructions", lambda: instructions - {"avx512_vnni"})
     assert refused() == "the processor has no avx512_vnni"

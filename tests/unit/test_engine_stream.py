@@ -270,19 +270,19 @@ def test_an_update_shows_in_the_stream_from_its_first_token_on(live, folder, tmp
 
 def test_an_engine_that_fails_says_so_in_its_streams(folder):
     server = LiveServer(folder)
-    forward = server.worker.engine.decoder.forward
+    logits = server.worker.engine.decoder.logits
 
     def fail():
         def broken(*args):
             raise ArithmeticError("planted")
 
-        server.worker.engine.decoder.forward = broken
+        server.worker.engine.decoder.logits = broken
 
     try:
         found = events(first_event(server, {"input_ids": [5, 6], "sampling_params": LONG}, fail))
         assert found[-1]["error"]["code"] == 500 and "planted" in found[-1]["error"]["message"]
     finally:
-        server.worker.engine.decoder.forward = forward
+        server.worker.engine.decoder.logits = logits
         server.close()
 
 

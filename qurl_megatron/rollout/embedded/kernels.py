@@ -6,8 +6,9 @@
 exact in INT8 (int32 accumulator). ``addend`` is a bias or the residual stream: folding it in saves
 one pass over memory and one rounding.
 
-Without a GPU, weights are also kept in the layout that oneDNN multiplies by (``Packed``): given the
-plain one, it rearranges all of it for every product, which at 8 rows takes as long as the product.
+Without a GPU, weights are also kept in the layout that ``decode.cpp`` multiplies by
+(``native.Blocks``) or, where that cannot run, oneDNN (``Packed``): given the plain one, it
+rearranges all of it for every product, which at 8 rows takes as long as the product.
 
 Shapes: T tokens, I input and O output channels.
 """
