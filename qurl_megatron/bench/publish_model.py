@@ -24,7 +24,7 @@ TRANSPORTS = ("memory", "files", "group", "gathered")
 MIB, GB = 1 << 20, 1e9
 
 # Bytes of memory that each pass of plain torch operators reads and writes, on a GPU.
-QUANTIZE_TRAFFIC = 37  # per FP32 weight: two for amax, then divide, round, clamp, cast
+QUANTIZE_TRAFFIC = 29  # per FP32 weight: two for amax, then divide, round, cast
 CAST_TRAFFIC = 6  # per FP32 weight
 HASH_TRAFFIC = 31  # per byte that ``wire.word_sum`` reads: fourteen operators on words of 8 bytes
 COPY_TRAFFIC = 2

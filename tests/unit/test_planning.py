@@ -461,16 +461,16 @@ GOLDEN = """\
 4 x h100, 256 responses a step of 154 tokens (at most 512) after 102, int8 rollouts, max_staleness 0
 
 layout            GiB  rollout  train  publish  step s  tokens/s/GPU  limited by
-  DP2 + 2 x TP1  26.0      2.0    0.5      0.2     2.7          6042  rollout: the longest response
-  DP2 + 1 x TP2  26.0      2.3    0.5      0.2     2.9          5599  rollout: the longest response
-  PP3 + 1 x TP1  20.2      2.1    0.8      0.2     3.0          5432  rollout: the longest response
+  DP2 + 2 x TP1  26.0      2.0    0.5      0.2     2.7          6044  rollout: the longest response
+  DP2 + 1 x TP2  26.0      2.3    0.5      0.2     2.9          5602  rollout: the longest response
+  PP3 + 1 x TP1  20.2      2.1    0.8      0.2     3.0          5433  rollout: the longest response
 * DP4 & 4 x TP1  50.4      2.0    0.3      0.2     5.4          3011  engines' release and reload
 
 56 layouts fit; the best trainer beside each of 6 sets of engines is shown (--all: all); * is the recipe's own.
 Fastest, as overrides: parallel.data=2 rollout.engines=2 rollout.engine_args=["--mem-fraction-static=0.85"] rollout.colocate=false
 
 GPUs  best layout    step s  tokens/s/GPU  limited by
-   8  DP4 + 4 x TP1     2.4          3355  rollout: the longest response
+   8  DP4 + 4 x TP1     2.4          3356  rollout: the longest response
 It scales up to 8 GPUs, the most that were simulated.
 """  # noqa: E501
 
