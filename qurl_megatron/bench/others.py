@@ -1,13 +1,13 @@
-"""How much of this machine others used meanwhile: CPU seconds of its cores less those of our own.
+"""How much of this machine others used meanwhile: the CPU seconds of processes that are not ours.
 
 A figure that was taken beside another job says nothing of ours. The load average cannot tell whose
-the load is; the kernel counts both sides, what the cores did, and what each process did. What a
-hypervisor gave to other guests counts as others' work. The kernel's own threads, which write our
-files out among other things, count as ours.
+the load is; the kernel counts for each process what it used, and what its dead children did. Its
+own threads, which write our files out among other things, are nobody's. So are processes bound to
+cores that we may not use, as jobs of Slurm are.
 """
 
-import contextlib
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,19 +17,19 @@ import psutil
 MOST = 0.05
 """Of the cores, that others may use: a figure may be as much wrong."""
 
-# Interrupts are left out: nobody's process is charged for them.
-WORKED = ("user", "nice", "system", "steal")
-RESTED = ("idle", "iowait")
+INIT, KERNEL = 1, 2  # process numbers of the parents of orphans, and of the kernel's threads
+ASKED = ("pid", "ppid", "name", "create_time", "cpu_times", "cpu_affinity")
 LOCAL = ("localhost", "127.0.0.1", "::1")
+
+Key = tuple[int, float]  # number and birth: numbers are given out again
 
 
 @dataclass(frozen=True)
-class Look:
-    """CPU seconds since some moment."""
+class Used:
+    """What one process has used since it began."""
 
-    all: float  # that the cores could have worked
-    worked: float  # that they did, for whomever
-    own: float  # of them, for the processes looked at
+    seconds: float  # of CPU time, with that of its dead children
+    parent: int  # its number
 
 
 class Others:
@@ -40,57 +40,77 @@ class Others:
     """
 
     def __init__(self, servers: Iterable[str] = ()) -> None:
-        self._roots = [psutil.Process(), *_kernel(), *_listeners(servers)]
+        self._roots = {os.getpid(), *_listeners(servers)}
+        self._cores = os.sched_getaffinity(0)
+        self._start = time.monotonic()
         self._first = self._look()
 
     def share(self) -> float:
-        """Of the cores, from 0 to 1, that others have used so far."""
+        """Of the cores, that others have used so far."""
         now = self._look()
-        elapsed = now.all - self._first.all
-        others = (now.worked - self._first.worked) - (now.own - self._first.own)
-        return max(0.0, others) / elapsed if elapsed else 0.0
+        used = {key: it.seconds - _seconds(self._first.get(key)) for key, it in now.items()}
+        numbers = {number: (number, born) for number, born in now}
+        for key, it in self._first.items():
+            # What a process used before we looked is charged to its parent when it dies.
+            if key not in now and it.parent in numbers:
+                used[numbers[it.parent]] -= it.seconds
+        elapsed = (time.monotonic() - self._start) * len(self._cores)
+        return sum(max(0.0, seconds) for seconds in used.values()) / elapsed
 
-    def _look(self) -> Look:
-        everything = psutil.cpu_times(percpu=True)
-        cores = [everything[core] for core in os.sched_getaffinity(0)]
-        worked, rested = (
-            sum(getattr(core, kind) for core in cores for kind in kinds)
-            for kinds in (WORKED, RESTED)
-        )
-        return Look(all=worked + rested, worked=worked, own=_spent(self._roots))
-
-
-def _spent(roots: Iterable[psutil.Process]) -> float:
-    """CPU seconds of processes and of all that came of them; of the dead ones, too: whoever waited
-    for them has theirs in his account."""
-    trees: set[psutil.Process] = set()
-    for root in roots:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            trees |= {root, *root.children(recursive=True)}
-    total = 0.0
-    for process in trees:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4])  # user and system, its own and of dead children
-    return total
-
-
-def _kernel() -> list[psutil.Process]:
-    """The parent of the kernel's threads; a container may not see it."""
-    try:
-        found = psutil.Process(2)
-    except psutil.NoSuchProcess:
-        return []
-    return [found] if found.name() == "kthreadd" else []
+    def _look(self) -> dict[Key, Used]:
+        """All processes that are neither ours nor the kernel's, and may use our cores."""
+        seen = {process.pid: process.info for process in psutil.process_iter(ASKED)}
+        children: dict[int, list[int]] = {}
+        for pid, told in seen.items():
+            children.setdefault(told["ppid"], []).append(pid)
+        ours = _tree(self._roots, children)
+        # In a container the second process may be anybody's.
+        if seen.get(KERNEL, {}).get("name") == "kthreadd":
+            ours |= _tree({KERNEL}, children)
+        return {
+            (pid, told["create_time"]): Used(_cpu_seconds(pid, told["cpu_times"]), told["ppid"])
+            for pid, told in seen.items()
+            if pid not in ours
+            and told["cpu_times"]
+            and self._cores & set(told["cpu_affinity"] or ())
+        }
 
 
-def _listeners(urls: Iterable[str]) -> list[psutil.Process]:
+def _seconds(used: Used | None) -> float:
+    return used.seconds if used else 0.0
+
+
+def _cpu_seconds(pid: int, times) -> float:
+    """To the first process orphans are charged, of whomever."""
+    return sum(times[:2] if pid == INIT else times[:4])
+
+
+def _tree(roots: Iterable[int], children: dict[int, list[int]]) -> set[int]:
+    found: set[int] = set()
+    todo = list(roots)
+    while todo:
+        pid = todo.pop()
+        if pid not in found:
+            found.add(pid)
+            todo += children.get(pid, ())
+    return found
+
+
+def _listeners(urls: Iterable[str]) -> set[int]:
     """The processes on this machine that answer at these URLs."""
-    ports = {urlsplit(url).port for url in urls if urlsplit(url).hostname in LOCAL}
+    ports = {_local_port(url) for url in urls} - {None}
     if not ports:
-        return []
-    found = {
+        return set()
+    return {
         connection.pid
         for connection in psutil.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
-    }
-    return [psutil.Process(pid) for pid in found - {None}]
+    } - {None}
+
+
+def _local_port(url: str) -> int | None:
+    parts = urlsplit(url)
+    try:
+        return parts.port if parts.hostname in LOCAL else None
+    except ValueError:  # no number; whoever asks this engine says so
+        return None

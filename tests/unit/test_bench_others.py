@@ -1,7 +1,11 @@
+"""Real processes, and a record of what the kernel says of others."""
+
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from types import SimpleNamespace
 
 import psutil
@@ -10,62 +14,103 @@ import pytest
 from qurl_megatron.bench import others
 from qurl_megatron.bench.others import Others
 
-WORKS = (
-    "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); sys.stdin.read()"
-)
-REST = {"nice": 0, "system": 0, "steal": 0, "iowait": 0, "irq": 0}
+Times = namedtuple("Times", "user system children_user children_system")
+SPINS = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True); input()"
+
+
+class Machine:
+    """Its processes by number, as psutil tells them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.processes: dict[int, dict] = {}
+        self.now = 0.0
+        iterate = lambda _: [SimpleNamespace(pid=p, info=i) for p, i in self.processes.items()]  # noqa: E731
+        monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(others, "psutil", SimpleNamespace(process_iter=iterate))
+        monkeypatch.setattr(others.os, "sched_getaffinity", lambda _: {0, 2})  # 1 is offline
+        self.set(os.getpid(), parent=50)
+
+    def set(self, pid: int, seconds=0.0, children=0.0, parent=1, name="a", cores=(0, 2)) -> None:
+        self.processes[pid] = {
+            "pid": pid,
+            "ppid": parent,
+            "name": name,
+            "create_time": float(pid),
+            "cpu_times": Times(seconds, 0.0, children, 0.0),
+            "cpu_affinity": list(cores),
+        }
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """One of two cores whose kernel says what it is told to; its processes are the real ones."""
-    told = [SimpleNamespace(user=0.0, idle=0.0, **REST) for _ in range(2)]
-    monkeypatch.setattr(others.psutil, "cpu_times", lambda percpu: told)
-    monkeypatch.setattr(others.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(others, "_kernel", list)
-    return told
+    return Machine(monkeypatch)
 
 
-def worker() -> subprocess.Popen:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", WORKS], **pipes)
-
-
-@pytest.mark.parametrize("dead", [False, True])
-def test_work_of_our_children_is_ours_while_they_live_and_when_they_are_dead(machine, dead):
+def share(machine: Machine, then) -> float:
     watch = Others()
-    with worker() as child:
-        child.stdout.readline()  # 0.3 s of work are done
-        if dead:
-            child.communicate()
-        machine[0].user, machine[1].idle = 1.0, 1.0
-        assert watch.share() < (1.0 - 0.28) / 2  # the kernel counts in hundredths
-        if not dead:
-            child.communicate()
+    machine.now += 10.0
+    then()
+    return watch.share()
 
 
-def test_all_that_our_processes_did_not_do_was_done_by_others(machine):
+def test_what_a_stranger_used_is_a_share_of_our_two_cores(machine):
+    machine.set(70, seconds=100.0)
+    assert share(machine, lambda: machine.set(70, seconds=104.0)) == pytest.approx(0.2)
+
+
+def test_what_strangers_dead_children_used_counts_but_not_what_they_used_before(machine):
+    machine.set(70)
+    machine.set(71, seconds=100.0, parent=70)
+
+    def then() -> None:
+        del machine.processes[71]  # after another two seconds
+        machine.set(70, children=102.0 + 1.0)  # and one of a child that nobody saw
+
+    assert share(machine, then) == pytest.approx(0.15)
+
+
+def test_our_children_the_kernels_threads_and_processes_of_other_cores_are_no_others(machine):
+    def then() -> None:
+        machine.set(80, seconds=5.0, parent=os.getpid())
+        machine.set(81, seconds=5.0, parent=80)
+        machine.set(2, name="kthreadd", parent=0)
+        machine.set(90, seconds=5.0, parent=2)
+        machine.set(91, seconds=5.0, cores=(1, 3))
+
+    assert share(machine, then) == 0.0
+
+
+def test_orphans_of_ours_that_the_first_process_buries_are_no_others(machine):
+    machine.set(1, children=100.0, parent=0)
+    machine.set(80, seconds=50.0, parent=os.getpid())
+
+    def then() -> None:
+        del machine.processes[80]
+        machine.set(1, children=200.0, parent=0)
+
+    assert share(machine, then) == 0.0
+
+
+def test_real_processes_are_seen_and_ours_are_not(monkeypatch):
+    def spin(watch: Others) -> float:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", SPINS], **pipes) as child:
+            child.stdout.readline()
+            found = watch._look()
+            child.communicate(b"\n")
+        return next((it.seconds for key, it in found.items() if key[0] == child.pid), 0.0)
+
     watch = Others()
-    machine[0].user, machine[0].steal, machine[1].idle = 50.0, 20.0, 30.0
-    assert watch.share() == pytest.approx(0.7, abs=0.01)
-
-
-def test_nothing_is_used_by_others_where_ours_did_it_all(machine):
-    watch = Others()
-    start = time.process_time()
-    while time.process_time() < start + 0.1:
-        pass
-    machine[0].user, machine[1].idle = 0.05, 0.05  # the kernel counts in steps, and may be late
-    assert watch.share() == 0.0
+    assert spin(watch) == 0.0
+    watch._roots = set()  # as if this test were somebody else's
+    assert spin(watch) >= 0.35
+    time.sleep(0.01)
+    assert watch.share() > 0
 
 
 def test_an_engine_at_a_local_url_is_ours_and_one_elsewhere_is_not_looked_for(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        (found,) = others._listeners([f"http://127.0.0.1:{port}", "http://far:80"])
-        assert found == psutil.Process()
-        assert others._spent([found, psutil.Process()]) == pytest.approx(
-            others._spent([found]), abs=0.05
-        )
-    monkeypatch.setattr(others.psutil, "net_connections", lambda _: pytest.fail("asked"))
-    assert others._listeners(["http://far:80"]) == []
+        assert others._listeners([f"http://127.0.0.1:{port}", "http://far:80"]) == {os.getpid()}
+    monkeypatch.setattr(psutil, "net_connections", lambda _: pytest.fail("asked"))
+    assert others._listeners(["http://far:80", "http://localhost:abc"]) == set()
