@@ -178,12 +178,15 @@ def test_the_short_ones_go_on_after_an_update_before_the_long_ones_are_computed_
     for _ in range(6):
         engine.step()
     engine.retract()
-    joined = []
+    joined, gained = [], []
     while engine.waiting:
         engine.step()
         joined.append([s.rid for s in engine.running])
-    assert joined[0] == ["s1", "s4", "s3"]  # 11 tokens each at most
-    assert joined[1] == [*joined[0], "s2"] and joined[2] == [*joined[1], "s0"]
+        gained.append([engine._batch.produced(row) - 6 for row in range(len(engine.running))])
+    # 11 tokens each at most; between two prefills all that run get a token more.
+    short = ["s1", "s4", "s3"]
+    assert joined == [short, short, [*short, "s2"], [*short, "s2"], [*short, "s2", "s0"]]
+    assert gained == [[1, 1, 1], [2, 2, 2], [2, 2, 2, 1], [3, 3, 3, 2], [3, 3, 3, 2, 1]]
     while engine.busy:
         engine.step()
     for actual, other in zip(work, expected, strict=True):

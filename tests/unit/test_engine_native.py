@@ -1,11 +1,15 @@
 """The decode step in C++ beside torch's. Tests of what it computes need a processor that has it."""
 
+import contextlib
 import copy
+import os
+import shutil
 
 import pytest
 import torch
 
 from qurl_megatron.rollout.embedded import kernels, native
+from qurl_megatron.rollout.embedded.server import load_engine
 from tests.unit.engine_models import (
     decoding_by,
     engine_for,
@@ -18,6 +22,9 @@ from tests.unit.engine_models import (
 
 needs_native = pytest.mark.skipif(
     native.library() is None, reason=f"no native step: {native._found()}"
+)
+BUILT_BY = (
+    "with a C++ compiler, `python setup.py build_ext --inplace --force` in the checkout builds it"
 )
 MODELS = {
     "qwen2": {},
@@ -150,6 +157,56 @@ def test_a_model_that_breaks_in_a_native_step_ends_its_requests(tmp_path):
     assert len(one.output_ids) == 1
 
 
+@pytest.mark.skipif(bool(native.INSTRUCTIONS - native.instructions()), reason="another processor")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
+def test_where_it_can_be_built_and_run_it_is_there(monkeypatch):
+    """All others are skipped where it is not; a build that fails is no error to setup.py."""
+    monkeypatch.delenv("QURL_NATIVE", raising=False)
+    native._load()
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_a_test_of_either_path_leaves_the_environment_as_it_was(before, monkeypatch):
+    monkeypatch.delenv("QURL_NATIVE", raising=False)
+    if before is not None:
+        monkeypatch.setenv("QURL_NATIVE", before)
+    for path in ("torch", "native"):
+        with contextlib.suppress(pytest.skip.Exception), decoding_by(path):
+            pass
+        assert os.environ.get("QURL_NATIVE") == before
+
+
+def test_a_test_of_the_native_path_is_skipped_where_there_is_none(monkeypatch):
+    monkeypatch.setenv("QURL_NATIVE", "0")
+    with pytest.raises(pytest.skip.Exception, match="QURL_NATIVE=0"), decoding_by("native"):
+        raise AssertionError("the test ran by torch")
+
+
+@needs_native
+@torch.inference_mode()
+def test_processors_with_amx_multiply_many_rows_by_onednn_to_the_same_bits(monkeypatch):
+    with_amx = native.instructions() | {"amx_int8"}
+    monkeypatch.setattr(native, "instructions", lambda: with_amx)
+    rows_by_onednn = []
+    times = kernels.Packed.times
+    monkeypatch.setattr(
+        kernels.Packed, "times", lambda p, x: rows_by_onednn.append(len(x)) or times(p, x)
+    )
+    monkeypatch.setattr(kernels, "PACK_FROM", 0)
+    torch.manual_seed(0)
+    scale = torch.rand(40) + 0.1
+    packed = None
+    for _ in range(2):  # other weights come into the same place
+        w = torch.randint(-127, 128, (40, 96), dtype=torch.int8)
+        packed = kernels.pack(w, scale, packed)
+        rows_by_onednn.clear()
+        for rows in (1, 64, 65, 130):
+            x, addend = torch.randn(rows, 96), torch.randn(rows, 40)
+            plain = kernels.int8_linear(x, w, scale, addend)
+            assert torch.equal(kernels.int8_linear(x, w, scale, addend, packed=packed), plain)
+        assert rows_by_onednn == [65, 130]
+
+
 def test_native_steps_can_be_turned_off(tmp_path):
     with decoding_by("torch"):
         engine = engine_for(write_model(tmp_path), scheme="int8")
@@ -164,6 +221,30 @@ def test_floats_say_that_they_have_no_native_step(tmp_path):
     assert native.refusal(engine.decoder) == "scheme none on cpu has no native step"
 
 
+@needs_native
+@pytest.mark.parametrize(
+    "scheme,dtype,said",
+    [("int8", "bfloat16", True), ("int8", "float32", False), ("none", "bfloat16", False)],
+)
+def test_an_engine_says_at_its_start_that_it_takes_the_slow_path(
+    scheme, dtype, said, tmp_path, caplog
+):
+    load_engine(write_model(tmp_path), scheme=scheme, dtype=dtype, cache_gb=0.01, device="cpu")
+    lines = [r.getMessage() for r in caplog.records]
+    assert bool(lines) == said
+    if said:
+        assert len(lines) == 1 and "--dtype float32" in lines[0]
+
+
+def test_no_engine_recommends_a_dtype_that_would_not_help(tmp_path, caplog):
+    with decoding_by("torch"):
+        load_engine(
+            write_model(tmp_path), scheme="int8", dtype="bfloat16", cache_gb=0.01, device="cpu"
+        )
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "QURL_NATIVE=0" in line and "--dtype" not in line
+
+
 def test_a_library_that_does_not_fit_is_left_alone(tmp_path, monkeypatch):
     def refused() -> str:
         with pytest.raises(native.Unavailable) as why:
@@ -172,11 +253,11 @@ def test_a_library_that_does_not_fit_is_left_alone(tmp_path, monkeypatch):
 
     monkeypatch.setenv("QURL_NATIVE", "1")
     instructions = {"sse", "fma"} | native.INSTRUCTIONS
-    monkeypatch.setattr(native, "_instructions", lambda: instructions - {"avx512_vnni"})
+    monkeypatch.setattr(native, "instructions", lambda: instructions - {"avx512_vnni"})
     assert refused() == "the processor has no avx512_vnni"
-    monkeypatch.setattr(native, "_instructions", lambda: instructions)
+    monkeypatch.setattr(native, "instructions", lambda: instructions)
     monkeypatch.setattr(native, "BUILT", tmp_path / "_decode.so")
-    assert "_decode.so is not built" in refused()
+    assert refused() == f"_decode.so is not built; {BUILT_BY}"
     (tmp_path / "_decode.so").write_text("another machine's")
     assert "_decode.so cannot be loaded" in refused()
 
@@ -186,8 +267,9 @@ def test_a_library_built_from_another_source_is_left_alone(tmp_path, monkeypatch
     other = tmp_path / "decode.cpp"
     other.write_bytes(native.SOURCE.read_bytes() + b"\n")
     monkeypatch.setattr(native, "SOURCE", other)
-    with pytest.raises(native.Unavailable, match="built from another decode.cpp"):
+    with pytest.raises(native.Unavailable, match="built from another decode.cpp") as why:
         native._load()
+    assert str(why.value).endswith(BUILT_BY)
 
 
 def test_the_two_languages_agree_on_what_crosses_the_border():

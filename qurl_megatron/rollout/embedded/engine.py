@@ -4,10 +4,13 @@
 is synchronous and single-threaded; ``thread`` gives it a thread of its own.
 
 The schedule is a function of the order of arrival alone: first come, first served, and a waiting
-sequence that fits joins before the next decode step. One HTTP request is one command; submitted to
-an idle engine it gives the same bits every time. Requests that arrive while others run are batched
-differently from run to run, and floating-point sums (attention, norms, the head; not the INT8
-products) may then differ in the last bits, which a sampled token can amplify.
+sequence that fits joins before the next decode step. Only prefills of retracted sequences take
+turns with decode steps, so that those that are back do not stand still until all are.
+
+One HTTP request is one command; submitted to an idle engine it gives the same bits every time.
+Requests that arrive while others run are batched differently from run to run, and floating-point
+sums (attention, norms, the head; not the INT8 products) may then differ in the last bits, which a
+sampled token can amplify.
 
 Shapes: B running sequences, P prompts of one prefill.
 """
@@ -103,6 +106,7 @@ class Engine:
         self.generated = 0
         self.retractions = 0
         self._listeners = 0  # of running sequences
+        self._recomputed = False  # by the latest step
         self._batch = _Batch(max_rows, decoder.device)
 
     @property
@@ -124,7 +128,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Prefill what fits, or else decode one token for every running sequence."""
-        joining = self._admit()
+        decodes = self._recomputed and self.running
+        joining = [] if decodes else self._admit()
+        self._recomputed = any(s.output_ids for s in joining)
         if joining:
             self._prefill(joining)
         elif self.running:
@@ -145,7 +151,8 @@ class Engine:
         """Send the running sequences back to the head of the queue, to be prefilled anew.
 
         The shortest come first: they need the least work, and next to each other hardly any
-        padding, so that tokens flow again long before the longest are done.
+        padding. With a decode step after each prefill, their tokens flow again long before the
+        longest are done.
         """
         retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
         self.retractions += len(retracted)
@@ -241,9 +248,9 @@ class Engine:
         self._extend(self.decoder.logits(hidden_BH), 0)
 
     @functools.cached_property
-    def _step(self) -> native.Step | None:
+    def _step(self) -> native.NativeStep | None:
         """Made at the first step, when there are weights."""
-        return None if native.refusal(self.decoder) else native.Step(self.decoder, self.cache)
+        return None if native.refusal(self.decoder) else native.NativeStep(self.decoder, self.cache)
 
     def _extend(self, logits_BV: Tensor, first_row: int) -> None:
         """Sample a token for the rows from ``first_row`` on; end the sequences it completes."""

@@ -7,8 +7,9 @@ exact in INT8 (int32 accumulator). ``addend`` is a bias or the residual stream: 
 one pass over memory and one rounding.
 
 Without a GPU, weights are also kept in the layout that ``decode.cpp`` multiplies by
-(``native.Blocks``) or, where that cannot run, oneDNN (``Packed``): given the plain one, it
-rearranges all of it for every product, which at 8 rows takes as long as the product.
+(``native.Blocks``) or, where that cannot run, oneDNN (``Packed``); with AMX, in both. Given the
+plain one, oneDNN rearranges all of it for every product, which at 8 rows takes as long as the
+product.
 
 Shapes: T tokens, I input and O output channels.
 """
@@ -30,6 +31,7 @@ CUDA_INT8_ROWS = 32
 
 # Below, the packed product's fixed cost of 10 microseconds is more than it saves.
 PACK_FROM = 1 << 19  # codes of a matrix
+AMX_FROM = 65  # rows, as prefills have them
 U8_ZERO = 128  # what oneDNN adds to signed codes: it multiplies unsigned by signed ones
 
 
@@ -81,6 +83,14 @@ class Packed:
         )
 
 
+class WithAmx(native.Blocks):
+    """Blocks for few rows; for many also oneDNN's copy, whose products use AMX."""
+
+    def fill(self, w_OI: Tensor) -> None:
+        super().fill(w_OI)
+        self.for_many_rows = _packed(w_OI, self._scale_O)
+
+
 def pack(
     w_OI: Tensor, scale_O: Tensor, old: Packed | native.Blocks | None = None
 ) -> Packed | native.Blocks | None:
@@ -93,7 +103,9 @@ def pack(
         if isinstance(old, native.Blocks):
             old.fill(w_OI)
             return old
-        return native.Blocks(w_OI, scale_O)
+        amx = "amx_int8" in native.instructions() and w_OI.numel() >= PACK_FROM
+        kind = WithAmx if amx and _packed_product_is_exact() else native.Blocks
+        return kind(w_OI, scale_O)
     if w_OI.device.type != "cpu" or w_OI.numel() < PACK_FROM or not _packed_product_is_exact():
         return None
     return _packed(w_OI, scale_O)
@@ -127,6 +139,8 @@ def int8_linear(
     Args:
         packed: the weights once more, of ``pack``; the result is the same to the last bit.
     """
+    if isinstance(packed, WithAmx) and len(x_TI) >= AMX_FROM:
+        packed = packed.for_many_rows
     if isinstance(packed, native.Blocks):
         return packed.linear(x_TI, addend, largest).to(x_TI.dtype)
     codes_TI, scale_T1 = quantize_int8(x_TI, largest)

@@ -1,8 +1,8 @@
-"""The decode step in C++ (``decode.cpp``): looked for, checked, and handed a model's addresses.
+"""The decode step in C++, called from Python.
 
-The install builds it where there is a compiler. It is used on processors with AVX-512 VNNI, for
-INT8 products of float32 activations; everything else, and every other machine, takes the same
-computation in torch, which is its reference. ``QURL_NATIVE=0`` turns it off.
+The install builds ``decode.cpp`` where there is a compiler. It is used on processors with AVX-512
+VNNI, for INT8 products of float32 activations; everything else, and every other machine, takes the
+same computation in torch, which is its reference. ``QURL_NATIVE=0`` turns it off.
 
 Shapes: B rows, T tokens, H hidden, I inputs and O outputs of a matrix.
 """
@@ -29,6 +29,9 @@ BUILT = SOURCE.with_name("_decode" + sysconfig.get_config_var("EXT_SUFFIX"))
 # What setup.py lets the compiler use: the file may have been built on another machine.
 INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"}
 BLOCK = 32  # outputs of a block of weights
+BUILT_BY = (
+    "with a C++ compiler, `python setup.py build_ext --inplace --force` in the checkout builds it"
+)
 THREAD_PAYS_FROM = 1 << 20  # products of a layer: a barrier takes as long as some 20,000
 
 
@@ -39,17 +42,17 @@ class Unavailable(Exception):
 def _load() -> ctypes.CDLL:
     if os.environ.get("QURL_NATIVE") == "0":
         raise Unavailable("QURL_NATIVE=0")
-    if missing := INSTRUCTIONS - _instructions():
+    if missing := INSTRUCTIONS - instructions():
         raise Unavailable(f"the processor has no {', '.join(sorted(missing))}")
     if not BUILT.exists():
-        raise Unavailable(f"{BUILT.name} is not built; a C++ compiler and `make` build it")
+        raise Unavailable(f"{BUILT.name} is not built; {BUILT_BY}")
     try:
         # Its OpenMP is the one that torch has loaded, and so are its threads.
         library = ctypes.CDLL(str(BUILT))
     except OSError as error:
         raise Unavailable(f"{BUILT.name} cannot be loaded: {error}") from None
     if library.source() & 0xFFFFFFFF != zlib.crc32(SOURCE.read_bytes()):
-        raise Unavailable(f"{BUILT.name} is built from another {SOURCE.name}; `make` builds it")
+        raise Unavailable(f"{BUILT.name} is built from another {SOURCE.name}; {BUILT_BY}")
     library.pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
     library.linear.argtypes = [
         *(POINTER(_Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int)
@@ -58,11 +61,12 @@ def _load() -> ctypes.CDLL:
     return library
 
 
-def _instructions() -> set[str]:
+@functools.cache
+def instructions() -> frozenset[str]:
     """The processor's, by the names of Linux; elsewhere none is known."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    return set(found[1].split()) if found else set()
+    return frozenset(found[1].split() if found else ())
 
 
 @functools.cache
@@ -82,10 +86,11 @@ def refusal(decoder: "Decoder") -> str | None:
     """Why a decoder's steps are torch's; None where they are native."""
     if decoder.largest_code is None or decoder.device.type != "cpu":
         return f"scheme {decoder.scheme} on {decoder.device.type} has no native step"
+    if isinstance(found := _found(), Unavailable):
+        return str(found)
     if decoder.dtype is not torch.float32:
-        return f"a native step has float32 activations, not {decoder.dtype}"
-    found = _found()
-    return str(found) if isinstance(found, Unavailable) else None
+        return "native steps need float32 activations (--dtype float32)"
+    return None
 
 
 class _Matrix(Structure):
@@ -157,7 +162,7 @@ class Blocks:
         return y_TO
 
 
-class Step:
+class NativeStep:
     """All layers of a decode step, for a decoder and a cache whose memory never moves."""
 
     def __init__(self, decoder: "Decoder", cache: "Cache") -> None:

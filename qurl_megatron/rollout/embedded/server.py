@@ -137,6 +137,8 @@ def load_engine(
     decoder = Decoder(arch, scheme, DTYPES[dtype], torch.device(device))
     tensors, _ = read_weights(model_dir, decoder)
     decoder.load(tensors)
+    if decoder.largest_code and device == "cpu" and (why := native.refusal(decoder)):
+        log.warning("decode steps are computed by torch, which takes longer: %s", why)
     return Engine(decoder, cache_gb)
 
 
