@@ -36,6 +36,8 @@ NOISE = 3
 YARDSTICK = 0.10
 """By so much the yardsticks of two cases may differ; beyond, they saw two different machines."""
 
+SECONDS = ("s", "ms", "us", "µs", "CPU s", "core s", "GPU s")
+
 EXIT_CODES = {"equal or better": 0, "regression": 1, "no verdict": 3}
 
 
@@ -184,7 +186,7 @@ def _with_zeros(case: str, old: Figure, new: Figure) -> Compared:
 
 def is_time(unit: str) -> bool:
     """Seconds and rates follow the speed of the machine; bytes and errors do not."""
-    return unit in ("s", "ms", "us", "µs", "CPU s") or unit.endswith("/s")
+    return unit in SECONDS or unit.endswith("/s")
 
 
 def _scaled(figure: Figure, yardsticks: Sequence[float]) -> list[float]:

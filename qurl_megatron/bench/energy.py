@@ -1,9 +1,9 @@
-"""Joules, where the machine tells: RAPL for packages and memory, NVML for GPUs.
+"""Joules, where the machine reports them: RAPL for packages and memory, NVML for GPUs.
 
 Linux shows RAPL's counters, Intel's and AMD's alike, as folders of /sys/class/powercap. A counter
 only grows, until it has reached ``max_energy_range_uj``, minutes later, and begins anew: so
-``Meter`` reads it every second while a run goes on. What is told is the whole machine's, other
-processes included.
+``Meter`` reads it every second while a run goes on. Joules are the whole machine's, other processes
+included.
 """
 
 import bisect
@@ -66,10 +66,12 @@ def rapl(root: Path = POWERCAP) -> list[JouleCounter]:
         ]
         for counter in counters:
             counter.read()
-    except PermissionError as error:  # since 2020, because the counters betray keys
+    except PermissionError as error:  # since 2020, because the counters leak keys
         raise NoEnergy(
             f"{error.filename} may be read by root alone; `chmod a+r` it, or measure as root"
         ) from None
+    except OSError as error:  # a failed read names no file
+        raise NoEnergy(f"{error.filename or root} is unreadable: {error.strerror}") from None
     if not counters:
         raise NoEnergy(f"{root} has no intel-rapl or amd-rapl zone")
     return counters
@@ -104,7 +106,7 @@ def nvml() -> list[JouleCounter]:
         try:
             read()
         except pynvml.NVMLError as error:
-            raise NoEnergy(f"GPU {index} tells no energy: {error}") from None
+            raise NoEnergy(f"GPU {index} reports no energy: {error}") from None
         counters.append(JouleCounter(f"GPU {index}", read))
     return counters
 
@@ -114,7 +116,11 @@ def _millijoules(tell: Callable[[object], int], handle: object) -> float:
 
 
 class Meter:
-    """Joules by time, read by a thread of its own while the meter is open."""
+    """Joules by time, read by a thread of its own while the meter is open.
+
+    A counter that fails ends the joules and not the run that they are read beside: ``failed`` says
+    why, and there are none ``between`` any two moments.
+    """
 
     def __init__(
         self,
@@ -129,6 +135,7 @@ class Meter:
         self._thread = threading.Thread(target=self._go_on, name="joules", daemon=True)
         self.times: list[float] = []  # unix seconds
         self.joules: list[float] = []  # since the first of them
+        self.failed = ""  # which counter, and why
 
     def __enter__(self) -> "Meter":
         self.sample()
@@ -145,18 +152,30 @@ class Meter:
             self.sample()
 
     def sample(self) -> None:
+        if self.failed:
+            return
         total = self.joules[-1] if self.joules else 0.0
         for counter in self._counters:
-            value = counter.read()
-            grown = value - self._last.get(counter.name, value)
-            total += grown + (counter.wraps_at if grown < 0 else 0.0)
+            try:
+                value = counter.read()
+            except Exception as error:  # drivers have errors of their own; the run must go on
+                why = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self.failed = f"{counter.name} failed: {why}"
+                return
+            before = self._last.get(counter.name, value)
+            if value < before and math.isinf(counter.wraps_at):
+                fell = f"{counter.name} fell from {before:g} to {value:g} J"
+                self.failed = f"{fell}, as if its driver had been reloaded"
+                return
+            total += value - before + (counter.wraps_at if value < before else 0.0)
             self._last[counter.name] = value
         self.times.append(self._clock())
         self.joules.append(total)
 
     def between(self, start: float, end: float) -> float | None:
-        """Joules from one moment to another, in unix seconds; None where nobody measured."""
-        told = len(self.times) > 1 and len(self._counters) > 0
+        """Joules from one moment to another, in unix seconds; None where nobody measured, or
+        where a counter failed."""
+        told = len(self.times) > 1 and len(self._counters) > 0 and not self.failed
         if not (told and self.times[0] <= start <= end <= self.times[-1]):
             return None
         return self._at(end) - self._at(start)

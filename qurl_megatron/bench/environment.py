@@ -139,8 +139,13 @@ def _cpuinfo() -> dict[str, str]:
 
 @cache
 def limits(device: str = "cpu") -> dict[str, float]:
-    """The most that the machine does with the threads that torch has: GB/s read from memory, and
-    GFLOP/s (for INT8 10^9 operations per second) of products. A second on two cores.
+    """``measured_limits`` with the threads that torch has at the first call, measured once."""
+    return measured_limits(device)
+
+
+def measured_limits(device: str) -> dict[str, float]:
+    """The most that the machine does with the threads that torch has now: GB/s read from memory,
+    and GFLOP/s (for INT8 10^9 operations per second) of products. A second on two cores.
 
     Returns:
         ``read_gb_s``, ``int8_gop_s``, ``bf16_gflop_s``, ``fp32_gflop_s``.

@@ -62,7 +62,13 @@ def add_shared(parser: argparse.ArgumentParser, row: Benchmark) -> None:
             metavar="A,B",
             help=f"default {','.join(row.schemes)}",
         )
-    parser.add_argument("--repeats", type=_at_least_one, default=row.repeats, metavar="N")
+    parser.add_argument(
+        "--repeats",
+        type=_at_least_one,
+        default=row.repeats,
+        metavar="N",
+        help=f"default {row.repeats}",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -276,15 +282,17 @@ def _step(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="LAYOUT",
         help="strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
-        "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2; default: none",
+        "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2; default: none. With "
+        "--against, the default --repeats finds a phase twice as slow among up to 34 cases; more "
+        "cases need more repeats",
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=0,
         metavar="N",
-        help="of each training rank and engine on a CPU; default: its share of the cores, so that "
-        "more ranks have no more cores",
+        help="of each training rank and engine on a CPU; default: the cores over the number of "
+        "ranks, so more ranks get no more hardware; 1 for scaling",
     )
     parser.add_argument(
         "--mean-tokens", type=float, metavar="N", help="of a response, for the prediction"
@@ -356,7 +364,9 @@ BENCHMARKS = {
         "seconds and joules of a whole RL step, with rollouts in turn and ahead, and its scaling",
         _step,
         ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
-        repeats=8,  # fewer cannot show that one of its 18 figures is worse
+        # Of a case a step, five phases and its joules are compared: 21 figures by default, some 70
+        # with --layouts. Eight repeats cannot show that one of more than 64 is worse, nine of 243.
+        repeats=9,
     ),
     "versions": Benchmark(
         "whether the engines of a run served what its checkpoints hold",

@@ -134,15 +134,25 @@ def _add_step(spent: dict[str, float], seconds: float, long: float | None) -> No
 
 
 def accepted(records: Sequence[Record], recipe: Mapping) -> float:
-    """Samples that the steps of metrics.jsonl trained on: without those that were rejected, or that
-    only filled up a batch."""
+    """Samples that the steps of metrics.jsonl trained on: without groups that only filled up the
+    batch, those that the correction rejected, and those cut off, where they are masked.
+
+    The shares of rejected and of cut-off ones are of the whole batch, so each is taken to be the
+    same among what the others leave.
+
+    Args:
+        recipe: config.toml of the run; what it lacks counts as nothing.
+    """
     group = recipe.get("rollout", {}).get("samples_per_prompt", 0)
-    batch = group * recipe.get("data", {}).get("prompts_per_step", 0)
-    timed = [record.metrics for record in records if "time/step" in record.metrics]
+    prompts = recipe.get("data", {}).get("prompts_per_step", 0)
+    masked = recipe.get("algo", {}).get("mask_truncated", False)
     return sum(
-        batch * (1 - one.get("correction/rejected_responses", 0.0))
-        - group * one.get("sampling/unfilled", 0.0)
-        for one in timed
+        group
+        * (prompts - one.get("sampling/unfilled", 0.0))
+        * (1 - one.get("correction/rejected_responses", 0.0))
+        * (1 - (one.get("response/truncated", 0.0) if masked else 0.0))
+        for record in records
+        if "time/step" in (one := record.metrics)
     )
 
 

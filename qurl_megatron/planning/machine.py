@@ -18,7 +18,7 @@ CPU = "cpu"
 
 
 def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
-    """A device from what ``bench.environment.limits`` measured.
+    """A device from what ``bench.environment.measured_limits`` found.
 
     Args:
         wide: "fp32" or "bf16", what is not quantized.
@@ -32,7 +32,7 @@ def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
         hbm=1e9 * limits["read_gb_s"],
         nvlink=LOOPBACK,
         network=LOOPBACK,
-        source="measured here: bench.environment.limits",
+        source="measured here: bench.environment.measured_limits",
     )
 
 
@@ -61,12 +61,14 @@ def here(dtype: str, threads: int = 0) -> Gpu:
     """This machine; takes two seconds."""
     import torch
 
-    from qurl_megatron.bench.environment import limits
+    from qurl_megatron.bench.environment import measured_limits
 
     cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
     found = []
-    for count in (1, cores):
-        torch.set_num_threads(count)
-        found.append(limits.__wrapped__())  # the cache knows nothing of threads
-    torch.set_num_threads(before)
+    try:
+        for count in (1, cores):
+            torch.set_num_threads(count)
+            found.append(measured_limits("cpu"))
+    finally:
+        torch.set_num_threads(before)
     return cpu(*found, dtype, cores=cores, threads=threads)

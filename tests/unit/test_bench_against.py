@@ -142,6 +142,16 @@ def test_bytes_are_not_divided_by_the_yardstick():
     assert compare(memory(1.0), memory(2.0)).exit_code == 0
 
 
+@pytest.mark.parametrize("unit", ["s", "CPU s", "core s", "GPU s"])
+def test_seconds_of_any_device_are_divided_by_the_yardstick(unit):
+    def cost(factor: float) -> Record:
+        repeats = [factor * (10 + i / 100) for i in range(REPEATS)]
+        seconds = Figure(name="cost", unit=unit, better="lower", repeats=repeats)
+        return record(case("a", [], [factor] * REPEATS, figures=[seconds]))
+
+    assert compare(cost(1.0), cost(1.08)).exit_code == 0  # the machine as a whole was slower
+
+
 EVEN = case("a", [10 + i / 100 for i in range(REPEATS)])
 WORSE = case("a", [20 + i / 100 for i in range(REPEATS)])
 
@@ -213,27 +223,39 @@ def test_a_figure_that_is_only_told_is_neither_compared_nor_counted_nor_missed()
     assert told("tail", 1.0).share is None
 
 
-def many(repeats: int, factor: float) -> Record:
-    """As many figures as bench step has with its defaults."""
-    even = [factor * (10 + i / 100) for i in range(repeats)]
-    phases = [
-        Figure(name=f"phase {number}", unit="s", better="lower", repeats=even)
-        for number in range(6)
-    ]
-    names = ("staleness 0", "staleness 1", "staleness 2")
-    return record(*(case(name, [], [1.0] * repeats, figures=phases) for name in names))
+def many(repeats: int, factor: float, *, cases: int = 3) -> Record:
+    """As many figures as bench step compares, by default of three cases: a step, its five phases
+    and its joules. Of the first case one phase takes ``factor`` times as long."""
+    figures = {
+        (number, phase): Figure(
+            name=f"phase {phase}",
+            unit="s",
+            better="lower",
+            repeats=[(1.0 if number or phase else factor) * (10 + i / 100) for i in range(repeats)],
+        )
+        for number in range(cases)
+        for phase in range(7)
+    }
+    return record(
+        *(
+            case(f"{n}", [], [1.0] * repeats, figures=[figures[n, phase] for phase in range(7)])
+            for n in range(cases)
+        )
+    )
 
 
 def test_too_few_repeats_for_so_many_figures_is_the_reason_and_not_noise():
     found = compare(many(6, 1.0), many(6, 2.0))
     assert found.exit_code == 3
-    assert "6 repeats are too few for 18 figures" in found.text()
+    assert "6 repeats are too few for 21 figures" in found.text()
     assert "noisy" not in found.text()
 
 
-def test_a_step_that_is_twice_as_slow_is_a_regression_with_the_repeats_of_bench_step():
+@pytest.mark.parametrize("cases", [3, 10, 34])  # staleness, with some layouts, with many
+def test_one_phase_twice_as_slow_is_a_regression_with_the_repeats_of_bench_step(cases):
     repeats = BENCHMARKS["step"].repeats
-    assert compare(many(repeats, 1.0), many(repeats, 2.0)).exit_code == 1
+    old, new = (many(repeats, factor, cases=cases) for factor in (1.0, 2.0))
+    assert compare(old, new).exit_code == 1
 
 
 def test_what_could_be_run_on_neither_side_is_left_out():

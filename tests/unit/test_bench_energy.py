@@ -42,7 +42,7 @@ def test_packages_and_memory_count_once(powercap):
     assert {counter.wraps_at for counter in found} == {RANGE_UJ / 1e6}
 
 
-def test_a_machine_without_the_folder_tells_no_energy(tmp_path):
+def test_a_machine_without_the_folder_reports_no_energy(tmp_path):
     with pytest.raises(NoEnergy, match=r"powercap has no intel-rapl or amd-rapl zone"):
         rapl(tmp_path / "powercap")
 
@@ -57,6 +57,15 @@ def test_a_counter_that_root_alone_may_read_names_the_file_and_the_mend(powercap
 
     monkeypatch.setattr(Path, "read_text", refuses)
     with pytest.raises(NoEnergy, match="intel-rapl:0/energy_uj may be read by root alone; `chmod"):
+        rapl(powercap)
+
+
+def test_a_counter_that_cannot_be_read_is_no_energy_and_names_the_error(powercap, monkeypatch):
+    def broken(file, *words, **more):
+        raise OSError(5, "Input/output error")  # of a read, which names no file
+
+    monkeypatch.setattr(Path, "read_text", broken)
+    with pytest.raises(NoEnergy, match="powercap is unreadable: Input/output error"):
         rapl(powercap)
 
 
@@ -102,6 +111,31 @@ def test_a_meter_reads_while_it_is_open(powercap):
     assert meter.between(start, end) == pytest.approx(500)
 
 
+def test_a_counter_that_fails_meanwhile_ends_no_run_and_leaves_no_joules_across_the_gap():
+    reads = iter([1.0, OSError(5, "Input/output error"), 3.0])
+
+    def read() -> float:
+        if isinstance(found := next(reads), OSError):
+            raise found
+        return found
+
+    clock = Clock()
+    with Meter([JouleCounter("package-0", read)], every_s=60.0, clock=clock) as meter:
+        clock.seconds = 1.0
+        meter.sample()
+        clock.seconds = 2.0
+    assert meter.between(0, 2) is None
+    assert meter.failed == "package-0 failed: OSError: [Errno 5] Input/output error"
+
+
+def test_a_counter_that_falls_and_never_wraps_leaves_no_joules():
+    reads = iter([7.0, 2.0])
+    with Meter([JouleCounter("GPU 0", lambda: next(reads))], every_s=60.0) as meter:
+        pass
+    assert meter.between(meter.times[0], meter.times[-1]) is None
+    assert meter.failed == "GPU 0 fell from 7 to 2 J, as if its driver had been reloaded"
+
+
 def fake_nvml(**changes) -> SimpleNamespace:
     class NVMLError(Exception):
         pass
@@ -121,7 +155,7 @@ def test_gpus_tell_joules_since_their_driver_was_loaded(monkeypatch):
     assert [(c.name, c.read()) for c in nvml()] == [("GPU 0", 7.0), ("GPU 1", 8.0)]
 
 
-def test_gpus_that_tell_no_energy_say_so(monkeypatch):
+def test_gpus_that_report_no_energy_say_so(monkeypatch):
     library = fake_nvml()
 
     def too_old(_):
@@ -129,7 +163,7 @@ def test_gpus_that_tell_no_energy_say_so(monkeypatch):
 
     library.nvmlDeviceGetTotalEnergyConsumption = too_old
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    with pytest.raises(NoEnergy, match="GPU 0 tells no energy: Not Supported"):
+    with pytest.raises(NoEnergy, match="GPU 0 reports no energy: Not Supported"):
         nvml()
 
 

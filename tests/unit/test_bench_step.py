@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +12,19 @@ from qurl_megatron.bench import step as bench_step
 from qurl_megatron.bench.energy import JouleCounter, Meter
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import Case
+from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.step import one_run
-from qurl_megatron.bench.step.cases import told
-from qurl_megatron.bench.step.one_run import read_run
+from qurl_megatron.bench.step.cases import case_of, told
+from qurl_megatron.bench.step.forecast import Foretold
+from qurl_megatron.bench.step.one_run import Usual, read_run
+from qurl_megatron.bench.step.settings import Setting
 from qurl_megatron.bench.step.sizes import Sizes, doubled, linear, parse, sharing, smallest
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GPUS
 from qurl_megatron.planning.machine import cpu
+from qurl_megatron.planning.own import Own
 
+QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 ALONE = {"read_gb_s": 20.0, "int8_gop_s": 80.0, "bf16_gflop_s": 90.0, "fp32_gflop_s": 40.0}
 BOTH = {name: 2 * rate for name, rate in ALONE.items()}
 SETTINGS = """
@@ -70,7 +74,7 @@ def write_run(folder: Path, seconds: dict, *, ahead=0.0, masked="false", steps=4
 
 
 @pytest.mark.parametrize(("ahead", "share"), [(0.0, 0.0), (1.0, 0.5)])
-def test_a_run_is_its_median_step_without_the_first_and_the_rollouts_overlap(
+def test_a_run_is_its_median_step_without_the_first_two_and_the_rollouts_overlap(
     tmp_path, ahead, share
 ):
     write_run(tmp_path / "run", {"rollout": 2.0, "train": 3.0}, ahead=ahead)
@@ -87,6 +91,7 @@ def test_a_run_is_its_median_step_without_the_first_and_the_rollouts_overlap(
         ({"correction/rejected_responses": 0.25}, "false", 24),
         ({"response/truncated": 0.5}, "false", 32),  # cut off, but trained on
         ({"response/truncated": 0.5, "sampling/unfilled": 4.0}, "true", 8),
+        ({"correction/rejected_responses": 0.5, "sampling/unfilled": 8.0}, "false", 0),
     ],
 )
 def test_a_sample_is_accepted_where_the_loss_counts_it(tmp_path, metrics, masked, accepted):
@@ -107,8 +112,8 @@ def test_joules_are_those_of_the_steps_that_count(tmp_path):
     assert read_run(tmp_path / "run").joules is None
 
 
-def test_a_machine_that_tells_no_energy_gives_a_note():
-    assert told([], ["no RAPL", "no NVML"]) == "the machine tells no energy: no RAPL; no NVML"
+def test_a_machine_that_reports_no_energy_gives_a_note():
+    assert told([], ["no RAPL", "no NVML"]) == "the machine reports no energy: no RAPL; no NVML"
     counter = JouleCounter("package-0", float)
     assert told([counter], ["no NVML"]) == "package-0 (no NVML)"
     assert told([counter], []) == "package-0"
@@ -131,17 +136,17 @@ def test_what_is_no_layout_is_refused(name):
         parse(name)
 
 
-TOOK = {"step": 10.0, "rollout": 4.0, "score": 1.0, "train": 3.0, "publish": 1.5}
+TOOK = {"step": 10.0, "rollout": 4.0, "reward": 0.25, "score": 1.0, "train": 3.0, "publish": 1.5}
 
 
 def test_linear_scaling_by_hand():
     """On GPUs of their own, twice the data ranks halve score and train, and leave the rest."""
     gpu = GPUS["h100"]
     found = linear(TOOK, parse("dp2"), parse("tp1"), 1.0, gpu)
-    assert found == {"rollout": 4.0, "score": 0.5, "train": 1.5, "step": 8.0}
-    # Twice the work: the trainer as long as before, the one engine twice as long.
+    assert found == {"rollout": 4.0, "reward": 0.25, "score": 0.5, "train": 1.5, "step": 8.0}
+    # Twice the work: the trainer as long as before, the one engine and the rewards twice as long.
     found = linear(TOOK, parse("dp2"), parse("tp1"), 2.0, gpu)
-    assert found == {"rollout": 8.0, "score": 1.0, "train": 3.0, "step": 14.0}
+    assert found == {"rollout": 8.0, "reward": 0.5, "score": 1.0, "train": 3.0, "step": 14.25}
 
 
 @pytest.mark.parametrize(
@@ -180,10 +185,10 @@ def test_ranks_that_share_cores_are_told():
 def bench(monkeypatch, tmp_path):
     """Runs the benchmark with a recipe whose runs take what the test says."""
 
-    def limits():
+    def limits(_: str) -> dict[str, float]:
         return ALONE if torch.get_num_threads() == 1 else BOTH
 
-    monkeypatch.setattr("qurl_megatron.bench.environment.limits", cache(limits))
+    monkeypatch.setattr("qurl_megatron.bench.environment.measured_limits", limits)
     monkeypatch.setattr("qurl_megatron.planning.machine.os.sched_getaffinity", lambda _: {0, 1})
     started = []
 
@@ -223,7 +228,30 @@ def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_
     assert case.figure("step").limit == 3.0 and case.figure("step").share == 0.6
     # 512 responses are not those of the fake run's settings: 32 in 5 s on two cores.
     assert case.figure("per accepted sample").median == pytest.approx(2 * 5 / 32)
-    assert case.notes["energy"].startswith("the machine tells no energy: ")
+    assert case.notes["energy"].startswith("the machine reports no energy: ")
+
+
+def test_what_follows_from_other_figures_is_not_compared_with_an_older_record():
+    usual = Usual(seconds=TOOK, engines=4.0, overlap=0.0, length=3.0, accepted=5.0, joules=10.0)
+    own = Own(QUICKSTART, (), GPUS["h100"], node=8)
+    setting = Setting(name="quickstart", keys={}, own=own)
+    case = case_of(setting, Repeats(results=[usual], yardsticks=[1.0]), Foretold(), "package-0")
+    assert case.figure("energy per accepted sample").median == 2.0
+    compared = {figure.name for figure in case.figures if figure.better}
+    assert compared == {*TOOK, "energy of a step"}
+
+
+def test_a_counter_that_failed_is_noted_beside_the_case_without_joules(bench, monkeypatch):
+    reads = iter([7.0, 8.0, 7.0])  # of making the model, and of the run
+
+    def read() -> float:
+        return next(reads)
+
+    counter = JouleCounter("GPU 0", read)
+    monkeypatch.setattr(bench_step, "joule_counters", lambda: ([counter], []))
+    (case,) = bench("--staleness", "0")
+    assert "energy of a step" not in {figure.name for figure in case.figures}
+    assert case.notes["energy"] == "no joules: GPU 0 failed: StopIteration"
 
 
 def test_a_model_that_is_missing_is_made_before_anything_is_measured(bench):
@@ -295,22 +323,54 @@ def test_a_slow_phase_is_found_in_its_layout_and_phase_alone(bench):
     # Linear: 2 + 0.5 + 1.5 + 0.5 of 6 s.
     assert cases["tp2, strong"].figure("step").share == pytest.approx(4.5 / 6)
     assert cases["dp2, strong"].figure("step").share == pytest.approx(1.0)
-    # The plan made of the others does not know of it and expects a shorter step; theirs go by the
-    # median, which passes over the slow layout.
-    error = {
-        name: cases[name].figure("error of that").median for name in ("tp2, strong", "dp2, strong")
-    }
-    assert error["tp2, strong"] < error["dp2, strong"] - 15
+    # The plan made of the others does not know of it.
+    even = scaling(bench, phases_of)["tp2, strong"]
+    slow = cases["tp2, strong"]
+    planned = "step, planned from the others"
+    assert slow.figure(planned).median == pytest.approx(even.figure(planned).median)
+    assert slow.figure("error of that").median < even.figure("error of that").median - 15
+
+
+def test_a_layout_is_not_planned_from_its_own_runs_at_another_scale(bench):
+    def planned(slow: float) -> float:
+        def took(given):
+            phases = phases_of(given)
+            own = given.get("parallel.data") == "2"
+            return {phase: (slow if own else 1.0) * seconds for phase, seconds in phases.items()}
+
+        words = ["--staleness", "0", "--threads", "1", "--layouts", "tp1", "dp2"]
+        cases = {case.name: case for case in bench(*words, took=took)}
+        case = cases["quickstart, dp2, strong"]
+        return case.figure("step, planned from the others").median
+
+    assert planned(1.0) == pytest.approx(planned(10.0))
 
 
 def test_layouts_that_nobody_ran_are_planned_from_those_that_were(bench):
-    cases = scaling(bench, phases_of)
+    """Runs that all take three times what a plan says of them leave no error, and make it say three
+    times as much of the next layout."""
+    here = cpu(ALONE, BOTH, "float32", cores=2, threads=1)
+
+    def plan(given: dict, **more) -> dict[str, float]:
+        words = {**given, "rollout.engine_threads": "1", **more}
+        overrides = tuple(f"{key}={value}" for key, value in words.items())
+        logged = Own(QUICKSTART, overrides, here, node=1).predict(mean=3.0).logged
+        return {name.removeprefix("time/"): seconds for name, seconds in logged.items()}
+
+    def took(given: dict) -> dict[str, float]:
+        phases = plan(given)
+        return {phase: 3 * phases[phase] for phase in ("rollout", "score", "train", "publish")}
+
+    cases = scaling(bench, took)
+    measured = [case for name, case in cases.items() if "not measured" not in name]
+    errors = [case.figure("error of that").median for case in measured]
+    assert errors == pytest.approx([0.0] * len(measured), abs=1e-6)
     larger = cases["engines4, not measured"]
     planned = larger.figure("step, planned from the others")
     assert planned.better is None and planned.unit == "s"
-    # Four engines find no more cores than two.
-    took = cases["engines2, strong"].figure("step").median
-    assert planned.median == pytest.approx(took, rel=0.5)
+    ran = next(given for given in bench.started if given.get("rollout.engines") == "2")
+    four = 3 * plan(ran, **{"rollout.engines": 4})["step"]
+    assert planned.median == pytest.approx(four)
     assert larger.notes["cores"] == "1 training rank, 0.5 a core; 4 engines, 2 a core (2 cores)"
 
 

@@ -2,10 +2,10 @@
 
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
@@ -13,6 +13,7 @@ from qurl_megatron.planning import machine
 from qurl_megatron.planning.command import workload
 from qurl_megatron.planning.constants import GPUS, ON_CPU, constants_of
 from qurl_megatron.planning.layouts import own_choice
+from qurl_megatron.planning.machine import here
 from qurl_megatron.planning.measured import Measured
 from qurl_megatron.planning.own import Own, extrapolated
 from qurl_megatron.planning.predict import Planner
@@ -114,6 +115,21 @@ def test_what_is_generated_ahead_takes_cores_from_the_training(shape):
     assert free.step == apart.step
 
 
+def test_torch_has_its_threads_again_where_measuring_the_machine_fails(monkeypatch):
+    def fails(_: str) -> dict:
+        raise MemoryError
+
+    monkeypatch.setattr("qurl_megatron.bench.environment.measured_limits", fails)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        with pytest.raises(MemoryError):
+            here("float32")
+        assert torch.get_num_threads() == before + 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def call(capsys, *words) -> tuple[int, str, str]:
     code = main(["plan", *map(str, words)])
     seen = capsys.readouterr()
@@ -121,7 +137,7 @@ def call(capsys, *words) -> tuple[int, str, str]:
 
 
 def test_the_command_plans_embedded_engines_on_this_cpu(shape, monkeypatch, capsys):
-    monkeypatch.setattr("qurl_megatron.bench.environment.limits", cache(lambda: BOTH))
+    monkeypatch.setattr("qurl_megatron.bench.environment.measured_limits", lambda _: BOTH)
     words = [QUICKSTART, "--gpu", "cpu", "--gpus", "4", "--config", shape, "--up-to", "0"]
     code, out, _ = call(capsys, *words)
     assert code == 0 and "4 x cpu" in out and "* TP2 + 2 x TP1" in out

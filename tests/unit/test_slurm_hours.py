@@ -157,11 +157,16 @@ def test_a_supervisor_that_was_killed_leaves_an_attempt_that_ended_with_its_last
     assert second.began == Began(5000.0, 1, 1)
 
 
-def test_rejected_samples_and_those_that_fill_up_are_not_accepted():
+@pytest.mark.parametrize(("masked", "samples"), [(False, 24 * 0.75), (True, 24 * 0.75 * 0.5)])
+def test_samples_that_are_rejected_or_fill_up_or_are_cut_off_and_masked_are_not_accepted(
+    masked, samples
+):
     recipe = {"data": {"prompts_per_step": 4}, "rollout": {"samples_per_prompt": 8}}
+    recipe["algo"] = {"mask_truncated": masked}
     metrics = {"time/step": 1.0, "correction/rejected_responses": 0.25, "sampling/unfilled": 1.0}
+    metrics["response/truncated"] = 0.5
     lines = [Record(1, 0.0, metrics), Record(1, 0.0, {"eval/accuracy": 1.0})]
-    assert accepted(lines, recipe) == 32 * 0.75 - 8
+    assert accepted(lines, recipe) == samples
 
 
 def test_the_table_and_its_json_say_the_same(twice, capsys):

@@ -1,9 +1,10 @@
 """Seconds and joules of a whole RL step: phases, overlap, scaling, and what a plan foretold.
 
 A repeat is one run of a recipe for a few steps, and what stands for it is the median of its steps
-but the first (``one_run``). At every ``rollout.max_staleness`` that is asked for the recipe runs in
-its own layout: 0 generates and trains in turn, 1 and more generate while the policy trains. The
-limit of such a step is the longer of what engines and trainer do: all of the other one behind it.
+but the first two (``one_run``). At every ``rollout.max_staleness`` that is asked for the recipe
+runs in its own layout: 0 generates and trains in turn, 1 and more generate while the policy trains.
+The limit of such a step is the longer of what engines and trainer do: all of the other one behind
+it.
 
 ``--layouts`` adds strong and weak scaling, in turn, so that no phase hides behind another; their
 limit is linear scaling from the smallest layout (``sizes``), so the share of it is the efficiency.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from qurl_megatron.bench.energy import JouleCounter
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats
-from qurl_megatron.bench.step.forecast import Foretold, by_others
+from qurl_megatron.bench.step.forecast import Foretold, by_others, only_told
 from qurl_megatron.bench.step.one_run import PHASES, Usual
 from qurl_megatron.bench.step.settings import Setting
 from qurl_megatron.bench.step.sizes import linear, sharing, smallest
@@ -17,7 +17,7 @@ def told(counters: Sequence[JouleCounter], missing: Sequence[str]) -> str:
     """What a record notes of its joules."""
     why = "; ".join(missing)
     if not counters:
-        return f"the machine tells no energy: {why}"
+        return f"the machine reports no energy: {why}"
     return ", ".join(counter.name for counter in counters) + (f" ({why})" if why else "")
 
 
@@ -52,7 +52,7 @@ def case_of(
     notes = {
         "overlap": round(statistics.median(shares), 3),
         "accepted": round(statistics.fmean(run.accepted for run in runs.results), 1),
-        "energy": energy,
+        "energy": next((f"no joules: {r.no_joules}" for r in runs.results if r.no_joules), energy),
     }
     if setting.sizes:
         notes["cores"] = sharing(setting.sizes, setting.own.gpu)
@@ -74,23 +74,20 @@ def _longer_side(run: Usual) -> float:
 
 
 def _costs(own: Own, runs: Sequence[Usual]) -> list[Figure]:
-    """Of a response that is trained on, where any is; and joules, where the machine tells."""
+    """Of a response that is trained on, where any is; and joules, where the machine reports them.
+    Costs of a response follow from the step's, so they are only told."""
     device = "core" if own.gpu.cores else "GPU"
     found = []
     if all(run.accepted > 0 for run in runs):
         spent = [own.busy * run.seconds["step"] / run.accepted for run in runs]
-        found.append(_cost("per accepted sample", f"{device} s", spent))
+        found.append(only_told("per accepted sample", f"{device} s", spent))
     joules = [run.joules for run in runs if run.joules is not None]
     if joules and len(joules) == len(runs):
-        found.append(_cost("energy of a step", "J", joules))
+        found.append(Figure(name="energy of a step", unit="J", better="lower", repeats=joules))
         if all(run.accepted > 0 for run in runs):
             shares = [j / run.accepted for j, run in zip(joules, runs, strict=True)]
-            found.append(_cost("energy per accepted sample", "J", shares))
+            found.append(only_told("energy per accepted sample", "J", shares))
     return found
-
-
-def _cost(name: str, unit: str, repeats: list[float]) -> Figure:
-    return Figure(name=name, unit=unit, better="lower", repeats=repeats)
 
 
 def scaling_cases(
@@ -118,7 +115,7 @@ def scaling_cases(
             {} if setting is first else limits,
             f"linear from {base.name}{cores}",
         )
-        others = [s for s in settings if s is not setting]
+        others = [s for s in settings if s.sizes != sizes]  # neither its strong nor its weak runs
         case.figures.extend(by_others(setting, others, measured))
         cases.append(case)
     return cases

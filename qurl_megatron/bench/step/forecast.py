@@ -56,7 +56,7 @@ def by_others(
         return []
     took = [run.seconds["step"] for run in measured[setting.name].results]
     errors = [100 * (plan / real - 1) for plan, real in zip(planned, took, strict=True)]
-    return [_only_told(BY_OTHERS, "s", planned), _only_told(ERROR, "%", errors)]
+    return [only_told(BY_OTHERS, "s", planned), only_told(ERROR, "%", errors)]
 
 
 def extrapolations(
@@ -102,10 +102,11 @@ def next_case(
     return Case(
         name=name,
         keys=keys,
-        figures=[_only_told(BY_OTHERS, "s", planned)],
+        figures=[only_told(BY_OTHERS, "s", planned)],
         notes={"cores": cores} if cores else {},
     )
 
 
-def _only_told(name: str, unit: str, repeats: list[float]) -> Figure:
+def only_told(name: str, unit: str, repeats: list[float]) -> Figure:
+    """What follows from other figures, and would be compared with an older record twice."""
     return Figure(name=name, unit=unit, better=None, repeats=repeats)

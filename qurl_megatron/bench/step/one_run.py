@@ -5,12 +5,13 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.bench.energy import Meter
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.hours import accepted
 from qurl_megatron.observe.lanes import overlap
 from qurl_megatron.observe.plots import History
 from qurl_megatron.observe.sinks import read_metrics
@@ -29,7 +30,8 @@ class Usual:
     overlap: float  # share of them that lies behind other work
     length: float  # tokens of a response
     accepted: float  # responses that a step trains on, mean
-    joules: float | None = None  # of a step, mean; None: the machine does not tell
+    joules: float | None = None  # of a step, mean; None: the machine does not report them
+    no_joules: str = ""  # why, where a counter failed during the run
 
 
 def train(recipe: str, overrides: Sequence[str], *, threads: int) -> None:
@@ -73,6 +75,8 @@ def read_run(run_dir: Path, meter: Meter | None = None) -> Usual:
     ends = {r.step: r.time for r in records if "time/step" in r.metrics and r.step >= FIRST}
     start, end = ends.get(FIRST), ends[max(ends)]
     joules = meter.between(start, end) if meter and start else None
+    counts = [r for r in records if "time/step" in r.metrics and r.step > FIRST]
+    recipe = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
     return Usual(
         seconds={
             name: statistics.median(found)
@@ -82,27 +86,7 @@ def read_run(run_dir: Path, meter: Meter | None = None) -> Usual:
         engines=statistics.median(generating) if generating else 0.0,
         overlap=overlap(spans),
         length=statistics.median(counted("response/length")),
-        accepted=accepted(run_dir, counted),
+        accepted=accepted(counts, recipe) / len(counts),
         joules=None if joules is None else joules / (len(ends) - 1),
+        no_joules=meter.failed if meter else "",
     )
-
-
-def accepted(run_dir: Path, counted: Callable[[str], list[float]]) -> float:
-    """Responses that a step trains on, mean: without groups that only fill up the batch, those that
-    the correction rejects, and those cut off, where they are masked.
-
-    Args:
-        counted: metric -> its values of the steps that count; [] where it was not logged.
-    """
-    settings = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
-    group = settings["rollout"]["samples_per_prompt"]
-
-    def mean(metric: str) -> float:
-        values = counted(metric)
-        return statistics.fmean(values) if values else 0.0
-
-    found = group * (settings["data"]["prompts_per_step"] - mean("sampling/unfilled"))
-    found *= 1 - mean("correction/rejected_responses")
-    if settings["algo"]["mask_truncated"]:
-        found *= 1 - mean("response/truncated")
-    return found

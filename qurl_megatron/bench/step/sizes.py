@@ -2,9 +2,10 @@
 
 **Strong**: the same work for more ranks. **Weak**: as much work for each; prompts grow with data
 ranks or engines, so layouts with neither have no such case. Linear is what each side would take if
-its ranks lost nothing: score and train by training ranks, rollout by engines; reward and publish
-are not split. On a CPU it is not the ranks that count but what the cores under them multiply, as
-it was measured: beyond the cores linear is level.
+its ranks lost nothing: score and train by training ranks, rollout by engines. Reward is not split,
+and grows with the prompts; publish, and what no phase counts, stay as they are. On a CPU it is not
+the ranks that count but what the cores under them multiply, as it was measured: beyond the cores
+linear is level.
 """
 
 import re
@@ -24,6 +25,8 @@ KEYS = {
 
 SPLIT = {"rollout": "engines", "score": "trainer", "train": "trainer"}
 """By phase, whose number it goes by."""
+UNSPLIT = "reward"
+"""A phase that one process does for all responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,8 @@ def linear(
         side = SPLIT.get(phase)
         if side:
             found[phase] = seconds * work / gain(getattr(sizes, side), getattr(base, side), machine)
+        elif phase == UNSPLIT:
+            found[phase] = seconds * work
     rest = phases["step"] - sum(phases[phase] for phase in found)
     return {**found, "step": sum(found.values()) + rest}
 
