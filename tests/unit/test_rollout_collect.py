@@ -251,11 +251,11 @@ def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
 
 def test_requests_on_a_paused_engine_wait_and_do_not_count_as_stragglers():
     engine = FakeEngine(token_s=0.01)
-    with fleet_of(engine, straggler_s=0.3) as fleet, ThreadPoolExecutor(1) as pool:
+    with fleet_of(engine, straggler_s=1.5) as fleet, ThreadPoolExecutor(1) as pool:
         with fleet.publication() as engines:
             fleet.each(lambda e: e.client.pause(), "pausing", engines)
             pending = pool.submit(gather, fleet)
-            time.sleep(0.8)
+            time.sleep(2.0)
             assert not pending.done() and not engine.answered
             fleet.each(lambda e: e.client.resume(), "resuming", engines)
         check_whole(pending.result(10))
