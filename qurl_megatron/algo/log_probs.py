@@ -3,7 +3,7 @@
 The logits are the largest tensor of the step, so they are neither gathered nor copied whole to
 float32. Both directions walk over chunks of tokens through a small float32 scratch; the backward
 pass recomputes the softmax and writes the gradient over the logits, which nobody needs any more.
-On a GPU with Triton, ``fused.vocabulary`` walks in their stead, and needs no scratch.
+On a GPU with Triton, ``fused.vocabulary`` does this instead, and needs no scratch.
 
 Shapes: T = tokens, v = this rank's slice of the vocabulary, C = tokens of one chunk,
 n = real (not padding) columns of the slice.

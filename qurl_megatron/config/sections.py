@@ -278,7 +278,7 @@ class AlgoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Off-policy correction beside algo.objective: rho of what, and which responses are dropped."""
+    """Off-policy correction beside algo.objective: how rho is formed, and what is dropped."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
     """What importance weights are of: rho = proximal/behaviour of each token, the product over its
@@ -624,7 +624,8 @@ class TrainConfig:
     """Score and train the responses to one prompt with the prompt computed once, as far as they are
     in one minibatch; they lie end to end then, whatever packed says. Where this cannot be done (on
     GPUs, with context parallelism) a run says so once, and computes each prompt with each
-    response."""
+    response. Data ranks are balanced by positions, so even without max_tokens their numbers of
+    passes may differ; train/passes is that of the rank with most."""
 
     seed: int = 0
 

@@ -5,17 +5,21 @@ from there. A branch begins with the prompt's last token, because it is there th
 first token is predicted, another one in each branch; it ends before the response's last token,
 which predicts nothing. A response that has its prompt to itself is a branch without a prefix.
 
-A family is a list of responses to the same prompt; to be cut costs it one prefix more.
+A family is a list of responses to the same prompt; each cut costs one more copy of the prefix.
 """
 
+from bisect import insort
 from collections.abc import Callable, Sequence
+from heapq import heapreplace
 from typing import NamedTuple
 
 from qurl_megatron.data.passes import plan_passes
 
 Family = list[int]  # indices of responses
-Cost = Callable[[Family], int]
+Positions = Callable[[Family], int]
 """Positions that a family takes."""
+
+CUTS = 3  # that are tried for each hand
 
 
 class Tree(NamedTuple):
@@ -54,30 +58,36 @@ def families(indices: Sequence[int], prompts: Sequence[int]) -> list[Family]:
     return list(found.values())
 
 
-def spread(whole: Sequence[Family], hands: int, cost: Cost) -> list[list[Family]]:
+def spread(whole: Sequence[Family], hands: int, positions: Positions) -> list[list[Family]]:
     """Families for each of ``hands`` data ranks, so that the busiest has as little as can be.
 
     The largest family goes to whoever has least, and so on. One is cut where there are fewer than
-    hands, and as long as the busiest hand has less for it.
+    hands. Then the busiest hand's largest family is cut, again and again, and the best of these
+    deals counts: where two hands are equally busy, only the second cut helps. ``CUTS`` a hand bound
+    the work: 0.1 s for 512 prompts on 64 ranks.
     """
-    parts = list(whole)
-    while len(parts) < hands:
-        parts = _halved(parts, max(parts, key=len))
-
-    def load(hand: list[Family]) -> int:
-        return sum(map(cost, hand))
-
-    dealt = _largest_first(parts, hands, cost)
-    while many := [part for part in max(dealt, key=load) if len(part) > 1]:
-        cut = _halved(parts, max(many, key=cost))
-        tried = _largest_first(cut, hands, cost)
-        if max(map(load, tried)) >= max(map(load, dealt)):
+    cut = list(whole)
+    while len(cut) < hands:
+        longest = max(cut, key=len)
+        cut.remove(longest)
+        cut += _halves(longest)
+    parts = sorted((-positions(family), family) for family in cut)
+    even = -sum(size for size, _ in parts) / hands
+    dealt = best = _largest_first(parts, hands)
+    for _ in range(CUTS * hands):
+        many = [part for part in dealt[0] if len(part[1]) > 1]
+        if not many or _load(best[0]) <= even:
             break
-        parts, dealt = cut, tried
-    return dealt
+        largest = min(many)
+        parts.remove(largest)
+        for half in _halves(largest[1]):
+            insort(parts, (-positions(half), half))
+        dealt = _largest_first(parts, hands)
+        best = min(best, dealt, key=lambda deal: [_load(hand) for hand in deal])
+    return [[family for _, family in hand] for hand in best]
 
 
-def fill(whole: Sequence[Family], budget: int, cost: Cost) -> list[list[Family]]:
+def fill(whole: Sequence[Family], budget: int, positions: Positions) -> list[list[Family]]:
     """Families by pass of at most ``budget`` positions, the largest pass first.
 
     A family that is larger is cut into parts that fit; a response that is has a pass of its own.
@@ -86,12 +96,12 @@ def fill(whole: Sequence[Family], budget: int, cost: Cost) -> list[list[Family]]
     for family in whole:
         part: Family = []
         for i in family:
-            if part and cost([*part, i]) > budget:
+            if part and positions([*part, i]) > budget:
                 parts.append(part)
                 part = []
             part = [*part, i]
         parts.append(part)
-    passes = plan_passes([cost(part) for part in parts], budget, packed=True)
+    passes = plan_passes([positions(part) for part in parts], budget, packed=True)
     return [[parts[k] for k in together] for together in passes]
 
 
@@ -111,16 +121,25 @@ def count_off(whole: Sequence[Family], count: int) -> list[list[Family]]:
     return passes
 
 
-def _largest_first(parts: Sequence[Family], hands: int, cost: Cost) -> list[list[Family]]:
-    dealt: list[list[Family]] = [[] for _ in range(hands)]
-    loads = [0] * hands
-    for part in sorted(parts, key=lambda part: (-cost(part), part)):
-        least = loads.index(min(loads))
-        dealt[least].append(part)
-        loads[least] += cost(part)
-    return dealt
+_Part = tuple[int, Family]
+"""A family behind its positions, negative: the largest is the first."""
 
 
-def _halved(parts: Sequence[Family], one: Family) -> list[Family]:
-    middle = len(one) // 2
-    return [*(part for part in parts if part is not one), one[:middle], one[middle:]]
+def _largest_first(parts: Sequence[_Part], hands: int) -> list[list[_Part]]:
+    """The sorted parts dealt, each to whoever has least, the busiest hand first."""
+    dealt: list[list[_Part]] = [[] for _ in range(hands)]
+    loads = [(0, hand) for hand in range(hands)]
+    for part in parts:
+        load, hand = loads[0]
+        dealt[hand].append(part)
+        heapreplace(loads, (load - part[0], hand))
+    return [dealt[hand] for _, hand in sorted(loads, key=lambda least: (-least[0], least[1]))]
+
+
+def _load(hand: Sequence[_Part]) -> int:
+    return -sum(size for size, _ in hand)
+
+
+def _halves(family: Family) -> tuple[Family, Family]:
+    middle = len(family) // 2
+    return family[:middle], family[middle:]

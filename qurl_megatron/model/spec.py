@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qurl_megatron.model.context import ContextPart
-from qurl_megatron.model.trees import TreeParams, tree_attention
+from qurl_megatron.model.tree_attention import TreeParams, tree_attention
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import axis_of
 

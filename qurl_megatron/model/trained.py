@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from qurl_megatron.config import OptimizerConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.model.context import ContextPart
-from qurl_megatron.model.trees import TreeParams, rotated_by_place
+from qurl_megatron.model.tree_attention import TreeParams, rotated_by_place
 from qurl_megatron.runtime.megatron import Ranks
 
 Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, dict[str, Any]]]

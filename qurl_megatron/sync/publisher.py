@@ -114,7 +114,7 @@ class Publisher:
         runs = plan.buckets(sizes, limit)
         self._buckets = [[items[i] for i in run] for run in runs]
         # Row-parallel scales are whole on the rank that sends them, and every tensor is aligned.
-        extra = [_extra_bytes(layout[item.parameter]) for item in items]
+        extra = [sum(map(self._extra_bytes, layout[item.parameter])) for item in items]
         self._most_bytes = max((sum(sizes[i] + extra[i] for i in run) for run in runs), default=0)
         counts: list = [None] * self.policy.ranks.world_size
         dist.all_gather_object(counts, len(self._buckets))
@@ -326,6 +326,14 @@ class Publisher:
             return (elements + 4 * shard.shape[0]) // split
         return elements * self._dtype.itemsize // split
 
+    def _extra_bytes(self, shard: HfShard) -> int:
+        """About what ``_sent_bytes`` leaves out.
+
+        Padded rows of a vocabulary may exceed it; what then has no room is copied.
+        """
+        quantized = is_quantized(shard.name) and self.scheme != "none"
+        return 2 * ALIGNMENT + (4 * shard.shape[0] if quantized else 0)
+
 
 class _Lead:
     """What the leading rank does for one version, between the ranks' rounds."""
@@ -426,11 +434,6 @@ def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> BlobsFor:
         for to in places
     }
     return lambda engine, rank: found[None if None in found else (engine.tp, rank)]
-
-
-def _extra_bytes(shards: Sequence[HfShard]) -> int:
-    """What ``_sent_bytes`` leaves out, at most."""
-    return sum(4 * shard.shape[0] + 2 * ALIGNMENT for shard in shards)
 
 
 def _part(shard: HfShard) -> Part:

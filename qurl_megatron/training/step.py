@@ -189,19 +189,33 @@ def deal_families(
     """Responses that share prompts: ``[minibatch][data rank][microbatch][family]``.
 
     The minibatches are those of ``deal``. Within each, the responses to one prompt stay together as
-    far as data ranks and microbatches allow, and all loads are counted with prompts shared.
+    far as data ranks and microbatches allow, and all loads are counted with prompts shared. The
+    busiest data rank never computes more positions than it would by ``deal``.
     """
 
-    def cost(family: Family) -> int:
+    def positions(family: Family) -> int:
         return summary.tree(family).stop
 
-    def microbatches(hand: list[Family]) -> list[list[Family]]:
-        return fill(hand, budget, cost) if budget else count_off(hand, micro_batch)
+    def microbatches(hands: list[list[Family]]) -> list[list[list[Family]]]:
+        if budget:
+            return [fill(hand, budget, positions) for hand in hands]
+        return [count_off(hand, micro_batch) for hand in hands]
 
-    return [
-        [microbatches(hand) for hand in spread(families(update, summary.prompts), data_size, cost)]
-        for update in _updates(len(summary), minibatches, seed, group)
-    ]
+    def busiest(dealt: list[list[list[Family]]]) -> int:
+        return max(sum(positions(part) for one in rank for part in one) for rank in dealt)
+
+    dealt = []
+    for hands in hand_out(
+        summary.totals, minibatches, data_size, seed, evenly=budget > 0, group=group
+    ):
+        update = [i for hand in hands for i in hand]
+        # Where few share a prompt, lengths alone may balance better.
+        ways = (
+            spread(families(update, summary.prompts), data_size, positions),
+            [families(hand, summary.prompts) for hand in hands],
+        )
+        dealt.append(min(map(microbatches, ways), key=busiest))
+    return dealt
 
 
 def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
@@ -224,12 +238,13 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
     All have one shape, unless ``train.max_tokens`` or shared prompts give each its own.
     """
     counted = counted_tokens(samples.summary, config)
+    lengths = _rounded(ranks, samples.summary, config)
     minibatches = []
     for update in _dealt(ranks, samples.summary, config, step):
         weights = _weights(_indices(update), counted, config)
         minibatches.append(
             [
-                _laid(ranks, samples, config, microbatch, weights).to(ranks.device)
+                _laid(ranks, samples, config, microbatch, weights, lengths).to(ranks.device)
                 for microbatch in update[ranks.data.rank]
             ]
         )
@@ -250,8 +265,9 @@ def averaged_without(
     for i in rejected:
         counted[i] = 0
     weights: dict[int, float] = {}
-    for update in _dealt(ranks, summary, config, step):
-        weights |= _weights(_indices(update), counted, config)
+    seed = _mix(config.train.seed, step)
+    for update in _updates(len(summary), config.algo.minibatches, seed, _group(config)):
+        weights |= _weights(update, counted, config)
     return [
         replace(
             batch,
@@ -307,8 +323,9 @@ def _laid(
     config: RunConfig,
     microbatch: list[Family],
     weights: dict[int, float],
+    lengths: list[int],
 ) -> TokenBatch:
-    """One microbatch, on the CPU."""
+    """One microbatch, on the CPU; ``lengths`` are those of ``_rounded``."""
     train, (chunks, multiple) = config.train, _multiples(ranks)
     indices = [i for family in microbatch for i in family]
     parts = [weights[i] for i in indices]
@@ -318,7 +335,6 @@ def _laid(
         return pack_samples(
             samples, parts, sequence_multiple=chunks, multiple=multiple, indices=indices
         )
-    lengths = _rounded(ranks, samples.summary, config)
     length = max([lengths[i] for i in indices] if train.max_tokens else lengths)
     return pad_samples(samples, parts, length=length, indices=indices)
 

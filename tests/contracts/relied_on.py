@@ -466,4 +466,14 @@ MODELOPT = [
     }.items()
 ]
 
-ROWS = [*MEGATRON, *TRANSFORMER_ENGINE, *SGLANG, *MODELOPT]
+# Operators are C++; torch's own shape functions for them are Python, with the same arguments.
+_ATTEND = "torch._meta_registrations.meta__scaled_dot_product_flash_attention_for_cpu"
+_CAUSAL = ("dropout_p", "is_causal", "scale")
+_QKV = ("query", "key", "value")
+
+TORCH = [
+    Row("torch", _ATTEND, (*_QKV, *_CAUSAL)),
+    Row("torch", f"{_ATTEND}_backward", ("grad_out", *_QKV, "out", "logsumexp", *_CAUSAL)),
+]
+
+ROWS = [*MEGATRON, *TRANSFORMER_ENGINE, *SGLANG, *MODELOPT, *TORCH]

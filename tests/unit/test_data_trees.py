@@ -88,11 +88,24 @@ def test_a_family_is_cut_only_where_the_busiest_hand_gains():
     def cost(family):
         return tree_of(11, [10] * len(family)).stop
 
-    eight, four = [0, 1, 2, 3, 4, 5, 6, 7], [10, 11, 12, 13]
-    # 90 and 50; of 50, 50 and 50 one hand would get 100.
-    assert spread([eight, four], 2, cost) == [[eight], [four]]
+    eight, other = [0, 1, 2, 3, 4, 5, 6, 7], [10, 11, 12, 13, 14, 15, 16, 17]
+    # 90 and 90: a cut adds 10 to one of them.
+    assert spread([eight, other], 2, cost) == [[eight], [other]]
     # 90 and 20; cut, it is 70 and 50.
     assert spread([eight, [10]], 2, cost) == [[[0, 1, 2, 3], [10]], [[4, 5, 6, 7]]]
+
+
+def test_families_are_cut_further_where_the_first_cut_gains_nothing():
+    def cost(family):
+        return tree_of(11, [10] * len(family)).stop
+
+    # Whole, 340, 340, 170 and 170: one cut leaves another hand as busy as before.
+    whole = [list(range(n, n + 16)) for n in range(0, 96, 16)]
+    dealt = spread(whole, 4, cost)
+    assert [sum(map(cost, hand)) for hand in dealt] == [260] * 4
+    # 90 and 50, then 100 and 50, then 80 and 80.
+    dealt = spread([whole[0][:8], whole[1][:4]], 2, cost)
+    assert [sum(map(cost, hand)) for hand in dealt] == [80, 80]
 
 
 @pytest.mark.parametrize("hands", [1, 2, 3, 6])

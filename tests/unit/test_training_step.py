@@ -160,6 +160,27 @@ def test_sharing_prompts_leaves_every_response_in_its_minibatch(data, budget):
         assert all(rank for rank in update)
 
 
+@pytest.mark.parametrize("budget", [0, 300])
+@pytest.mark.parametrize("data", [2, 4, 8])
+def test_sharing_prompts_never_gives_the_busiest_data_rank_more(data, budget):
+    generator = torch.Generator().manual_seed(data)
+    for seed in range(25):
+        groups = [
+            family(n, length, torch.randint(0, 100, (4,), generator=generator).tolist())
+            for n, length in enumerate(torch.randint(1, 40, (8,), generator=generator).tolist())
+        ]
+        summary = Responses.of([s for group in groups for s in group]).summary
+        plain = deal(summary.totals, 2, data, 2, seed, budget=budget, packed=True)
+        shared = deal_families(summary, 2, data, 2, seed, budget=budget)
+        for expected, update in zip(plain, shared, strict=True):
+            # A response's last token predicts nothing, and an empty response has a position.
+            alone = [sum(summary.tree([i]).stop for one in rank for i in one) for rank in expected]
+            loads = [
+                sum(summary.tree(part).stop for one in rank for part in one) for rank in update
+            ]
+            assert max(loads) <= max(alone)
+
+
 def test_data_ranks_are_balanced_by_what_they_compute():
     (update,) = deal_families(GROUPS, 1, 4, 4, seed=7, budget=150)
     loads = [sum(GROUPS.tree(part).stop for one in rank for part in one) for rank in update]

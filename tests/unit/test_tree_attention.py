@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.data.trees import Tree, tree_of
-from qurl_megatron.model.trees import tree_attention
+from qurl_megatron.model.tree_attention import tree_attention
 
 SCALE, HEAD = 0.3, 8
 FORESTS = {

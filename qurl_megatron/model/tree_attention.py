@@ -1,9 +1,9 @@
-"""Attention over trees: prompts that are there once, and the responses that go on from them.
+"""Attention over trees: prompts that are computed once, and the responses that follow them.
 
 A branch attends to itself and to the prefix before it. The two parts are computed apart, each by
-torch's fused kernel, which tells the logarithm of the sum of exponentials besides; with it they
-merge exactly. So nothing is masked, copied for each response or computed twice. In the backward
-pass, too, each part needs but the merged result and the merged sum, as with context parallelism.
+torch's fused kernel, which also returns the log-sum-exp, so the two merge exactly. So nothing is
+masked, copied for each response or computed twice. In the backward pass, too, each part needs only
+the merged result and the merged sum, as with context parallelism.
 
 Branches of like length, and trees of like size, go through the kernel together.
 
