@@ -88,6 +88,21 @@ def test_a_request_that_failed_there_has_failed_here(report, kind):
     assert timeline.tokens(outcome.answers) == sum(LENGTHS) - 5
 
 
+def test_requests_that_its_limit_ended_have_failed_though_their_bodies_are_not_told(report):
+    """As 0.8.1 reports what an engine never answers."""
+    kinds = requests(report)
+    for found in kinds["successful"]:
+        found["request_args"] = found["info"]["timings"]["request_end"] = None
+        found["info"] |= {"error": "ReadTimeout('')"}
+        found["info"]["timings"]["resolve_end"] = found["info"]["timings"]["request_start"] + 5
+    kinds["errored"], kinds["successful"] = kinds["successful"], []
+    outcome = read_report(report, ASKED)
+    told = "4 of 4 requests; the first: ReadTimeout('')"
+    assert reasons.found(outcome, 0) == {"failed requests": told}
+    assert sorted(answer.ask.tokens for answer in outcome.answers) == sorted(LENGTHS)
+    assert all(answer.ended - answer.began == pytest.approx(5) for answer in outcome.answers)
+
+
 @pytest.mark.parametrize(
     "clients, profile",
     [

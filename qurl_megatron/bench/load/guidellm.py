@@ -196,10 +196,14 @@ def read_report(
     left: dict[tuple[str, int], list[Ask]] = defaultdict(list)
     for text, ask in reversed(asked):  # the first are taken first
         left[text, ask.tokens].append(ask)
-    sent, unasked, odd = [], 0, []
+    sent, unasked, odd, unnamed = [], 0, [], []
     for kind in ("successful", "errored", "incomplete"):
         for found in benchmark["requests"][kind]:
-            body = json.loads(found["request_args"] or "{}").get("body") or {}
+            if found["request_args"] is None:  # of those that got no answer
+                if found["info"]["timings"]["request_start"] is not None:
+                    unnamed.append((kind, found))
+                continue
+            body = json.loads(found["request_args"]).get("body") or {}
             waiting = left.get((body.get("prompt", ""), body.get("max_tokens", 0)))
             if not waiting or body.get("ignore_eos") is not True:
                 unasked += 1
@@ -208,6 +212,8 @@ def read_report(
             sent.append((kind, found, ask))
             if kind == "successful" and found["prompt_tokens"] != len(ask.prompt):
                 odd.append((found["prompt_tokens"], len(ask.prompt)))
+    rest = (ask for waiting in left.values() for ask in waiting)
+    sent += [(kind, found, ask) for (kind, found), ask in zip(unnamed, rest, strict=False)]
     if not sent:
         raise ValueError("it holds none of the requests")
     start = min(found["info"]["timings"]["request_start"] for _, found, _ in sent)
@@ -240,7 +246,8 @@ def _answer(kind: str, found: Mapping[str, Any], ask: Ask, start: float) -> Answ
     timings = found["info"]["timings"]
     due = None if ask.due is None else timings["targeted_start"]
     answer = Answer(ask, began=(due or timings["request_start"]) - start)
-    answer.ended = timings["request_end"] - start
+    ended = timings["request_end"]
+    answer.ended = (timings["resolve_end"] if ended is None else ended) - start
     answer.cached = found.get("cached_tokens")
     if kind != "successful":
         answer.failure = str(found["info"].get("error") or "it was given up")
