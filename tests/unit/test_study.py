@@ -410,7 +410,9 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     assert [*TABLE_1][2] == [*TABLE_4][2] == "Trained policy, %"
     assert TABLE_1["Trained policy, %"](group) == "87.5"
     assert TABLE_1["Runs"](group) == "2"  # one of them not evaluated
-    assert f"- `{CELLS[4]}`, after step 3: qurl: no engine" in page(study, results, [group], [])
+    text = page(study, results, [group], [])
+    assert f"- `{CELLS[4]}`, after step 3: qurl: no engine" in text
+    assert "or the evaluation\nhas failed or not finished yet" in text  # why a cell may be empty
     runs = to_json(study, results)["runs"]
     assert [runs[name]["accuracy_trained"] for name in (CELLS[1], CELLS[4])] == [0.875, None]
 
