@@ -19,6 +19,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import ON_CPU, Constants
 from qurl_megatron.planning.machine import of_limits
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step
+from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace) -> list[Case]:
                     figures=[figure],
                     yardsticks=mine.yardsticks,
                     reasons=mine.reasons,
+                    notes={"decode step": native.refusal(decoders[scheme]) or "native"},
                 )
             )
     return found

@@ -17,6 +17,8 @@ from qurl_megatron.observe.text import number
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS / "results"
+NO_MODULE = "_decode."
+"""A decode step that begins so is torch's because of the file named, not of processor or scheme."""
 
 HEAD = """\
 # Measured
@@ -126,6 +128,9 @@ def _remarks(cases: list[Case]) -> list[str]:
     for case in cases:
         for reason in case.reasons:
             reasons.setdefault(case.why(reason), []).append(case.name)
+        step = case.notes.get("decode step", "")
+        if step.startswith(NO_MODULE):
+            reasons.setdefault(f"decoded by torch: {step}", []).append(case.name)
     for why, names in reasons.items():
         every = set(names) == {case.name for case in cases if case.figures}
         found.append(f"{why} ({'every case' if every else '; '.join(names)}).")

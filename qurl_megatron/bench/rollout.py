@@ -46,12 +46,7 @@ from qurl_megatron.planning.rollout_time import decode_rank
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.weights import Arch, read_arch
 
-SCHEMES = {  # name -> (quant.scheme, format of all else)
-    "bf16": ("none", "bfloat16"),
-    "fp32": ("none", "float32"),
-    "int8": ("int8", "bfloat16"),
-    "fp8": ("fp8", "bfloat16"),
-}
+SCHEMES = {"bf16": "none", "fp32": "none", "int8": "int8", "fp8": "fp8"}  # quant.scheme by name
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 SETTINGS = ("seed", "mean", "sigma", "max", "threads", "cache_gb", "protocol")
 """Options that are keys of a case as they are."""
@@ -133,6 +128,13 @@ class Subject:
         tensor = f" tp{self.tensor}" if self.tensor > 1 else ""
         sender = f", {self.sender}" if self.sender != OURS else ""
         return f"{self.engine} {self.scheme}{tensor}{sender}"
+
+    @property
+    def dtype(self) -> str:
+        """The format of what is not quantized. The embedded engine's fast path on a CPU is FP32's."""
+        on_cpu = self.engine == "embedded" and not torch.cuda.is_available()
+        beside_codes = on_cpu and SCHEMES[self.scheme] != "none"
+        return "float32" if self.scheme == "fp32" or beside_codes else "bfloat16"
 
     @property
     def elsewhere(self) -> str:
@@ -273,23 +275,23 @@ def _targets(
 ) -> dict[str, Target]:
     """Every engine, up and with its weights; ``stack`` ends them."""
     found: dict[str, Target] = {}
-    versions: dict[str, Version] = {}
+    versions: dict[tuple[str, str], Version] = {}
     for subject in subjects:
         if "://" in subject.engine:
             found[subject.name] = reached(
                 subject.engine, options.protocol, timeout_s=options.timeout
             )
             continue
-        if subject.scheme not in versions:
+        kind = SCHEMES[subject.scheme], subject.dtype
+        if kind not in versions:
             source = checkpoint_of(folder)
-            place = work / f"versions-{subject.scheme}"
-            versions[subject.scheme] = Version(source, *SCHEMES[subject.scheme], place)
+            versions[kind] = Version(source, *kind, work / f"versions-{'-'.join(kind)}")
         progress(f"starting {subject.name}")
         try:
             engine = started(
                 subject.engine,
                 folder,
-                versions[subject.scheme],
+                versions[kind],
                 plan.vocab,
                 logs / subject.name.replace(" ", "-"),
                 tensor=subject.tensor,
@@ -385,6 +387,7 @@ def case_of(
         "model": plan.model,
         "engine": subject.engine,
         "scheme": subject.scheme,
+        "dtype": subject.dtype,
         "tensor": subject.tensor,
         "prompts": plan.prompts,
         "samples": plan.samples,
@@ -442,8 +445,8 @@ def bounds_of(plan: Plan, subject: Subject, arch: Arch, device: str, gpu: str | 
         return Bounds(why=why)
     on_gpu = device == "cuda"
     read_gb_s = environment.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
-    scheme, dtype = SCHEMES[subject.scheme]
-    rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[dtype])
+    scheme = SCHEMES[subject.scheme]
+    rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype])
     # Ranks on CPUs share the memory's rate; GPUs have each their own.
     share = 1 if on_gpu else subject.tensor
     load = {"prompt": plan.prompt, "slots": plan.slots}

@@ -83,7 +83,7 @@ class EngineClient:
     """Blocking and thread-safe. Every failure is an EngineError that names the engine."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
-        self.url, self.api_key = url.rstrip("/"), api_key
+        self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
         # What is packed may unpack to any size.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
@@ -98,7 +98,6 @@ class EngineClient:
             "limits": httpx.Limits(max_keepalive_connections=0),
             "verify": _tls(self.url.startswith("https:")),
         }
-        self._timeout_s = timeout_s
         self._closed = False
         try:
             httpx.URL(self.url)
@@ -314,7 +313,7 @@ class EngineClient:
         limit: int = CONTROL_BYTES,
     ) -> bytes:
         """The body of an answer that says yes."""
-        timeout = self._timeout_s if timeout_s is None else timeout_s
+        timeout = self.timeout_s if timeout_s is None else timeout_s
         if (end := _DEADLINE.get()) is not None:
             timeout = min(timeout, end - time.monotonic())
             if timeout <= 0:
@@ -438,7 +437,7 @@ class Session:
             body["extra_key"] = cache_key
         client, content = self._client, orjson.dumps(body)
         answer = await client._exchange(
-            self._http, "POST", "/generate", content, client._timeout_s, limit
+            self._http, "POST", "/generate", content, client.timeout_s, limit
         )
         with uncollected():
             try:
@@ -462,7 +461,7 @@ class Session:
         client, content, rest = self._client, orjson.dumps(body), b""
         try:
             async with (
-                asyncio.timeout(client._timeout_s),
+                asyncio.timeout(client.timeout_s),
                 self._http.stream("POST", endpoint, content=content) as response,
             ):
                 answer = _Body(client, endpoint, response, CONTROL_BYTES)
@@ -477,7 +476,7 @@ class Session:
                         if event.startswith(b"data:"):  # the rest keeps a connection alive
                             yield client._parsed(endpoint, data)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise client._silent(endpoint, error, client._timeout_s) from error
+            raise client._silent(endpoint, error, client.timeout_s) from error
         answer.whole()  # raises what a refusal says
         raise EngineError(f"{client.url}{endpoint} ended its stream before [DONE]")
 

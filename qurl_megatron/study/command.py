@@ -19,7 +19,13 @@ from qurl_megatron.study.report import write_report
 from qurl_megatron.study.results import Result, read_results
 from qurl_megatron.study.runner import QURL, at_work, command, run
 
-STYLES = {"done": "green", "running": "yellow", "failed": "red", "waiting": ""}
+STYLES = {
+    "done": "green",
+    "running": "yellow",
+    "evaluating": "yellow",
+    "failed": "red",
+    "waiting": "",
+}
 REDRAW_S = 60.0  # between two drawings while runs are at work; one takes some seconds
 START_S = 60.0  # a study in the background may take to claim its folder
 
@@ -50,7 +56,7 @@ def main(
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
     if mode == "dry_run":
         for result in read_results(study, out, cells):
-            print(f"{result.state:8}{shlex.join(command(study, result.cell, out, qurl))}")
+            print(f"{result.state:11}{shlex.join(command(study, result.cell, out, qurl))}")
         return 0
     if mode == "status":
         Console().print(status(read_results(study, out, cells)))

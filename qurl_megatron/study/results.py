@@ -17,7 +17,7 @@ from qurl_megatron.study.numbers import Series, Spread, aggregate, finals
 from qurl_megatron.study.plan import Cell, Method, Study
 from qurl_megatron.study.runner import failures, running
 from qurl_megatron.study.runs import look
-from qurl_megatron.study.trained import accuracy
+from qurl_megatron.study.trained import accuracy, due
 
 SIMULATED = ("int4", "int5", "int6")
 CURVES = (
@@ -38,7 +38,7 @@ class Result:
     """One cell, as it stands."""
 
     cell: Cell
-    state: str  # done, running, failed or waiting
+    state: str  # done, evaluating (its trained policy), running, failed or waiting
     reason: str  # of a failure
     history: History | None  # as far as it has come
     trained: float | None = None  # accuracy of the last checkpoint, unquantized
@@ -46,6 +46,11 @@ class Result:
     @property
     def step(self) -> int:
         return self.history.last_step if self.history else 0
+
+    @property
+    def done(self) -> bool:
+        """All its steps are."""
+        return self.state in ("done", "evaluating")
 
     def last(self, metric: str) -> float | None:
         return self.history.last(metric) if self.history else None
@@ -85,6 +90,8 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
             state = "running"
         elif state == "waiting" and cell.name in failed:
             state, reason = "failed", failed[cell.name]
+        elif state == "done" and cell.name in at_work and due(cell, out):
+            state = "evaluating"
         elif state == "done":  # whose trained policy could not be evaluated
             reason = failed.get(cell.name, "")
         results.append(Result(cell, state, reason, found.history, accuracy(cell, out)))
@@ -101,8 +108,8 @@ def groups(study: Study, results: Sequence[Result]) -> list[Group]:
             if scheme not in method.schemes:
                 continue
             mine = [r for r in results if (r.cell.method, r.cell.scheme) == (name, scheme)]
-            done = {r.cell.seed: r.history for r in mine if r.state == "done"}
-            totals = aggregate([finals(r.history, r.trained) for r in mine if r.state == "done"])
+            done = {r.cell.seed: r.history for r in mine if r.done}
+            totals = aggregate([finals(r.history, r.trained) for r in mine if r.done])
             cells = tuple(result.cell for result in mine)
             made.append(Group(name, method, scheme, cells, done, totals))
     return made
@@ -138,7 +145,7 @@ def _run(result: Result) -> dict[str, Any]:
         "step": result.step,
         "overrides": list(cell.overrides),
     }
-    if result.state != "done":
+    if not result.done:
         return told
     curves = {name: _curve(history.series(name)) for name in CURVES if name in history}
     return {

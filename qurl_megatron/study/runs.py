@@ -1,6 +1,6 @@
 """What the folder of one run tells about it, whoever started the run.
 
-OUT/runs/naive,int4,seed=0/    train.run_dir of a cell
+OUT/runs/naive,int4,seed=0/    train.run_dir of a cell; trained/ in it is of ``study.trained``
 OUT/logs/naive,int4,seed=0.log what its ``qurl train`` printed
 """
 

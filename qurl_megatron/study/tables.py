@@ -12,13 +12,15 @@ NOTHING = "–"
 
 TABLE_1_NOTE = f"""\
 Trained policy is the last checkpoint itself, **unquantized** and decoded greedily, on the held-out
-questions (`qurl eval`): what one trains for; – where engines other than embedded ones generated.
-The other accuracies are of the same questions, generated at the precision of the rollouts:
-"before" at step 0, "best" the highest evaluation of each run. All are mean ± standard deviation
-over seeds (n − 1). A run has collapsed at the first step from which its reward, a mean over
-{WINDOW} steps, stays below half of its best until the end. KL is of the behaviour from the proximal
-policy (k3, per token): mean over the last tenth of the steps, and its largest step. Max ρ is the
-largest ratio of proximal to behaviour probability of any token of any run."""
+questions (`qurl eval`): what one trains for. It is – where engines other than embedded ones
+generated, the recipe has no held-out questions, the last step left no checkpoint, or the evaluation
+has failed or not finished yet. The other accuracies are of the same questions, generated at the
+precision of the rollouts: "before" at step 0, "best" the highest evaluation of each run. All are
+mean ± standard deviation over seeds (n − 1). A run has collapsed at the first step from which its
+reward, a mean over {WINDOW} steps, stays below half of its best until the end. KL is of the
+behaviour from the proximal policy (k3, per token): mean over the last tenth of the steps, and its
+largest step. Max ρ is the largest ratio of proximal to behaviour probability of any token of any
+run."""
 
 TABLE_4_NOTE = """\
 Code flips, the update ‖θ′ − θ‖² / ‖θ‖² of Eq. 13 and the quantization error ‖Q(θ) − θ‖² / ‖θ‖² of
@@ -61,7 +63,7 @@ def table(groups: Sequence[Group], columns: dict[str, Callable[[Group], str]]) -
 
 def _facts(study: Study, results: Sequence[Result]) -> str:
     states = [result.state for result in results]
-    done = f"{states.count('done')} of {len(states)} runs are done"
+    done = f"{sum(result.done for result in results)} of {len(states)} runs are done"
     if failed := states.count("failed"):
         done += f", {failed} failed"
     recipe = study.resolved()

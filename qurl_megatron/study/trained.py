@@ -3,7 +3,10 @@
 What a run measures is the accuracy of its rollouts, at their precision. What one trains for is the
 last checkpoint, so the study has ``qurl eval`` answer the same questions with it:
 
-OUT/trained/naive,int4,seed=0,steps=80/   held_out.jsonl, which is asked, and what it writes
+OUT/runs/naive,int4,seed=0/trained/step_000080/   held_out.jsonl, which is asked, and what it writes
+
+It lies in the run's own folder: whoever deletes a run, to train another policy or to ask it other
+questions, deletes its accuracy too.
 """
 
 import json
@@ -28,7 +31,7 @@ def due(cell: Cell, out: Path) -> bool:
     if not (cell.evaluated and cell.embedded) or accuracy(cell, out) is not None:
         return False
     newest = latest(run_dir(out, cell))
-    return newest is not None and newest.name == f"step_{cell.steps:06d}"
+    return newest is not None and newest.name == _last_step(cell)
 
 
 def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
@@ -55,4 +58,8 @@ def accuracy(cell: Cell, out: Path) -> float | None:
 
 
 def _folder(out: Path, cell: Cell) -> Path:
-    return out / "trained" / f"{cell.name},steps={cell.steps}"
+    return run_dir(out, cell) / "trained" / _last_step(cell)
+
+
+def _last_step(cell: Cell) -> str:
+    return f"step_{cell.steps:06d}"

@@ -1,4 +1,5 @@
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,8 +7,10 @@ import torch
 from qurl_megatron.bench import decode
 from qurl_megatron.bench.decode import Span, random_decoder, run
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.performance import _remarks
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.embedded import native
 from qurl_megatron.weights.arch import read_arch
 
 
@@ -30,13 +33,47 @@ def test_rows_that_ended_on_the_way_are_an_error_and_not_a_rate():
         span()
 
 
-def test_a_case_tells_all_that_was_set(monkeypatch):
+def cases(monkeypatch, *given):
     rates = {"read_gb_s": 10.0, "int8_gop_s": 10.0, "bf16_gflop_s": 10.0, "fp32_gflop_s": 10.0}
     monkeypatch.setattr(decode, "limits", lambda device: rates)  # seconds of work otherwise
     parser = argparse.ArgumentParser()
     add_shared(parser, BENCHMARKS["decode"])
     BENCHMARKS["decode"].add_options(parser)
-    words = ["--model", "tiny", "--schemes", "fp32", "--batch", "2", "--steps", "3"]
-    (case,) = run(parser.parse_args([*words, "--repeats", "1"]))
+    words = ["--model", "tiny", "--batch", "2", "--steps", "3", "--repeats", "1", *given]
+    return run(parser.parse_args(words))
+
+
+def test_a_case_tells_all_that_was_set(monkeypatch):
+    (case,) = cases(monkeypatch, "--schemes", "fp32")
     expected = {"model": "tiny", "scheme": "fp32", "batch": 2, "steps": 3, "device": "cpu"}
     assert case.keys == {**expected, "threads": torch.get_num_threads(), "context": 32 + 7 / 2}
+
+
+@pytest.fixture
+def looked_for_anew():
+    """The module: once more before the test, and after it."""
+    native._found.cache_clear()
+    yield
+    native._found.cache_clear()
+
+
+def test_a_case_tells_what_decoded_and_the_page_where_the_module_is_missing(
+    monkeypatch, tmp_path, looked_for_anew
+):
+    monkeypatch.delenv("QURL_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_instructions", lambda: native.INSTRUCTIONS)
+    monkeypatch.setattr(native, "BUILT", tmp_path / native.BUILT.name)
+    int8, fp32 = cases(monkeypatch, "--schemes", "int8,fp32")
+    told = f"{native.BUILT.name} is not built; a C++ compiler and `make` build it"
+    assert int8.notes == {"decode step": told}
+    assert fp32.notes == {"decode step": "scheme none on cpu has no native step"}
+    remarks = [line for line in _remarks([int8, fp32]) if line.startswith("Decoded by")]
+    assert remarks == [f"Decoded by torch: {told} (int8, batch 2)."]
+
+
+def test_a_native_step_is_told_and_nothing_is_remarked(monkeypatch):
+    step = SimpleNamespace(refusal=lambda decoder: None)  # on any processor
+    monkeypatch.setattr(decode, "native", step)
+    (case,) = cases(monkeypatch, "--schemes", "fp32")
+    assert case.notes == {"decode step": "native"}
+    assert not any("Decoded by" in line for line in _remarks([case]))

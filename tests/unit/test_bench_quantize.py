@@ -1,7 +1,11 @@
 import argparse
+import os
 
+import pytest
 import torch
 
+from qurl_megatron import fused, quant
+from qurl_megatron.bench import quantize
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.quantize import matrices, run
 from qurl_megatron.bench.random_model import config_of
@@ -41,3 +45,20 @@ def test_every_format_stands_beside_a_copy_of_what_it_moves(monkeypatch):
     (figure,) = case.figures
     assert len(figure.repeats) == 2 and figure.limit > 0 and figure.unit == "s"
     assert found["float32 to int8, kernels"].notes["not run"] == "needs CUDA and Triton"
+
+
+def test_the_kernels_are_measured_where_the_environment_turns_them_off_for_all_else(monkeypatch):
+    monkeypatch.setenv(fused.SWITCH, "0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(fused, "_can_run", lambda interpreted: True)
+    monkeypatch.setattr(quantize, "quantize", on_torch)
+    found = cases("--dtype", "float32", "--schemes", "int8")
+    assert found["float32 to int8, kernels"].figures
+    assert os.environ[fused.SWITCH] == "0"
+
+
+def on_torch(weight, scheme):
+    """In place of kernels that this machine has not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(fused.SWITCH, "0")
+        return quant.quantize(weight, scheme)

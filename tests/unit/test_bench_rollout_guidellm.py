@@ -4,16 +4,18 @@ The report is of GuideLLM 0.8.1 against the embedded engine, cut down to what is
 """
 
 import argparse
+import contextlib
 import json
 import random
 from pathlib import Path
 
+import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from qurl_megatron import cli
 from qurl_megatron.bench import environment, rollout
-from qurl_megatron.bench.load import reasons, timeline
+from qurl_megatron.bench.load import guidellm, reasons, timeline
 from qurl_megatron.bench.load.guidellm import GuideLLM, read_report, scenario
 from qurl_megatron.bench.load.requests import Clients, groups
 from qurl_megatron.bench.load.words import Words, write_tokenizer
@@ -86,6 +88,21 @@ def test_a_request_that_failed_there_has_failed_here(report, kind):
     assert timeline.tokens(outcome.answers) == sum(LENGTHS) - 5
 
 
+def test_requests_that_its_limit_ended_have_failed_though_their_bodies_are_not_told(report):
+    """As 0.8.1 reports what an engine never answers."""
+    kinds = requests(report)
+    for found in kinds["successful"]:
+        found["request_args"] = found["info"]["timings"]["request_end"] = None
+        found["info"] |= {"error": "ReadTimeout('')"}
+        found["info"]["timings"]["resolve_end"] = found["info"]["timings"]["request_start"] + 5
+    kinds["errored"], kinds["successful"] = kinds["successful"], []
+    outcome = read_report(report, ASKED)
+    told = "4 of 4 requests; the first: ReadTimeout('')"
+    assert reasons.found(outcome, 0) == {"failed requests": told}
+    assert sorted(answer.ask.tokens for answer in outcome.answers) == sorted(LENGTHS)
+    assert all(answer.ended - answer.began == pytest.approx(5) for answer in outcome.answers)
+
+
 @pytest.mark.parametrize(
     "clients, profile",
     [
@@ -95,8 +112,10 @@ def test_a_request_that_failed_there_has_failed_here(report, kind):
     ],
 )
 def test_clients_are_the_profile_that_is_nearest(tmp_path, clients, profile):
-    spec = scenario("http://127.0.0.1:1", "secret", 9, Clients.read(clients), tmp_path)["spec"]
+    client = EngineClient("http://127.0.0.1:1", api_key="secret", timeout_s=7.0)
+    spec = scenario(client, 9, Clients.read(clients), tmp_path)["spec"]
     assert spec["profile"] == profile
+    assert spec["backend"]["timeout"] == 7.0
     assert spec["constraints"] == [{"kind": "max_requests", "count": 9}]
     assert spec["backend"]["api_key"] == "secret"
 
@@ -126,6 +145,28 @@ def test_a_program_that_fails_is_an_error_of_one_sentence(tmp_path, script, said
     with pytest.raises(ConfigError, match=said) as error:
         one.drive(ASKS, Clients())
     assert "\n" not in str(error.value)
+
+
+def test_a_program_that_never_ends_is_ended_with_its_workers(tmp_path, monkeypatch):
+    async def look(session, at):
+        raise KeyError("loads")
+
+    monkeypatch.setattr(guidellm, "AROUND_S", 0.3)
+    worker = tmp_path / "worker"
+    script = f"sleep 600 & echo $! > {worker}; wait"
+    client = EngineClient("http://127.0.0.1:9", timeout_s=0.2)
+    one = GuideLLM(fake(tmp_path, script), client, look, lambda ids: " ".join(map(str, ids)))
+    with pytest.raises(ConfigError, match="did not end within 0.5 s; .* or give a longer --timeo"):
+        one.drive(ASKS, Clients())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(worker.read_text())).wait(10)
+
+
+def test_it_is_given_the_time_that_its_responses_may_take_one_after_another():
+    assert guidellm.patience(Clients(), 9, 10.0) == guidellm.AROUND_S + 10
+    assert guidellm.patience(Clients(at_once=4), 9, 10.0) == guidellm.AROUND_S + 30
+    # They arrive in some 20 s, at moments of its own.
+    assert guidellm.patience(Clients(rate=0.5), 10, 10.0) == guidellm.AROUND_S + 40 + 10
 
 
 def test_the_program_that_is_not_there_is_told_with_how_to_install_it(capsys):

@@ -1,5 +1,6 @@
 """Every recipe that ships loads, with the paper's variants, fits its GPUs, and is on the page."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -170,3 +171,12 @@ def test_each_deepscaler_stage_begins_where_the_one_before_ends():
 def test_two_minibatches_at_least_or_acr_would_be_tis():
     for path in RECIPES:
         assert load(path).algo.minibatches >= 2, path
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
+def test_what_follows_a_table_is_no_row_of_it(page):
+    text = re.sub("```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = text.splitlines()
+    for line, after in itertools.pairwise(lines):
+        ends = line.startswith("|") and not after.startswith("|")
+        assert not (ends and after), f"a blank line is missing after {line}"

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -409,7 +410,9 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     assert [*TABLE_1][2] == [*TABLE_4][2] == "Trained policy, %"
     assert TABLE_1["Trained policy, %"](group) == "87.5"
     assert TABLE_1["Runs"](group) == "2"  # one of them not evaluated
-    assert f"- `{CELLS[4]}`, after step 3: qurl: no engine" in page(study, results, [group], [])
+    text = page(study, results, [group], [])
+    assert f"- `{CELLS[4]}`, after step 3: qurl: no engine" in text
+    assert "or the evaluation\nhas failed or not finished yet" in text  # why a cell may be empty
     runs = to_json(study, results)["runs"]
     assert [runs[name]["accuracy_trained"] for name in (CELLS[1], CELLS[4])] == [0.875, None]
 
@@ -426,6 +429,35 @@ def test_a_checkpoint_of_another_step_is_not_taken_for_the_trained_policy(root):
     study = read_study(root / "study.toml")
     assert read_results(study, root / "out")[0].trained is None
     assert not due(study.cells[0], root / "out")
+
+
+def test_a_run_that_is_deleted_takes_the_accuracy_of_its_policy_along(root):
+    behave(root, **{CELLS[0]: {"checkpoint": True, "right": 1.0}})
+    assert run_cells(root, only=CELLS[0]) == 0
+    shutil.rmtree(root / "out/runs" / CELLS[0])
+    # Whoever changes what is asked must delete the run: its recipe is another one then.
+    (root / "recipe.toml").write_text(
+        RECIPE.format(root=root).replace("eval_prompts = 4", "eval_prompts = 2")
+    )
+    behave(root, **{CELLS[0]: {"checkpoint": True, "right": 0.25}})
+    assert run_cells(root, only=CELLS[0]) == 0
+    assert len(calls(root)[-1]["asked"]) == 2
+    assert read_results(read_study(root / "study.toml"), root / "out")[0].trained == 0.25
+
+
+def test_a_policy_that_is_being_evaluated_is_told_and_its_run_counts_already(root, capsys):
+    behave(root, **{CELLS[0]: {"checkpoint": True}})
+    assert run_cells(root, only=CELLS[0]) == 1
+    with claim(root / "out"):
+        (root / "out/cells.json").write_text(json.dumps({CELLS[0]: ""}))
+        assert qurl_study(root, mode="status", only=CELLS[0]) == 0
+        assert capsys.readouterr().out.splitlines()[-2].split()[1:3] == ["evaluating", "3/3"]
+        study = read_study(root / "study.toml")
+        results = read_results(study, root / "out")
+        made = groups(study, results)
+        assert TABLE_1["Accuracy, %"](made[0]) == "75.0"
+        assert "1 of 6 runs are done: 3 steps" in page(study, results, made, [])
+        assert to_json(study, results)["runs"][CELLS[0]]["accuracy"] == 0.75
 
 
 def test_a_run_keeps_how_often_acr_raised_a_bound_and_rescued_a_token(root):

@@ -10,6 +10,7 @@ asked to send.
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from qurl_megatron.rollout.client import EngineClient, EngineError, Session
 from qurl_megatron.rollout.loop import run
 
 VERSION = "0.8.1"  # whose scenario files and reports these are
+AROUND_S = 300.0  # to start, to find the engine and to write its report, on a busy machine
 
 Texts = Callable[[Sequence[int]], str]
 
@@ -73,9 +75,9 @@ class GuideLLM:
             rows = [{"prompt": text, "output_tokens_count": ask.tokens} for text, ask in asked]
             data = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / "asks.jsonl").write_text(data, encoding="utf-8")
-            spec = scenario(self._client.url, self._client.api_key, len(asks), clients, folder)
+            spec = scenario(self._client, len(asks), clients, folder)
             (folder / "scenario.json").write_text(json.dumps(spec), encoding="utf-8")
-            run(self._run(folder))
+            run(self._run(folder, patience(clients, len(asks), self._client.timeout_s)))
             try:
                 report = json.loads((folder / "report.json").read_bytes())
                 return read_report(report, asked, self._looks)
@@ -85,7 +87,7 @@ class GuideLLM:
                     f"{VERSION} is known to work"
                 ) from None
 
-    async def _run(self, folder: Path) -> None:
+    async def _run(self, folder: Path, limit_s: float) -> None:
         process = await asyncio.create_subprocess_exec(
             *(self._program, "run", "--config", "scenario.json"),
             *("--disable-console-interactive",),
@@ -96,15 +98,24 @@ class GuideLLM:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
+        said = None
         try:
             async with self._client.session() as session:
                 watching = asyncio.create_task(self._watch(session))
-                said, _ = await process.communicate()
+                async with asyncio.timeout(limit_s):
+                    said, _ = await process.communicate()
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
+        except TimeoutError:
+            raise ConfigError(
+                f"--guidellm {self._program} did not end within {limit_s:g} s; see whether "
+                f"{self._client.url} still answers, or give a longer --timeout"
+            ) from None
         finally:
-            if process.returncode is None:  # we are ending early: its workers go with it
-                os.killpg(process.pid, signal.SIGKILL)
+            if said is None:  # we are ending early: its workers go with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
         if process.returncode:
             lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
             raise ConfigError(
@@ -129,9 +140,18 @@ def _environment() -> dict[str, str]:
     return {**workers, **kept, **offline}
 
 
-def scenario(
-    url: str, key: str | None, count: int, clients: Clients, folder: Path
-) -> dict[str, Any]:
+def patience(clients: Clients, count: int, timeout_s: float) -> float:
+    """Seconds in which ``count`` requests have ended, however slow the engine is.
+
+    Its own limit is of a wait for bytes: an engine that sends one now and then never reaches it.
+    """
+    in_turn = math.ceil(count / (clients.at_once or count))
+    # Arrivals at random may take longer than their rate says.
+    arriving = 0.0 if clients.rate is None else 2 * count / clients.rate
+    return AROUND_S + arriving + in_turn * timeout_s
+
+
+def scenario(client: EngineClient, count: int, clients: Clients, folder: Path) -> dict[str, Any]:
     """Its configuration file, for the requests in ``folder``.
 
     Args:
@@ -145,12 +165,13 @@ def scenario(
         profile = {"kind": "throughput", "max_concurrency": count}
     backend = {
         "kind": "openai_http",
-        "target": url,
+        "target": client.url,
+        "timeout": client.timeout_s,
         "request_format": "/v1/completions",
         "extras": {"body": {"temperature": 1.0}},
     }
     spec = {
-        "backend": backend | ({} if key is None else {"api_key": key}),
+        "backend": backend | ({} if client.api_key is None else {"api_key": client.api_key}),
         "profile": profile,
         "constraints": [{"kind": "max_requests", "count": count}],
         "data": [{"kind": "json_file", "path": str(folder / "asks.jsonl")}],
@@ -175,10 +196,14 @@ def read_report(
     left: dict[tuple[str, int], list[Ask]] = defaultdict(list)
     for text, ask in reversed(asked):  # the first are taken first
         left[text, ask.tokens].append(ask)
-    sent, unasked, odd = [], 0, []
+    sent, unasked, odd, unnamed = [], 0, [], []
     for kind in ("successful", "errored", "incomplete"):
         for found in benchmark["requests"][kind]:
-            body = json.loads(found["request_args"] or "{}").get("body") or {}
+            if found["request_args"] is None:  # of those that got no answer
+                if found["info"]["timings"]["request_start"] is not None:
+                    unnamed.append((kind, found))
+                continue
+            body = json.loads(found["request_args"]).get("body") or {}
             waiting = left.get((body.get("prompt", ""), body.get("max_tokens", 0)))
             if not waiting or body.get("ignore_eos") is not True:
                 unasked += 1
@@ -187,6 +212,8 @@ def read_report(
             sent.append((kind, found, ask))
             if kind == "successful" and found["prompt_tokens"] != len(ask.prompt):
                 odd.append((found["prompt_tokens"], len(ask.prompt)))
+    rest = (ask for waiting in left.values() for ask in waiting)
+    sent += [(kind, found, ask) for (kind, found), ask in zip(unnamed, rest, strict=False)]
     if not sent:
         raise ValueError("it holds none of the requests")
     start = min(found["info"]["timings"]["request_start"] for _, found, _ in sent)
@@ -219,7 +246,8 @@ def _answer(kind: str, found: Mapping[str, Any], ask: Ask, start: float) -> Answ
     timings = found["info"]["timings"]
     due = None if ask.due is None else timings["targeted_start"]
     answer = Answer(ask, began=(due or timings["request_start"]) - start)
-    answer.ended = timings["request_end"] - start
+    ended = timings["request_end"]
+    answer.ended = (timings["resolve_end"] if ended is None else ended) - start
     answer.cached = found.get("cached_tokens")
     if kind != "successful":
         answer.failure = str(found["info"].get("error") or "it was given up")
