@@ -131,7 +131,7 @@ class Subject:
 
     @property
     def dtype(self) -> str:
-        """The format of what is not quantized. The embedded engine's fast path on a CPU is FP32's."""
+        """Of what is not quantized. An embedded engine on a CPU is fastest with FP32 beside codes."""
         on_cpu = self.engine == "embedded" and not torch.cuda.is_available()
         beside_codes = on_cpu and SCHEMES[self.scheme] != "none"
         return "float32" if self.scheme == "fp32" or beside_codes else "bfloat16"

@@ -411,7 +411,7 @@ def test_an_engine_that_changed_between_repeats_is_a_reason():
 @pytest.mark.parametrize("scheme", rollout.SCHEMES)
 def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme):
     source = checkpoint_of(model_folder("tiny", tmp_path))
-    number, dtype = rollout.SCHEMES[scheme]
+    number, dtype = rollout.SCHEMES[scheme], rollout.Subject("embedded", scheme).dtype
     version = Version(source, number, dtype, tmp_path / "versions")
     decoder = Decoder(source.arch, number, DTYPES[dtype], torch.device("cpu"))
     tensors, _ = read_weights(version.folder, decoder)  # which checks every tensor
@@ -419,6 +419,23 @@ def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme)
     assert kinds == {
         {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(scheme, DTYPES[dtype]),
     }
+
+
+@pytest.mark.parametrize(
+    ("engine", "scheme", "gpu", "dtype"),
+    [
+        ("embedded", "int8", False, "float32"),
+        ("embedded", "int8", True, "bfloat16"),
+        ("embedded", "bf16", False, "bfloat16"),
+        ("embedded", "fp32", True, "float32"),
+        ("sglang", "int8", False, "bfloat16"),
+    ],
+)
+def test_beside_codes_an_embedded_engine_without_a_gpu_has_fp32(
+    monkeypatch, engine, scheme, gpu, dtype
+):
+    monkeypatch.setattr(rollout.torch.cuda, "is_available", lambda: gpu)
+    assert rollout.Subject(engine, scheme).dtype == dtype
 
 
 def test_a_folder_that_has_weights_is_taken_as_it_is(tmp_path):
