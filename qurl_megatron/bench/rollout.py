@@ -131,7 +131,7 @@ class Subject:
 
     @property
     def dtype(self) -> str:
-        """Of what is not quantized. An embedded engine on a CPU is fastest with FP32 beside codes."""
+        """Of what is not quantized; an embedded engine on a CPU is fastest with FP32 there."""
         on_cpu = self.engine == "embedded" and not torch.cuda.is_available()
         beside_codes = on_cpu and SCHEMES[self.scheme] != "none"
         return "float32" if self.scheme == "fp32" or beside_codes else "bfloat16"
