@@ -8,14 +8,11 @@ else used the machine, and the repeat is no measurement of ours.
 """
 
 import hashlib
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Generic, TypeVar
 
 LOADED = 1.25
@@ -23,7 +20,6 @@ LOADED = 1.25
 
 PIECE = bytes(1 << 20)
 PIECES = 10
-"""The shortest of so many counts: threads of what was measured may still spin for a while."""
 
 T = TypeVar("T")
 
@@ -94,11 +90,13 @@ class _Shortest:
 
 
 def yardstick() -> float:
-    """Seconds of hashing a MiB on each core at once, about 1 ms.
+    """Seconds of hashing a MiB on one core, about 1 ms; the shortest of ten.
 
-    It is arithmetic in registers and the first cache. Copies in memory, and Python, vary by a
-    quarter from one second to the next on a machine that does nothing else. It needs no torch: a
-    parent that measures its children's memory stays small.
+    It is arithmetic in registers and the first cache, and tells how fast the machine is at all: its
+    clock, and what its host leaves it. Copies in memory, and Python, vary by a quarter from one
+    second to the next on a machine that does nothing else. On all cores at once it would measure
+    the threads of what came before, which spin for a while. It needs no torch: a parent that
+    measures its children's memory stays small.
     """
     seconds = min(_fixed_work() for _ in range(PIECES))
     _Shortest.seconds = min(_Shortest.seconds, seconds)
@@ -106,16 +104,9 @@ def yardstick() -> float:
 
 
 def _fixed_work() -> float:
-    pool, cores = _workers()
     start = time.perf_counter()
-    list(pool.map(hashlib.sha256, [PIECE] * cores))  # which lets other threads run meanwhile
+    hashlib.sha256(PIECE).digest()
     return time.perf_counter() - start
-
-
-@cache
-def _workers() -> tuple[ThreadPoolExecutor, int]:
-    cores = min(len(os.sched_getaffinity(0)), 16)
-    return ThreadPoolExecutor(cores, thread_name_prefix="yardstick"), cores
 
 
 def progress(what: str) -> None:
