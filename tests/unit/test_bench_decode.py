@@ -61,10 +61,10 @@ def test_a_case_tells_what_decoded_and_the_page_where_the_module_is_missing(
     monkeypatch, tmp_path, looked_for_anew
 ):
     monkeypatch.delenv("QURL_NATIVE", raising=False)
-    monkeypatch.setattr(native, "_instructions", lambda: native.INSTRUCTIONS)
+    monkeypatch.setattr(native, "instructions", lambda: native.INSTRUCTIONS)
     monkeypatch.setattr(native, "BUILT", tmp_path / native.BUILT.name)
     int8, fp32 = cases(monkeypatch, "--schemes", "int8,fp32")
-    told = f"{native.BUILT.name} is not built; a C++ compiler and `make` build it"
+    told = f"{native.BUILT.name} is not built; {native.BUILT_BY}"
     assert int8.notes == {"decode step": told}
     assert fp32.notes == {"decode step": "scheme none on cpu has no native step"}
     remarks = [line for line in _remarks([int8, fp32]) if line.startswith("Decoded by")]
