@@ -227,7 +227,10 @@ class Publisher:
     def _quantized(self, index: int, version: int) -> list[HfShard]:
         """What this rank sends in one round: codes, scales and high-precision tensors."""
         ranks = self.policy.ranks
-        room = Room(self.sender.room(index, self._most_bytes))
+        memory = self.sender.room(index, self._most_bytes)
+        # What a GPU makes is copied to the host in one go, by ``put``, and not piece by piece.
+        here = memory is not None and memory.device.type == ranks.device.type
+        room = Room(memory if here else None)
         found: list[HfShard] = []
         mistake: ConfigError | None = None
         for replica in range(ranks.copies.size):

@@ -115,7 +115,8 @@ def publish_to_memory(device, config, scheme, out):
             memory = self.room(index, 0)
             for (name, tensor, _, _), piece in zip(parts, blob.pieces, strict=True):
                 found = piece_of(memory, piece)
-                assert tensor.data_ptr() == found.data_ptr(), f"{name} was copied into its bucket"
+                if device.type == "cpu":
+                    assert tensor.data_ptr() == found.data_ptr(), f"{name} was copied"
                 sent.append((piece, found.clone()))
             return blob
 
