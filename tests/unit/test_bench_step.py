@@ -23,6 +23,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GPUS
 from qurl_megatron.planning.machine import cpu
 from qurl_megatron.planning.own import Own
+from tests.unit.test_planning_cpu import MODEL as SHAPE
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 ALONE = {"read_gb_s": 20.0, "int8_gop_s": 80.0, "bf16_gflop_s": 90.0, "fp32_gflop_s": 40.0}
@@ -35,16 +36,6 @@ prompts_per_step = 8
 [algo]
 mask_truncated = {masked}
 """
-SHAPE = {
-    "model_type": "qwen2",
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-}
 
 
 def write_run(folder: Path, seconds: dict, *, ahead=0.0, masked="false", steps=4, **more) -> None:
