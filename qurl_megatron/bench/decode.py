@@ -4,17 +4,20 @@ The model is random, the prompts are short, and only decode steps count: prefill
 clock starts. All schemes of a batch size take turns. The limit is the larger of two times of a
 step: that of reading the weights and the keys and values once, at the rate at which this machine
 reads, and that of its products at the rate of its fastest ones. The prediction is that of
-``qurl plan``, from the same rates and the shares of them that it expects of an engine.
+``qurl plan``, from the same rates and the shares of them that it expects of an engine. With
+``--transformers`` the float formats take turns with transformers' ``generate``, too.
 """
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import interleaved, progress
+from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import ON_CPU, Constants
 from qurl_megatron.planning.machine import of_limits
@@ -25,6 +28,7 @@ from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.weights.arch import Arch, read_arch
 
+PEER = "transformers "
 DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 PROMPT = 32
 WARM_UP = 1  # spans of steps: caches and the allocator
@@ -38,68 +42,100 @@ ALL_OF_IT = Constants(
 def run(options: argparse.Namespace) -> list[Case]:
     if options.threads:
         torch.set_num_threads(options.threads)
-    arch = read_arch(config_of(options.model))
+    config = config_of(options.model)
+    arch = read_arch(config)
     device = torch.device(options.device)
     found = []
     decoders = {scheme: random_decoder(arch, scheme, device) for scheme in options.schemes}
     for batch in options.batch:
-        spans = {
+        spans: dict[str, Callable[[], None]] = {
             scheme: Span(decoder, batch, options.steps, options.repeats)
             for scheme, decoder in decoders.items()
         }
+        if options.transformers:
+            spans |= {
+                PEER + scheme: _generating(config, scheme, device, batch, options.steps)
+                for scheme in options.schemes
+                if scheme in DTYPE
+            }
         measured = interleaved(spans, repeats=options.repeats, warm_up=WARM_UP)
-        for scheme, mine in measured.items():
-            rates = [batch * options.steps / seconds for seconds in mine.seconds]
-            limit, limit_of, predicted = bounds(
-                arch, scheme, batch, spans[scheme].context, options.device
-            )
-            figure = Figure(
-                name="decode",
-                unit="tokens/s",
-                better="higher",
-                repeats=rates,
-                limit=limit,
-                limit_of=limit_of,
-                predicted=predicted,
-            )
-            progress(f"{scheme}, batch {batch}: {figure.median:.0f} tokens/s")
-            found.append(
-                Case(
-                    name=f"{scheme}, batch {batch}",
-                    keys={
-                        "model": options.model,
-                        "scheme": scheme,
-                        "batch": batch,
-                        "steps": options.steps,
-                        "threads": torch.get_num_threads(),
-                        "device": options.device,
-                        "context": spans[scheme].context,
-                    },
-                    figures=[figure],
-                    yardsticks=mine.yardsticks,
-                    reasons=mine.reasons,
-                    notes={"decode step": native.refusal(decoders[scheme]) or "native"},
-                )
-            )
+        for name, mine in measured.items():
+            case = _case(name, mine, arch, batch, options)
+            if name in decoders:
+                case.notes["decode step"] = native.refusal(decoders[name]) or "native"
+            progress(f"{case.name}: {case.figures[0].median:.0f} tokens/s")
+            found.append(case)
     return found
+
+
+def _case(
+    name: str, mine: Repeats[None], arch: Arch, batch: int, options: argparse.Namespace
+) -> Case:
+    """What a candidate reached at one batch size."""
+    scheme = name.removeprefix(PEER)
+    context = PROMPT + _new_tokens(options.steps, options.repeats) / 2  # mean over all repeats
+    limit, limit_of, predicted = bounds(arch, scheme, batch, context, options.device)
+    figure = Figure(
+        name="decode",
+        unit="tokens/s",
+        better="higher",
+        repeats=[batch * options.steps / seconds for seconds in mine.seconds],
+        limit=limit,
+        limit_of=limit_of,
+        predicted=predicted if name == scheme else None,
+    )
+    keys = {
+        "model": options.model,
+        "scheme": scheme,
+        "batch": batch,
+        "steps": options.steps,
+        "threads": torch.get_num_threads(),
+        "device": options.device,
+        "context": context,
+    }
+    if name != scheme:
+        keys["peer"] = PEER.strip()
+    return Case(
+        name=f"{name}, batch {batch}",
+        keys=keys,
+        figures=[figure],
+        yardsticks=mine.yardsticks,
+        reasons=mine.reasons,
+    )
+
+
+def _new_tokens(steps: int, repeats: int) -> int:
+    return steps * (repeats + WARM_UP) + 1
+
+
+def _prompts(batch: int, vocab: int) -> list[list[int]]:
+    return [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
+
+
+def _generating(
+    config: dict[str, Any], scheme: str, device: torch.device, batch: int, steps: int
+) -> Callable[[], None]:
+    """The same prompts and lengths by transformers."""
+    from qurl_megatron.bench.peers.through_transformers import Generating
+
+    prompts = _prompts(batch, config["vocab_size"])
+    return Generating(config, DTYPES[DTYPE[scheme]], device, prompts, steps)
 
 
 class Span:
     """Calls decode some steps each, of the same responses, which grow meanwhile."""
 
     def __init__(self, decoder: Decoder, batch: int, steps: int, repeats: int) -> None:
-        vocab = decoder.arch.vocab
-        new = steps * (repeats + WARM_UP) + 1
+        new = _new_tokens(steps, repeats)
         # All rows from first to last: what waits for room would decode when others have ended.
         tokens = batch * (PROMPT + new + ROUND)
         cache_gb = tokens * bytes_per_token(decoder.arch, decoder.dtype) / 2**30
         self._engine = Engine(decoder, cache_gb, max_rows=batch)
         self._batch, self._steps = batch, steps
-        prompts = [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
-        self._engine.add([Sequence(str(i), p, new, seed=i) for i, p in enumerate(prompts)])
+        prompts = enumerate(_prompts(batch, decoder.arch.vocab))
+        self._engine.add([Sequence(str(i), prompt, new, seed=i) for i, prompt in prompts])
         while self._engine.waiting:
             self._engine.step()
-        self.context = PROMPT + new / 2  # tokens before the new one, mean over all repeats
 
     def __call__(self) -> None:
         """

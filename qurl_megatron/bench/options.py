@@ -251,6 +251,11 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="decode steps of one repeat; default 16",
     )
+    parser.add_argument(
+        "--transformers",
+        action="store_true",
+        help="beside transformers' generate, in those of --schemes that are not quantized",
+    )
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
     parser.add_argument("--device", default="cpu")
 

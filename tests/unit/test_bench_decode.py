@@ -7,6 +7,7 @@ import torch
 from qurl_megatron.bench import decode
 from qurl_megatron.bench.decode import Span, random_decoder, run
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.peers.through_transformers import Generating
 from qurl_megatron.bench.performance import _remarks
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.errors import ConfigError
@@ -77,3 +78,27 @@ def test_a_native_step_is_told_and_nothing_is_remarked(monkeypatch):
     (case,) = cases(monkeypatch, "--schemes", "fp32")
     assert case.notes == {"decode step": "native"}
     assert not any("Decoded by" in line for line in _remarks([case]))
+
+
+def test_transformers_takes_turns_with_the_floats_alone_and_no_plan_is_made_for_it(monkeypatch):
+    found = cases(monkeypatch, "--schemes", "int8,fp32", "--transformers")
+    assert [case.name for case in found] == [
+        "int8, batch 2",
+        "fp32, batch 2",
+        "transformers fp32, batch 2",
+    ]
+    ours, peer = found[1:]
+    assert peer.keys == {**ours.keys, "peer": "transformers"}
+    assert peer.figures[0].limit == ours.figures[0].limit
+    assert (ours.figures[0].predicted is None, peer.figures[0].predicted) == (False, None)
+
+
+def test_transformers_computes_its_new_tokens_alone():
+    prompts = [[1] * 32, [2] * 32]
+    model = Generating(config_of("tiny"), torch.float32, torch.device("cpu"), prompts, steps=3)
+    shapes = []
+    embedding = model._model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, inputs, out: shapes.append(inputs[0].shape))
+    model()
+    model()
+    assert shapes == [(2, 1)] * 6
