@@ -12,7 +12,8 @@ A **regression** is at least ``SMALLEST`` worse, more than ``NOISE`` times the s
 down comes in bursts, which neighbouring repeats share and the rank test takes for evidence; but it
 leaves the quickest repeats alone, so a regression must show there, too. **Equal** excludes
 ``SMALLEST`` and more. In between nothing is claimed. Cases of one name are compared where all their
-keys agree, and figures that are neither better high nor low are left out.
+keys agree, and figures that are neither better high nor low are left out. Of times nothing is said
+where the yardsticks, or the limits measured beside them, tell of two different machines.
 """
 
 import math
@@ -35,6 +36,10 @@ NOISE = 3
 """So many times the spread of the repeats a regression must be."""
 YARDSTICK = 0.10
 """By so much the yardsticks of two cases may differ; beyond, they saw two different machines."""
+
+LIMITS = 0.15
+"""By so much the rates that two records measured of one machine may differ. Other guests of a host
+take of its memory's rate what no process list and no yardstick shows."""
 
 SECONDS = ("s", "ms", "us", "µs", "CPU s", "core s", "GPU s")
 
@@ -105,13 +110,14 @@ def compare(old: Record, new: Record) -> Verdict:
     looked_at = sum(
         len(_shared(before[name], case)) for name, case in after.items() if name in before
     )
+    machines = _limits_differ(old.environment, new.environment)
     found: list[Compared] = []
     for name in dict.fromkeys([*before, *after]):
         if name not in after or name not in before:
             where = "the new" if name in before else "the old"
             found.append(Compared(name, "all", "no verdict", why=f"{where} record lacks it"))
         else:
-            found += _cases(before[name], after[name], looked_at)
+            found += _cases(before[name], after[name], looked_at, machines)
     return Verdict(tuple(found))
 
 
@@ -121,6 +127,17 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         for key in HARDWARE
         if old.get(key) != new.get(key)
     ]
+
+
+def _limits_differ(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Why times of one machine, measured at two moments, cannot be compared, or ""."""
+    then, now = old.get("limits") or {}, new.get("limits") or {}
+    differing = [
+        f"{name}: {then[name]} and {now[name]}"
+        for name in then
+        if name in now and abs(math.log(now[name] / then[name])) > math.log(1 + LIMITS)
+    ]
+    return f"the machine's own limits differ ({', '.join(differing)})" if differing else ""
 
 
 def _judged(old: Case, new: Case) -> list[str]:
@@ -142,7 +159,7 @@ def _settings_differ(old: Case, new: Case) -> str:
     return ", ".join(f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b)
 
 
-def _cases(old: Case, new: Case, looked_at: int) -> list[Compared]:
+def _cases(old: Case, new: Case, looked_at: int, machines: str) -> list[Compared]:
     if not old.figures and not new.figures:  # neither could be run
         return []
     if settings := _settings_differ(old, new):
@@ -156,14 +173,14 @@ def _cases(old: Case, new: Case, looked_at: int) -> list[Compared]:
         for name in _judged(old, new)
         if name not in shared
     ]
-    yardsticks = _yardsticks_differ(old.yardsticks, new.yardsticks)
+    differ = machines or _yardsticks_differ(old.yardsticks, new.yardsticks)
     for name in shared:
         one, other = old.figure(name), new.figure(name)
         if min(*one.repeats, *other.repeats) <= 0:
             found.append(_with_zeros(new.name, one, other))
             continue
         low, high = _scaled(one, old.yardsticks), _scaled(other, new.yardsticks)
-        found.append(_figure(new.name, other, low, high, looked_at, yardsticks))
+        found.append(_figure(new.name, other, low, high, looked_at, differ))
     return found
 
 

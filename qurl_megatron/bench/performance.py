@@ -34,7 +34,8 @@ qurl bench all                                      # a short form of each, in r
 ```
 
 `--against` compares only what was measured alike: the same hardware, and cases with the same model,
-tokens, steps and threads. `qurl bench all` names what cannot be run on this machine, goes on with
+tokens, steps and threads. Each record holds the machine's own limits as measured beside it; where
+they differ by more than 15 %, as other guests of a host make them, no time is judged. `qurl bench all` names what cannot be run on this machine, goes on with
 the rest, and leaves with exit code 0 where at least one benchmark ran, otherwise with 1.
 
 A cell is the median, half of the interquartile range after ±, the share that it reaches of the

@@ -197,6 +197,23 @@ def test_what_cannot_be_compared_is_no_verdict_and_says_why(old, new, why):
     assert why in found.text()
 
 
+def test_times_of_a_machine_whose_memory_was_slower_are_no_verdict_but_bytes_are():
+    def on(read_gb_s: float, seconds: float, mib: float) -> Record:
+        figures = [
+            Figure(name="decode", unit="s", better="lower", repeats=[seconds] * 10),
+            Figure(name="peak", unit="MiB", better="lower", repeats=[mib] * 10),
+        ]
+        found = record(case("int8", [], figures=figures, yardsticks=[1.0] * 10))
+        found.environment["limits"] = {"read_gb_s": read_gb_s, "int8_gop_s": 745.0}
+        return found
+
+    slower = compare(on(55.5, 1.0, 10.0), on(33.1, 1.4, 12.0))
+    assert [each.verdict for each in slower.compared] == ["no verdict", "regression"]
+    assert slower.compared[0].why == "the machine's own limits differ (read_gb_s: 55.5 and 33.1)"
+    alike = compare(on(33.2, 1.0, 10.0), on(33.1, 1.4, 10.0))
+    assert [each.verdict for each in alike.compared] == ["regression", "equal"]
+
+
 def test_what_was_zero_and_is_zero_is_equal():
     nothing = record(case("a", [0.0] * REPEATS))
     found = compare(nothing, nothing)
