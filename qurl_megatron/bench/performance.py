@@ -34,9 +34,10 @@ qurl bench all                                      # a short form of each, in r
 ```
 
 `--against` compares only what was measured alike: the same hardware, and cases with the same model,
-tokens, steps and threads. Each record holds the machine's own limits as measured beside it; where
-they differ by more than 15 %, as other guests of a host make them, no time is judged. `qurl bench all` names what cannot be run on this machine, goes on with
-the rest, and leaves with exit code 0 where at least one benchmark ran, otherwise with 1.
+tokens, steps and threads. Each record holds the machine's own limits, measured beside it; where two
+records' limits differ by more than 15 %, as other guests of a host make them, no time is judged.
+`qurl bench all` names what cannot be run on this machine, goes on with the rest, and leaves with
+exit code 0 where at least one benchmark ran, otherwise with 1.
 
 A cell is the median, half of the interquartile range after ±, the share that it reaches of the
 limit in brackets, and after → what was predicted. What the limits are stands under each table.
