@@ -6,7 +6,7 @@ What must not wait for something has that take ``NEVER_S``: so it shows, and nee
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 60.0  # for what takes a moment on a quiet machine
+PATIENCE_S = 120.0  # for what takes seconds on a quiet machine
 NEVER_S = 600.0
 
 

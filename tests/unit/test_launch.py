@@ -383,7 +383,7 @@ def test_under_srun_too_a_mistake_is_one_sentence_and_no_frames_of_torch(capfd):
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(PATIENCE_S)
     assert [rank.exitcode for rank in ranks] == [2, 1]
     assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
 
@@ -440,7 +440,9 @@ def launched(request, shared, tmp_path):
     )
     paths = [tmp_path / "0", tmp_path / "1"]
     there = lambda: all(path.exists() and path.read_text() for path in paths)  # noqa: E731
-    wait_until(lambda: there() or launcher.poll() is not None)
+    wait_until(
+        lambda: there() or launcher.poll() is not None, 3 * PATIENCE_S
+    )  # it imports Megatron
     assert there()
     # Launcher and ranks, and of each of these an undertaker and three children.
     assert len(footprint.look()) >= 1 + 2 * (1 + 1 + 3)
