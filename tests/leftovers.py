@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import PATIENCE_S
+
 MARK = "QURL_TEST_RUN"
 SHARED = "/dev/shm/"
 
@@ -57,7 +59,7 @@ class Footprint:
                 }
         return processes
 
-    def left(self, run_dir: Path | None = None, seconds: float = 15.0) -> list[str]:
+    def left(self, run_dir: Path | None = None, seconds: float = PATIENCE_S) -> list[str]:
         """In words, after a while in which it may go; empty where all is clean.
 
         Args:

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.waiting import NEVER_S
+
 
 @contextmanager
-def unanswered(seconds: float = 5.0) -> Iterator[None]:
+def unanswered(seconds: float = NEVER_S) -> Iterator[None]:
     """Until the end of the block; what waits for it nevertheless goes on after ``seconds``."""
     known, over = socket.getaddrinfo, threading.Event()
 

@@ -150,9 +150,9 @@ class Run:
         """All that still run, engines included."""
         return self.footprint.look()
 
-    def left(self, seconds: float = 15.0) -> list[str]:
+    def left(self) -> list[str]:
         """What a run that has ended leaves behind, a moment later."""
-        return self.footprint.left(self.dir, seconds)
+        return self.footprint.left(self.dir)
 
 
 def living(session: int) -> list[psutil.Process]:

@@ -59,7 +59,8 @@ class FakeEngine:
         self.session_open = False
         self.lease = Lease()
         self.running = self.generated = 0
-        self._aborted: list[str] = []
+        self._under_way: list[str] = []  # rids
+        self._aborted: list[str] = []  # and what begins like one of these
         self._lock = threading.Lock()
         self._server = QuietServer((host, 0), _Handler)
         self._server.engine = self
@@ -139,7 +140,7 @@ class FakeEngine:
         return 200, {}
 
     def abort_request(self, body: dict) -> tuple[int, dict]:
-        self._aborted.append("" if body.get("abort_all") else body["rid"])
+        self._aborted += self._under_way if body.get("abort_all") else [body["rid"]]
         return 200, {}
 
     def release_memory_occupation(self, body: dict) -> tuple[int, dict]:
@@ -179,6 +180,7 @@ class FakeEngine:
         with self._lock:
             fault = self.faults.pop(0) if self.faults else ""
             self.running += len(body["input_ids"])
+            self._under_way += body["rid"]
         try:
             if fault == "hang":
                 self.closing.wait()
@@ -198,6 +200,7 @@ class FakeEngine:
         finally:
             with self._lock:
                 self.running -= len(body["input_ids"])
+                self._under_way = [rid for rid in self._under_way if rid not in body["rid"]]
 
     def _step(self, sequences: list["_Sequence"], fault: str) -> None:
         while self.paused.is_set() and not self.closing.is_set() and not self._aborts(sequences):

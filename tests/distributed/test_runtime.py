@@ -89,11 +89,12 @@ def test_who_waits_takes_no_core(tmp_path):
 def lose_rank_0(device, meeting) -> None:
     """In a world of less patience than the harness'."""
     rank = dist.get_rank()
+    dist.barrier()  # both go on at once
     dist.destroy_process_group()
-    wait = datetime.timedelta(seconds=2)
+    wait = datetime.timedelta(seconds=4)
     dist.init_process_group("gloo", f"file://{meeting}", timeout=wait, rank=rank, world_size=2)
     if rank == 0:
-        time.sleep(6)
+        time.sleep(12)
     else:
         with pytest.raises(RankLost, match="rank 1 waited 2 hours for rank 0 .rollouts"):
             share(None, waiting_for="rollouts")

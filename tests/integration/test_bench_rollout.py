@@ -16,6 +16,7 @@ from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import read
 from qurl_megatron.rollout.client import EngineError
+from tests.waiting import PATIENCE_S
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 LOAD = ["--model", "tiny", "--prompts", "3", "--samples", "2", "--mean", "24", "--max", "60"]
@@ -53,7 +54,7 @@ def test_an_engine_that_died_and_that_the_fleet_has_given_up_is_told_as_gone(tmp
         os.kill(before["process"], signal.SIGKILL)
         with pytest.raises(EngineError, match=f"see {logs}/engine-0.log"):
             target.publish()
-        told, deadline = "", time.monotonic() + 30
+        told, deadline = "", time.monotonic() + PATIENCE_S
         while "has left" not in told and time.monotonic() < deadline:  # the fleet starts another
             told = rollout.changed_since(before, target)
             assert told.startswith("it does not answer any more: ")

@@ -115,7 +115,7 @@ def test_a_run_does_not_get_the_engine_of_another_and_leaves_it_in_peace(tiny):
             first.wait(lambda: first.step() >= 2)
             second = Run(tiny, "two", urls(engine), "train.steps=2", "train.seed=5", *SMALL)
             with second.process():
-                assert second.ended(60) == 2
+                assert second.ended() == 2
             assert re.fullmatch(
                 rf"qurl: {engine} belongs to a run that is at work \({first.dir} on \S+\); give "
                 r"this run engines of its own, stop that one, or set rollout.take_over=true\n",
@@ -124,7 +124,7 @@ def test_a_run_does_not_get_the_engine_of_another_and_leaves_it_in_peace(tiny):
             since = first.step()
             first.wait(lambda: first.step() >= since + 2)
             process.send_signal(signal.SIGINT)
-            assert first.ended(60) == 128 + signal.SIGINT
+            assert first.ended() == 128 + signal.SIGINT
             assert first.saved() == [first.step()]
     for step in range(1, since + 3):
         versions = {version for sample in first.samples(step) for version in sample["versions"]}

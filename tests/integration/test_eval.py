@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from qurl_megatron.testing.models import tiny_checkpoint
 from tests.runs import QURL, Run, living, make_recipe
+from tests.waiting import PATIENCE_S
 
 PROBLEMS, K, NEW = 16, 64, 32  # four problems make one batch of the embedded engine
 VOCAB = 128
@@ -84,8 +85,8 @@ def interrupted(arguments: list[str], out: Path, number: int, *, after: int) -> 
         time.sleep(0.05)
     engines = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    code = process.wait(60)
-    _, alive = psutil.wait_procs(engines, timeout=30)
+    code = process.wait(PATIENCE_S)
+    _, alive = psutil.wait_procs(engines, timeout=PATIENCE_S)
     assert not alive and not living(process.pid)
     return code
 

@@ -50,7 +50,7 @@ def reward_workers(run: Run) -> list[int]:
 
 
 def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_of(tiny):
-    run = Run(tiny, "graded", "rollout.engines=1", "reward.kind=math", "reward.timeout_s=1")
+    run = Run(tiny, "graded", "rollout.engines=1", "reward.kind=math", "reward.timeout_s=5")
     with run.process():
         run.wait(lambda: run.step() >= 1)
         for pid in reward_workers(run):
@@ -66,7 +66,7 @@ def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_o
     (told,) = re.findall(r"\*\*\* reward, step (\d+): (.*)", run.stdout())
     assert told[1] == (
         "1 answer could not be checked and counted as wrong: 1 took longer than "
-        "reward.timeout_s=1, 0 brought down 2 workers"
+        "reward.timeout_s=5, 0 brought down 2 workers"
     )
     seen = metrics(run)
     assert {step: m["reward/timeouts"] for step, m in seen.items() if m["reward/timeouts"]} == {
@@ -115,8 +115,7 @@ def killed(run: Run, victim: str, there: Callable[[Run, float], bool]) -> None:
         run.processes()
         os.kill(pid, signal.SIGKILL)
         assert run.ended() == (-signal.SIGKILL if victim == LAUNCHER else 128 + signal.SIGKILL)
-        # What is forcing a file to a busy disk dies only when that is done.
-        assert run.left(30.0) == []
+        assert run.left() == []
     if victim != LAUNCHER:
         assert re.match(rf"qurl: {victim} was killed by SIGKILL in step \d+, ", run.stderr())
         assert run.stderr().count("\n") == 1
@@ -153,7 +152,7 @@ def test_checkpoints_that_become_read_only_end_the_run_in_a_sentence(tiny):
             while subprocess.run(["mount", "-o", "remount,ro", disk]).returncode:
                 time.sleep(0.001)  # a checkpoint is being written
             assert run.ended() == 2
-            assert run.left(30.0) == []
+            assert run.left() == []
         assert re.match(rf"qurl: checkpoint {disk}/\S+ cannot be written \(Read-only", run.stderr())
         assert run.stderr().count("\n") == 1
         kept = max(run.saved())
@@ -173,7 +172,7 @@ time.time = lambda: real() + next(jump)
 
 @pytest.mark.thorough
 def test_a_clock_that_jumps_by_hours_changes_nothing(tiny, tmp_path, monkeypatch):
-    options = ("parallel.tensor=2", "train.steps=3", "reward.kind=math", "reward.timeout_s=3")
+    options = ("parallel.tensor=2", "train.steps=3", "reward.kind=math", "reward.timeout_s=10")
     expected = finished(Run(tiny, "steady", *options))
     (tmp_path / "sitecustomize.py").write_text(JUMPS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))

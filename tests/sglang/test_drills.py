@@ -34,9 +34,10 @@ from tests.disks import small_disk
 from tests.runs import SAMPLES, Run, living, make_recipe
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
 from tests.sglang.trainer import OWNER, file_senders, publish
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-UPDATE_S = 12.0  # an update takes a second on a quiet machine
+UPDATE_S = 20.0  # an update takes a second on a quiet machine
 # Its embedding is more than sockets hold by themselves: a transfer of it can be interrupted.
 CASE = Case("qwen2", "int8", changes={"vocab_size": 65536})
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -199,7 +200,7 @@ def test_a_run_that_is_killed_takes_its_engines_along_though_one_is_stopped(tmp_
         os.kill(run.engine(0), signal.SIGSTOP)
         launcher.kill()
         launcher.wait()
-        assert run.left(30.0) == []
+        assert run.left() == []
 
 
 @pytest.mark.slice
@@ -218,7 +219,7 @@ def test_an_engine_that_hangs_in_an_update_is_found_by_its_deadline_and_started_
     pid = hung.process.popen.pid
     begun = time.monotonic()
     drill.publish(1, during=at(1, lambda: os.killpg(pid, signal.SIGSTOP)))
-    assert UPDATE_S <= time.monotonic() - begun < UPDATE_S + 10
+    assert UPDATE_S <= time.monotonic() - begun < UPDATE_S + PATIENCE_S
     assert "did not answer within" in hung.reason or "was not done within" in hung.reason
     rejoins(drill, hung, other)
 

@@ -61,16 +61,20 @@ def test_a_rank_that_is_killed_is_the_first_cause_and_another_attempt_follows_in
     user: User, undisturbed: Path
 ):
     (job,), run_dir = user.submit("killed", *OPTIONS)
+    reaches(user, run_dir, 1)
+    victim = rank(user, 1)  # looked for in time: the steps to come are short
     reaches(user, run_dir, 7)
-    rank(user, 1).kill()
+    victim.kill()
     began = time.monotonic()
     user.slurm.wait(lambda: "attempt 2" in said(run_dir), 60)
     assert time.monotonic() - began < 60
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     assert user.slurm.facts(job)["Restarts"] == "0"
     first, second = folder.attempts(run_dir)
-    assert (first.signal, first.code, first.decision, first.step_after) == ("", 137, "retry", 5)
-    assert (second.job, second.step_before, second.step_after) == (job, 5, STEPS)
+    assert (first.signal, first.code, first.decision) == ("", 137, "retry")
+    saved = first.step_after
+    assert saved in (5, 10) and (second.job, second.step_before) == (job, saved)
+    assert second.step_after == STEPS
     assert len(pace.measured(run_dir, since=0.0).saves) == len([5, 10, 15, STEPS])
     assert measured(run_dir) == measured(undisturbed)
     text = user.told("logs", run_dir, "--attempt", 1)

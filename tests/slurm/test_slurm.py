@@ -100,9 +100,10 @@ def test_a_run_whose_time_is_up_goes_on_in_the_same_job_and_ends_as_if_it_had_no
     user: User, undisturbed: Path
 ):
     (job,), run_dir = user.submit("interrupted", *OPTIONS)
-    reaches(user, run_dir, 3)
+    user.slurm.wait(lambda: user.slurm.state(job) == "RUNNING", 60)
     refused = user.slurms("submit", *_words(user, run_dir), "--cluster", user.cluster_file)
     assert f"has job {job} in the queue (RUNNING)" in refused.stderr
+    reaches(user, run_dir, 3)
     time_is_up(user, job)
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     assert user.slurm.facts(job)["Restarts"] == "1"

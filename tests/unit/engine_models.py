@@ -25,6 +25,7 @@ from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.families import is_quantized
+from tests.waiting import wait_until
 
 TINY = {
     "model_type": "qwen2",
@@ -139,11 +140,23 @@ def finish(engine: Engine, *sequences: Sequence) -> None:
 
 
 class LiveServer:
-    """The real app behind a real socket, in a thread."""
+    """The real app behind a real socket, in a thread.
+
+    ``token_s`` is what a decode step takes at least: set it where something has to happen while a
+    request is under way.
+    """
 
     def __init__(self, folder, *, scheme="int8", api_key=None, speech=None) -> None:
         self.folder = folder
-        self.worker = EngineThread(engine_for(folder, scheme=scheme))
+        engine, self.token_s = engine_for(folder, scheme=scheme), 0.0
+        step = engine.step
+
+        def slowed() -> None:
+            time.sleep(self.token_s)
+            step()
+
+        engine.step = slowed
+        self.worker = EngineThread(engine)
         config = uvicorn.Config(
             build_app(self.worker, str(folder), api_key=api_key, speech=speech or Speech()),
             port=0,
@@ -163,9 +176,7 @@ class LiveServer:
         return httpx.post(self.url + endpoint, json=body, timeout=60, trust_env=False)
 
     def wait_for(self, key: str, value: int) -> None:
-        deadline = time.monotonic() + 20
-        while self.client.server_info()[key] != value:
-            assert time.monotonic() < deadline, f"{key} never became {value}"
+        wait_until(lambda: self.client.server_info()[key] == value)
 
     def close(self) -> None:
         self.client.close()

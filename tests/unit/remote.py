@@ -8,8 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
+from tests.waiting import PATIENCE_S
+
 CONTEXT = multiprocessing.get_context("forkserver")
-PATIENCE_S = 60
 
 
 class Remote:

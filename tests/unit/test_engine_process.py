@@ -13,6 +13,7 @@ import pytest
 from qurl_megatron.rollout import process
 from qurl_megatron.rollout.process import EngineProcess
 from qurl_megatron.rollout.sglang.launch import Launch
+from tests.waiting import PATIENCE_S, wait_until
 
 MAPS = """
 import mmap, os, sys, time
@@ -23,13 +24,6 @@ with open(path, "wb+") as file:
 print(path, flush=True)
 time.sleep(600)
 """
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.01)
 
 
 def mapped(engine: EngineProcess, starts: int = 1) -> Path:
@@ -53,7 +47,7 @@ def engine(tmp_path):
 def test_it_goes_when_the_engine_is_stopped(engine):
     engine.start()
     path = mapped(engine)
-    process.stop([engine], 5.0)
+    process.stop([engine], PATIENCE_S)
     assert not path.exists()
 
 
@@ -91,8 +85,8 @@ def test_it_goes_when_the_engine_is_stopped_while_it_is_looked_at(engine, monkey
     monkeypatch.setattr(process, "shared_by", slowly)
     look = threading.Thread(target=engine.look)
     look.start()
-    assert looking.wait(5)
-    process.stop([engine], 5.0)
+    assert looking.wait(PATIENCE_S)
+    process.stop([engine], PATIENCE_S)
     look.join()
     assert not path.exists()
 
@@ -110,7 +104,7 @@ def test_it_goes_when_the_trainer_is_killed_and_the_engine_went_first(engine):
 
     killed = multiprocessing.get_context("fork").Process(target=trainer)
     killed.start()
-    killed.join(20)
+    killed.join(PATIENCE_S)
     assert killed.exitcode == -signal.SIGKILL
     path = Path(engine.log.read_text().strip())
     wait_until(lambda: not path.exists())

@@ -35,6 +35,7 @@ def live(folder):
 
 
 LONG = {"max_new_tokens": 4000, "ignore_eos": True}
+SLOW_S = 0.01  # a token, where more has to happen before the last one
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
@@ -121,6 +122,7 @@ def test_stop_ids_end_a_response_unless_ignored(live):
 
 
 def test_abort_by_prefix_returns_what_was_generated(live):
+    live.token_s = SLOW_S
     with ThreadPoolExecutor(1) as pool:
         prompts = [[5, 6], [7, 8], [9, 10]]
         pending = pool.submit(live.client.generate, prompts, LONG, rid=["x-0", "x-1", "y-0"])
@@ -133,6 +135,7 @@ def test_abort_by_prefix_returns_what_was_generated(live):
 
 
 def test_a_client_that_leaves_takes_its_requests_along(live):
+    live.token_s = SLOW_S
     with pytest.raises(httpx.ReadTimeout):
         body = {"input_ids": [5, 6], "sampling_params": LONG}
         httpx.post(live.url + "/generate", json=body, timeout=0.5, trust_env=False)
@@ -141,6 +144,7 @@ def test_a_client_that_leaves_takes_its_requests_along(live):
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pause_stops_generation_until_continued(live, mode):
+    live.token_s = SLOW_S
     with ThreadPoolExecutor(1) as pool:
         params = {**LONG, "max_new_tokens": 400}
         pending = pool.submit(live.client.generate, [[5, 6]], params)
@@ -152,6 +156,7 @@ def test_pause_stops_generation_until_continued(live, mode):
         assert before["num_waiting_reqs"] == (mode == "retract")
         time.sleep(0.1)
         assert live.client.server_info()["num_generated_tokens"] == before["num_generated_tokens"]
+        live.token_s = 0.0
         live.client.resume()
         meta = pending.result()[0]["meta_info"]
     assert meta["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
@@ -171,10 +176,12 @@ def test_an_update_from_disk_switches_the_version_and_the_weights(live, folder, 
 
 def test_a_running_request_carries_the_version_of_every_token(live, folder, tmp_path):
     version = write_version(tmp_path / "v3", random_tensors(folder, seed=5), 3, "int8")
+    live.token_s = SLOW_S
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(live.client.generate, [[5, 6]], {**LONG, "max_new_tokens": 600})
         live.wait_for("num_running_reqs", 1)
         live.client.update_weights_from_disk(version, 3, flush_cache=False)
+        live.token_s = 0.0
         meta = pending.result()[0]["meta_info"]
     first, second = meta["weight_versions"]
     assert (first["version"], second["version"], meta["weight_version"]) == ("default", "3", "3")

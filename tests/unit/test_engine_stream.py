@@ -28,6 +28,7 @@ from tests.unit.engine_models import (
 from tests.unit.recorded import SGLANG, events, shape
 
 LONG = {"max_new_tokens": 4000, "ignore_eos": True}
+SLOW_S = 0.02  # a token, until the first event has come and what follows on it is done
 
 
 @pytest.fixture(scope="module")
@@ -207,12 +208,14 @@ def test_a_bad_request_for_a_stream_gets_a_status_not_an_event(shared):
 
 def first_event(live, body: dict, then) -> str:
     """Read one event, do something, and read the rest."""
+    live.token_s = SLOW_S
     with httpx.stream(
         "POST", f"{live.url}/generate", json={**body, "stream": True}, timeout=60, trust_env=False
     ) as response:
         pieces = response.iter_text()
         text = next(pieces)
         then()
+        live.token_s = 0.0
         return text + "".join(pieces)
 
 

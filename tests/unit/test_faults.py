@@ -18,16 +18,11 @@ from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.types import Prompt
 from tests.names import unanswered
 from tests.unit.engine_models import TINY, LiveServer, random_tensors, write_model, write_version
+from tests.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(4)]
 OWNER = Owner("0a", "these tests")  # one run, whatever fleet it has
-
-
-def wait_until(condition, seconds: float = 4.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
+SILENT_S = 4.0  # for an honest engine's answer, which comes at once unless the machine is busy
 
 
 class Stand:
@@ -50,7 +45,7 @@ class Stand:
 
 @contextmanager
 def fleet_of(*urls: str, fixed: bool = False, **changes):
-    quick = {"samples_per_prompt": 2, "max_new_tokens": 5, "timeout_s": 1.5}
+    quick = {"samples_per_prompt": 2, "max_new_tokens": 5, "timeout_s": SILENT_S}
     config = RolloutConfig(urls=urls, **{**quick, "health_every_s": 60.0, **changes})
     options = {
         "scheme": "int8",
@@ -154,12 +149,13 @@ def test_two_liars_that_nobody_publishes_to_end_the_collection_too(engines):
     }.items(),
 )
 def test_what_is_asked_beside_generations_has_bounds_too(name, says, engines):
+    limit_s = 0.6 if "0.6 s" in says else PATIENCE_S
     with Proxy(engines[0][0].url) as proxy:
         client, start = EngineClient(proxy.url), time.monotonic()
         proxy.play([name], at="/server_info")
         with pytest.raises(EngineError, match=says):
-            client.server_info(timeout_s=0.6)
-        assert proxy.played == [name] and time.monotonic() - start < 1
+            client.server_info(timeout_s=limit_s)
+        assert proxy.played == [name] and time.monotonic() - start < limit_s + 5
         assert client.server_info()["engine"] == "qurl-embedded"
 
 
@@ -192,12 +188,12 @@ def test_a_deadline_holds_for_the_headers_of_every_control_request():
                 CONTROL[endpoint](EngineClient(proxy.url))
             return time.monotonic() - start
 
-        assert max(pool.map(ask, CONTROL)) < 2
+        assert max(pool.map(ask, CONTROL)) < 5  # all of the headers take 7
 
 
 def test_an_engine_whose_health_checks_drip_leaves_the_traffic(engines):
     (behind, good), weights = engines
-    watched = {"health_every_s": 0.05, "health_timeout_s": 0.4}
+    watched = {"health_every_s": 0.05, "health_timeout_s": SILENT_S / 2}
     with Proxy(behind.url) as proxy, fleet_of(proxy.url, good.url, **watched) as fleet:
         fleet.publish(weights, 1)
         proxy.play(["headers drip"] * 99, at="/server_info")
@@ -207,7 +203,7 @@ def test_an_engine_whose_health_checks_drip_leaves_the_traffic(engines):
 
 def test_a_health_check_that_waits_for_a_name_server_counts_as_silence(engines):
     (behind, good), weights = engines
-    watched = {"health_every_s": 0.05, "health_timeout_s": 0.4}
+    watched = {"health_every_s": 0.05, "health_timeout_s": SILENT_S / 2}
     named = behind.url.replace("127.0.0.1", "localhost")
     with fleet_of(named, good.url, **watched) as fleet:
         fleet.publish(weights, 1)

@@ -21,11 +21,13 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.membership import read_members
 from qurl_megatron.testing.engines import FakeEngine
 from qurl_megatron.types import Prompt
+from tests.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
+SILENT_S = 1.5  # soon over, and more than a healthy engine needs on a busy machine
 QUICK = {
     "health_every_s": 0.1,
-    "health_timeout_s": 0.6,
+    "health_timeout_s": SILENT_S,
     "samples_per_prompt": 2,
     "max_new_tokens": 5,
 }
@@ -52,13 +54,6 @@ def local_fleet(tmp_path, *options, **changes) -> Fleet:
 def adopted(*engines: FakeEngine, **changes) -> Fleet:
     config = RolloutConfig(urls=tuple(e.url for e in engines), **{**QUICK, **changes})
     return Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
 
 
 def events(fleet) -> list[tuple[str, str]]:
@@ -166,7 +161,7 @@ def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp
         threading.Timer(0.1, os.kill, (pid, signal.SIGSTOP)).start()
         start = time.monotonic()
         samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
-        assert 0.5 < time.monotonic() - start < 5
+        assert time.monotonic() - start > SILENT_S
         assert [s.prompt.index for s in samples] == [i for i in range(6) for _ in range(2)]
         assert fleet.serving() == [other]
         wait_until(lambda: stopped.state == "ready")
@@ -184,15 +179,15 @@ def test_an_engine_that_answers_nothing_but_writes_to_its_log_is_at_work_not_hun
         os.kill(process.pid, signal.SIGSTOP)
         started = time.monotonic()
         with engine.process.log.open("a") as log:
-            while time.monotonic() < started + 1.5:  # a limit is 0.6 s
+            while time.monotonic() < started + 2 * SILENT_S:
                 print("compiling a kernel", file=log, flush=True)
                 time.sleep(0.05)
             assert process.poll() is None and engine.state == "serving"
             while process.poll() is None:  # no amount of writing buys more than 4 limits
-                assert time.monotonic() < started + 6
+                assert time.monotonic() < started + PATIENCE_S
                 print("compiling a kernel", file=log, flush=True)
                 time.sleep(0.05)
-        assert time.monotonic() > started + 4 * 0.6
+        assert time.monotonic() > started + 4 * SILENT_S
 
 
 SLOW = """
@@ -217,7 +212,7 @@ def test_nobody_waits_while_it_is_looked_at_what_an_engine_shares_in_memory(tmp_
 
     def slowly(groups) -> set[str]:
         looking.set()
-        looked.wait(5)
+        looked.wait(PATIENCE_S)
         return set()
 
     monkeypatch.setattr(process, "shared_by", slowly)
@@ -225,12 +220,12 @@ def test_nobody_waits_while_it_is_looked_at_what_an_engine_shares_in_memory(tmp_
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(fleet.__enter__)
         try:
-            assert looking.wait(10)
+            assert looking.wait(PATIENCE_S)
             start = time.monotonic()
-            assert fleet.serving() == [] and time.monotonic() - start < 1
+            assert fleet.serving() == [] and time.monotonic() - start < PATIENCE_S / 2
         finally:
             looked.set()
-            pending.result(10)
+            pending.result(PATIENCE_S)
             fleet.close()
 
 
@@ -244,12 +239,12 @@ def test_limits_follow_the_kind_of_engine_unless_they_are_given():
 
 def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():
     hung, good = FakeEngine(), FakeEngine()
-    with hung, good, adopted(hung, good, update_timeout_s=0.5) as fleet:
+    with hung, good, adopted(hung, good, update_timeout_s=2.0) as fleet:
         fleet.publish("unused", 1)
         hung.update_fault = "hang"
         start = time.monotonic()
         fleet.publish("unused", 2)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < PATIENCE_S
         assert [e.url for e in fleet.serving()] == [good.url]
         assert hung.paused.is_set()  # not told to go on: it might have half of the weights
         assert hung.version == fleet.names.updating(2)
@@ -351,7 +346,7 @@ def test_silence_during_a_publication_is_not_held_against_an_engine():
         engine.deaf.set()  # as one that is busy loading weights
         time.sleep(0.2)  # a check is on its way
         with fleet.publication() as engines:
-            time.sleep(0.7)
+            time.sleep(SILENT_S + 0.1)
             engine.deaf.clear()
             fleet.confirm(engines, 1)
         time.sleep(0.5)
@@ -386,7 +381,7 @@ def test_a_fleet_without_engines_says_so_and_waits_if_asked(tmp_path):
             os.kill(engine.process.popen.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="no engine is serving.*exited with status -9"):
             greedy(fleet, PROMPTS, 2)
-        assert fleet.await_recruits(10)
+        assert fleet.await_recruits(PATIENCE_S)
         fleet.publish("unused", 1)
         assert len(greedy(fleet, PROMPTS, 2)) == 6
 
@@ -449,7 +444,7 @@ def test_an_adopted_engine_wants_its_key_at_once(monkeypatch):
         start = time.monotonic()
         with pytest.raises(ConfigError, match="answered 401.*QURL_API_KEY"), adopted(engine):
             pass
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < PATIENCE_S
         monkeypatch.setenv("QURL_API_KEY", "secret")
         with adopted(engine) as fleet:
             assert len(fleet.serving()) == 1

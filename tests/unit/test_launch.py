@@ -24,6 +24,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import launch, megatron, muster, place
 from qurl_megatron.runtime.undertaker import bury
 from tests.leftovers import Footprint
+from tests.waiting import PATIENCE_S, wait_until
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",
@@ -313,7 +314,7 @@ def test_ctrl_c_while_the_ranks_are_being_imported_is_heard_without_a_traceback(
             assert launcher.poll() is None
             time.sleep(0.02)
         os.killpg(launcher.pid, signal.SIGINT)
-        said = launcher.communicate(timeout=20)[1]  # until the fork server too has left
+        said = launcher.communicate(timeout=PATIENCE_S)[1]  # until the fork server too has left
     assert (launcher.returncode, said) == (130, "")
 
 
@@ -382,7 +383,7 @@ def test_under_srun_too_a_mistake_is_one_sentence_and_no_frames_of_torch(capfd):
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(PATIENCE_S)
     assert [rank.exitcode for rank in ranks] == [2, 1]
     assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
 
@@ -438,10 +439,11 @@ def launched(request, shared, tmp_path):
         [sys.executable, str(script), *arguments], env=env, stderr=subprocess.PIPE, text=True
     )
     paths = [tmp_path / "0", tmp_path / "1"]
-    end = time.monotonic() + 60
-    while not all(path.exists() and path.read_text() for path in paths):
-        assert time.monotonic() < end and launcher.poll() is None
-        time.sleep(0.02)
+    there = lambda: all(path.exists() and path.read_text() for path in paths)  # noqa: E731
+    wait_until(
+        lambda: there() or launcher.poll() is not None, 3 * PATIENCE_S
+    )  # it imports Megatron
+    assert there()
     # Launcher and ranks, and of each of these an undertaker and three children.
     assert len(footprint.look()) >= 1 + 2 * (1 + 1 + 3)
     yield launcher, footprint, [int(path.read_text()) for path in paths]
@@ -468,7 +470,7 @@ def test_all_ends_with_a_launcher_that_is_killed(launched, shared):
 def test_all_ends_with_a_rank_that_is_killed(launched, shared):
     launcher, footprint, (rank, _) = launched
     os.kill(rank, signal.SIGKILL)
-    assert launcher.communicate(timeout=20)[1] == "qurl: rank 0 was killed by SIGKILL\n"
+    assert launcher.communicate(timeout=PATIENCE_S)[1] == "qurl: rank 0 was killed by SIGKILL\n"
     assert launcher.returncode == 128 + signal.SIGKILL
     assert footprint.left() == []
     assert not shared.exists()
@@ -478,7 +480,7 @@ def test_all_ends_with_a_rank_that_is_killed(launched, shared):
 def test_all_ends_with_a_fork_server_that_is_killed(launched):
     launcher, footprint, (rank, _) = launched
     os.kill(psutil.Process(rank).ppid(), signal.SIGKILL)
-    said = launcher.communicate(timeout=20)[1]
+    said = launcher.communicate(timeout=PATIENCE_S)[1]
     assert re.fullmatch(
         r"qurl: rank \d was lost, for the process that forked it was killed\n", said
     )

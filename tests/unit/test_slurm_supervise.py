@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from qurl_megatron.slurm.supervise import Step, Times, beside, end_of, final_code, preempted
+from tests.waiting import wait_until
 
 END = 10_000.0
 
@@ -94,8 +95,8 @@ from pathlib import Path
 from qurl_megatron.slurm.task import stop_on_usr1
 stop_on_usr1(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
-print(child.pid, flush=True)
 def stuck_here():
+    print(child.pid, flush=True)
     if sys.argv[2] == "python":
         time.sleep(60)
     # Holds the interpreter's lock, as a hanging extension does.
@@ -119,10 +120,7 @@ def test_a_stuck_rank_writes_its_stacks_and_its_children_do_not_mind(where, tmp_
     time.sleep(0.1)
     for pid in (child, rank.pid):
         os.kill(pid, signal.SIGUSR2)
-    end = time.monotonic() + 10
-    while "stuck_here" not in path.read_text() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert "in stuck_here" in path.read_text()
+    wait_until(lambda: "in stuck_here" in path.read_text())
     assert path.read_text().count("(most recent call first)") == 2  # and that for the signals
     assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
     rank.kill()

@@ -30,6 +30,7 @@ from qurl_megatron.torchrun.command import endpoint_of, is_here, main
 from qurl_megatron.torchrun.head import Head, Plan, free_port, told_by
 from qurl_megatron.torchrun.member import Member
 from qurl_megatron.torchrun.round import Round, missing, seats
+from tests.waiting import PATIENCE_S, wait_until
 
 LIKE = {"--nnodes": "2", "train.run_dir": "runs/math"}
 
@@ -386,13 +387,6 @@ def started(folder: Path) -> Member:
     return member
 
 
-def until(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def headed(tmp_path: Path, board: Board, **facts) -> Head:
     plan = {"nodes": 1, "retries": 0, "hung_s": 60.0, "wait_s": 20.0, **facts}
     (tmp_path / "slurm").mkdir(exist_ok=True)
@@ -522,10 +516,10 @@ def test_a_signal_in_a_missed_beat_does_not_kill_ranks_that_have_to_save(shell, 
     time.sleep(0.2)
     with Board(endpoint[1], LIKE) as board:
         board.word = Word(order)
-        until(lambda: codes or any(one.received for one in board.rows().values()))
+        wait_until(lambda: codes or any(one.received for one in board.rows().values()))
         assert codes == [] and member.busy and board.rows()["a"].received == "TERM"
         board.word = Word(code=143)
-        follower.join(20)
+        follower.join(PATIENCE_S)
     assert codes == [143] and not member.busy
 
 
@@ -534,7 +528,7 @@ def test_what_failed_in_the_beat_in_which_all_must_end_is_told(shell, tmp_path):
     shell(f"until [ -e {go} ]; do sleep 0.02; done; echo OSError: in use; exit 1")
     member = started(tmp_path)
     go.touch()
-    until(lambda: member._torchrun.code() is not None)
+    wait_until(lambda: member._torchrun.code() is not None)
     order = replace(ordered("a"), logs=str(tmp_path))
     ended = member.follow(Word(order, over=True))
     assert (ended.ended, ended.said) == (1, "OSError: in use")
@@ -551,7 +545,7 @@ def test_ranks_that_do_not_die_at_once_do_not_end_the_script(shell, tmp_path, mo
 def test_a_last_line_of_any_length_reaches_the_head(shell, tmp_path):
     shell("head -c 100000 /dev/zero | tr '\\0' x; exit 1")
     member = started(tmp_path)
-    until(lambda: not member.busy or member._torchrun.code() is not None)
+    wait_until(lambda: not member.busy or member._torchrun.code() is not None)
     member.end()
     with listening() as (board, endpoint):
         ask(endpoint, "a", member.row)

@@ -8,6 +8,7 @@ import pytest
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
 from qurl_megatron.training.ahead import Ahead
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Engines:
@@ -45,9 +46,7 @@ def ahead(engines, staleness, last=10, produce=None):
 
 
 def begun(engines, count):
-    deadline = time.monotonic() + 5
-    while len(engines.begun) < count and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: len(engines.begun) >= count)
     time.sleep(0.02)  # one more would show by now
     return sorted(engines.begun)
 
@@ -90,7 +89,8 @@ def test_a_stop_ends_the_wait_and_leaving_ends_what_is_in_flight(engines):
         with pytest.raises(Interrupted):
             batches.take(1, lambda: True)
         start = time.monotonic()
-    assert time.monotonic() - start < 2  # both batches saw the stop; none was ever done
+    # Both batches saw the stop; none was ever done.
+    assert time.monotonic() - start < PATIENCE_S
 
 
 def test_a_failure_reaches_the_step_that_takes_the_batch(engines):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from qurl_megatron.rollout.transport import link as link_module
 from qurl_megatron.rollout.transport.link import Link, within
 from qurl_megatron.rollout.transport.meeting import LinkError
+from tests.waiting import PATIENCE_S
 
 KEY = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -77,7 +78,7 @@ def test_what_never_comes_is_given_up_at_the_deadline():
     begun = time.monotonic()
     with pytest.raises(LinkError, match="timed out"):
         nccl_link(Backend()).receive([(0, torch.zeros(1))], 0, begun + 0.2)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < PATIENCE_S
 
 
 def test_an_abort_that_does_not_come_back_holds_nobody_up(monkeypatch):
@@ -85,7 +86,7 @@ def test_an_abort_that_does_not_come_back_holds_nobody_up(monkeypatch):
     backend = Backend(stuck=True)
     begun = time.monotonic()
     nccl_link(backend).abort()
-    assert backend.calls == ["abort"] and time.monotonic() - begun < 5
+    assert backend.calls == ["abort"] and time.monotonic() - begun < PATIENCE_S
 
 
 def test_a_call_without_a_deadline_gets_one_and_is_undone_when_it_comes_back_late():
@@ -94,10 +95,10 @@ def test_a_call_without_a_deadline_gets_one_and_is_undone_when_it_comes_back_lat
         within(0.1, released.wait, late=undone.set)
     assert not undone.is_set()
     released.set()
-    assert undone.wait(10)
-    assert within(10, lambda: 7, late=undone.set) == 7
+    assert undone.wait(PATIENCE_S)
+    assert within(PATIENCE_S, lambda: 7, late=undone.set) == 7
     with pytest.raises(KeyError):
-        within(10, lambda: {}["none"])
+        within(PATIENCE_S, lambda: {}["none"])
 
 
 @pytest.mark.parametrize("before", [None, "1"])
@@ -111,7 +112,7 @@ def test_groups_that_are_made_side_by_side_leave_the_environment_as_it_was(befor
             pass
 
         def __init__(self, *arguments):
-            meeting.wait(10)
+            meeting.wait(PATIENCE_S)
             time.sleep(0.01)
             seen.append(os.environ.get(KEY))
 

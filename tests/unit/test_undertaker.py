@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.leftovers import Footprint
+from tests.waiting import wait_until
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -23,6 +23,13 @@ def run(tmp_path: Path, body: str) -> tuple[int, Footprint]:
     env = {**footprint.env, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", BEGIN + body, str(tmp_path)], env=env, timeout=60)
     return done.returncode, footprint
+
+
+def only_one(footprint: Footprint) -> str:
+    """What stays when the undertaker has done its work, and has ended."""
+    wait_until(lambda: len(footprint.left(seconds=0.0)) <= 1)
+    (left,) = footprint.left(seconds=0.0)
+    return left
 
 
 def test_it_acts_after_an_ordinary_end_too_and_leaves_the_exit_code_alone(tmp_path):
@@ -46,7 +53,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     code, footprint = run(tmp_path, body)
     assert code == -9
-    (left,) = [line for line in footprint.left(seconds=1.5) if "sleep" in line]
+    left = only_one(footprint)
     for process in footprint.processes():
         process.kill()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "made"]
@@ -141,9 +148,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     code, footprint = run(tmp_path, body)
     assert code == -9
-    end = time.monotonic() + 15
-    while len(left := footprint.left(seconds=0)) > 1 and time.monotonic() < end:
-        time.sleep(0.1)
+    left = only_one(footprint)
     for process in footprint.processes():
         process.kill()
-    assert len(left) == 1 and "import os, pathlib" in left[0]
+    assert "import os, pathlib" in left
