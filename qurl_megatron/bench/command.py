@@ -50,9 +50,9 @@ def measure(name: str, options: argparse.Namespace, words: Sequence[str] | None 
     """
     started = environment.started()
     around = environment.environment()
-    others = Others(url for url in getattr(options, "engine", ()) if "://" in url)
-    cases: list[Case] = import_module(f"qurl_megatron.bench.{name}").run(options)
-    around |= {"load_after": environment.load(), "others": round(others.share(), 3)}
+    with Others(url for url in getattr(options, "engine", ()) if "://" in url) as others:
+        cases: list[Case] = import_module(f"qurl_megatron.bench.{name}").run(options)
+        around |= {"load_after": environment.load(), "others": round(others.share(), 3)}
     if around["others"] > MOST:
         cases = [_beside_another_load(case, around["others"]) for case in cases]
     return Record(

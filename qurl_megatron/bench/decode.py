@@ -10,6 +10,7 @@ reads, and that of its products at the rate of its fastest ones. The prediction 
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.constants import ON_CPU, Constants
+from qurl_megatron.planning.constants import Constants, constants_of
 from qurl_megatron.planning.machine import of_limits
-from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step
+from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step, engine_rank
 from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
@@ -60,21 +61,30 @@ def run(options: argparse.Namespace) -> list[Case]:
             }
         measured = interleaved(spans, repeats=options.repeats, warm_up=WARM_UP)
         for name, mine in measured.items():
-            case = _case(name, mine, arch, batch, options)
+            refusal = native.refusal(decoders[name]) if name in decoders else None
+            case = _case(name, mine, arch, batch, options, one_call=not refusal)
             if name in decoders:
-                case.notes["decode step"] = native.refusal(decoders[name]) or "native"
+                case.notes["decode step"] = refusal or "native"
             progress(f"{case.name}: {case.figures[0].median:.0f} tokens/s")
             found.append(case)
     return found
 
 
 def _case(
-    name: str, mine: Repeats[None], arch: Arch, batch: int, options: argparse.Namespace
+    name: str,
+    mine: Repeats[None],
+    arch: Arch,
+    batch: int,
+    options: argparse.Namespace,
+    *,
+    one_call: bool,
 ) -> Case:
     """What a candidate reached at one batch size."""
     scheme = name.removeprefix(PEER)
     context = PROMPT + _new_tokens(options.steps, options.repeats) / 2  # mean over all repeats
-    limit, limit_of, predicted = bounds(arch, scheme, batch, context, options.device)
+    limit, limit_of, predicted = bounds(
+        arch, scheme, batch, context, options.device, one_call=one_call
+    )
     figure = Figure(
         name="decode",
         unit="tokens/s",
@@ -154,17 +164,23 @@ class Span:
 
 
 def bounds(
-    arch: Arch, scheme: str, batch: int, context: float, device: str
+    arch: Arch, scheme: str, batch: int, context: float, device: str, *, one_call: bool
 ) -> tuple[float, str, float]:
-    """Tokens/s at most, what sets this limit, and tokens/s that ``qurl plan``'s formula expects."""
+    """Tokens/s at most, what sets this limit, and tokens/s that ``qurl plan``'s formula expects.
+
+    Args:
+        one_call: the step is a native one.
+    """
     wide = scheme if scheme in DTYPE else ("fp32" if device == "cpu" else "bf16")
+    kind = "none" if scheme in DTYPE else scheme
     machine = of_limits(limits(device), wide)
-    usual = ON_CPU if device == "cpu" else Constants()
-    rank = decode_rank(
-        arch, "none" if scheme in DTYPE else scheme, 1, itemsize=4 if wide == "fp32" else 2
-    )
-    least = decode_step(rank, machine, ALL_OF_IT, batch, context)
-    expected = decode_step(rank, machine, usual, batch, context)
+    if device == "cpu":
+        native_for = frozenset({kind} if one_call else ())
+        machine = replace(machine, cores=torch.get_num_threads(), native=native_for)
+    itemsize = 4 if wide == "fp32" else 2
+    least = decode_step(decode_rank(arch, kind, 1, itemsize), machine, ALL_OF_IT, batch, context)
+    rank = engine_rank(arch, kind, 1, itemsize, machine)
+    expected = decode_step(rank, machine, constants_of(machine, kind), batch, context)
     products = "INT8 products" if scheme == "int8" else f"{wide.upper()} products"
     return (
         batch / sum(least.values()),

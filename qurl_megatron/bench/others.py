@@ -4,8 +4,13 @@ A figure that was taken beside another job says nothing of ours. The load averag
 the load is; the kernel counts for each process what it used, and what its dead children did. Its
 own threads, which write our files out among other things, are nobody's. So are processes bound to
 cores that we may not use, as jobs of Slurm are.
+
+Ours are our descendants. An engine's workers may outlive the process that we started, by the second
+that it takes to give gigabytes back, and would then be children of the machine's first process like
+any stranger, with all that they have used in their lives. So while we watch, orphans come to us.
 """
 
+import ctypes
 import os
 import time
 from collections.abc import Iterable
@@ -20,6 +25,7 @@ MOST = 0.05
 INIT, KERNEL = 1, 2  # process numbers of the parents of orphans, and of the kernel's threads
 ASKED = ("pid", "ppid", "name", "create_time", "cpu_times", "cpu_affinity")
 LOCAL = ("localhost", "127.0.0.1", "::1")
+SET_CHILD_SUBREAPER, GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 Key = tuple[int, float]  # number and birth: numbers are given out again
 
@@ -33,17 +39,26 @@ class Used:
 
 
 class Others:
-    """Watches the cores that this process may use, from its making on.
+    """Watches the cores that this process may use, from its making on; ``with`` it, orphans of ours
+    remain ours.
 
     Args:
         servers: URLs of engines whose work is ours, too; those of other machines are left out.
     """
 
     def __init__(self, servers: Iterable[str] = ()) -> None:
+        self._adopted = _adopts()
         self._roots = {os.getpid(), *_listeners(servers)}
         self._cores = os.sched_getaffinity(0)
         self._start = time.monotonic()
         self._first = self._look()
+
+    def __enter__(self) -> "Others":
+        _adopt(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _adopt(self._adopted)
 
     def share(self) -> float:
         """Of the cores, that others have used so far."""
@@ -74,6 +89,17 @@ class Others:
             and told["cpu_times"]
             and self._cores & set(told["cpu_affinity"] or ())
         }
+
+
+def _adopts() -> bool:
+    """Whether this process becomes the parent of orphans among its descendants."""
+    found = ctypes.c_int()
+    ctypes.CDLL(None).prctl(GET_CHILD_SUBREAPER, ctypes.byref(found))
+    return bool(found)
+
+
+def _adopt(orphans: bool) -> None:
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(orphans))
 
 
 def _seconds(used: Used | None) -> float:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -42,7 +43,9 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.rollout_time import decode_rank
+from qurl_megatron.planning import machine
+from qurl_megatron.planning.constants import Gpu, constants_of
+from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.weights import Arch, read_arch
 
@@ -173,12 +176,14 @@ def run(options: argparse.Namespace) -> list[Case]:
     elif not options.out:  # an error on the way here names one of them
         shutil.rmtree(logs)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    # Measured where it is asked for: no engine uses it any more.
+    cpu = cache(partial(machine.here, threads=options.threads))
     cases, devices = [], set()
     for subject in subjects:
         name = subject.name
         device = device_of(before[name])
         devices.add(device)
-        bounds = bounds_of(plan, subject, arch, device, gpu)
+        bounds = bounds_of(plan, subject, arch, device, gpu, cpu)
         for sender in SENDERS[: 2 if guidellm else 1]:
             one = replace(subject, sender=sender)
             repeats = found[one.name]
@@ -360,6 +365,7 @@ class Bounds:
     least: float | None = None  # by the bytes of its decode steps
     predicted: float | None = None  # by qurl plan, where it knows the machine
     why: str = ""  # there is no limit, where that is not the load's doing
+    unplanned: str = ""  # why there is a limit and no prediction
 
 
 def case_of(
@@ -421,6 +427,8 @@ def _notes(bounds: Bounds, outcomes: Sequence[Outcome]) -> dict[str, str]:
     found = {}
     if bounds.why:
         found["limit"] = f"none: {bounds.why}"
+    if bounds.unplanned:
+        found["prediction"] = f"none: {bounds.unplanned}"
     if outcomes[0].sender:
         found["sent by"] = outcomes[0].sender
     if unseen := [outcome.unseen for outcome in outcomes if outcome.unseen]:
@@ -433,11 +441,19 @@ def _notes(bounds: Bounds, outcomes: Sequence[Outcome]) -> dict[str, str]:
     return found
 
 
-def bounds_of(plan: Plan, subject: Subject, arch: Arch, device: str, gpu: str | None) -> Bounds:
+def bounds_of(
+    plan: Plan,
+    subject: Subject,
+    arch: Arch,
+    device: str,
+    gpu: str | None,
+    cpu: Callable[[str], Gpu],
+) -> Bounds:
     """
     Args:
         device: that the engine says it uses, "cuda" or "cpu"; "" where it does not say.
         gpu: what its driver calls the GPU that this side sees; None: it sees none.
+        cpu: measures this machine, where what is not quantized is of a ``model.dtype``.
     """
     if plan.clients.rate is not None:
         return Bounds()
@@ -451,11 +467,18 @@ def bounds_of(plan: Plan, subject: Subject, arch: Arch, device: str, gpu: str | 
     share = 1 if on_gpu else subject.tensor
     load = {"prompt": plan.prompt, "slots": plan.slots}
     least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
-    known = limits.gpu_named(gpu, scheme) if on_gpu else None
+    if not on_gpu and subject.engine != "embedded":
+        return Bounds(least, unplanned="of CPUs, qurl plan knows embedded engines alone")
+    known = limits.gpu_named(gpu, scheme) if on_gpu else cpu(subject.dtype).of_rank(1)
     if known is None:
-        return Bounds(least)
+        return Bounds(least, unplanned=f"qurl plan has no data sheet of {gpu} for {scheme}")
     predicted = limits.predicted_seconds(
-        rank, plan.lengths, **load, prompts=plan.prompts, gpu=known
+        engine_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype], known),
+        plan.lengths,
+        **load,
+        prompts=plan.prompts,
+        gpu=known,
+        constants=constants_of(known, scheme),
     )
     return Bounds(least, predicted)
 

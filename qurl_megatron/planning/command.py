@@ -65,7 +65,8 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
         gpu = gpu_of(arguments.gpu, config.quant.scheme)
     if arguments.network_gbps:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
-    models, constants = find_models(config, arguments.config), constants_of(gpu)
+    models = find_models(config, arguments.config)
+    constants = constants_of(gpu, config.quant.scheme)
     mean = arguments.mean_tokens
     if arguments.measured:
         constants, measured_mean = from_run(arguments, gpu, constants)
@@ -264,7 +265,9 @@ def as_json(
         "gpus": arguments.gpus,
         "gpus_per_node": arguments.gpus_per_node,
         "work": asdict(planner.work),
-        "constants": table(arguments.gpu, planner.gpu, planner.constants),
+        "constants": table(
+            arguments.gpu, planner.gpu, planner.constants, planner.config.quant.scheme
+        ),
         "own": own and _row(planner, own),
         "layouts": [_row(planner, one) for one in found],
         "scaling": [_row(planner, one) for one in curve],

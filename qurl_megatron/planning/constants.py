@@ -27,6 +27,8 @@ class Gpu:
     cores: int | None = None  # of a CPU, which all ranks share; None: each rank has its own GPU
     threads: int = 0  # of each rank on a CPU; 0: its share of the cores
     alone: "Gpu | None" = None  # what one core does while the others rest
+    native: frozenset[str] = frozenset()  # formats whose decode step is one native call
+    turns: float = 1.0  # ranks to a core, where there are more of them than cores
 
     def busy(self, ranks: int) -> float:
         """Share of the machine's cores that ``ranks`` keep busy together; 0 on GPUs."""
@@ -59,6 +61,7 @@ class Gpu:
             gib=self.gib / ranks,
             flops={name: rate / ranks for name, rate in found.flops.items()},
             hbm=found.hbm / ranks,
+            turns=max(1.0, ranks / self.cores),
         )
 
 
@@ -146,6 +149,9 @@ class Constants:
     layer_launch: float = _constant(
         0.25e-3, "s a layer and pass, one way", "estimate: 30 to 50 kernels, launched from Python"
     )
+    launch_overlap: float = _constant(
+        1.0, "share of the launches", "kernels run while the next ones are launched"
+    )
     collective: float = _constant(
         0.75,
         "share of a link",
@@ -169,6 +175,17 @@ class Constants:
     )
     decode_step: float = _constant(
         3e-3, "s a step", "estimate: scheduling, sampling and log-probs of an engine"
+    )
+    decode_row: float = _constant(
+        0.0, "s a response and step", "our rule: a GPU's are in decode_step, whatever their number"
+    )
+    decode_overlap: float = _constant(
+        1.0,
+        "share of the shorter",
+        "the roofline: of reading weights and multiplying by them, the longer one counts",
+    )
+    request: float = _constant(
+        0.0, "s a response", "our rule: to ask for it and to read it costs nothing beside a GPU's"
     )
     reload: float = _constant(
         3.0, "s a step", "estimate: colocated engines release memory and take it back"
@@ -224,34 +241,79 @@ class Constants:
 
 
 CPU_SAYS: dict[str, tuple[float, str]] = {
-    "gemm": (0.8, "estimate: FP32 products of some hundred columns beside those of a thousand"),
-    "attention": (0.1, "estimate: softmax and products of FP32 scores, operator by operator"),
-    "layer_launch": (1e-3, "estimate: 30 to 50 operators from Python, 20 us each"),
-    "training_latency": (0.5e-3, "estimate: gloo over the loopback, ranks waiting for a core"),
-    "decode_latency": (0.5e-3, "estimate: likewise"),
-    "decode_layer": (
-        0.4e-3,
-        "docs/results/decode_cpu.json: an INT8 step of batch 1 beside the bytes that it reads",
+    "gemm": (
+        0.52,
+        "docs/results/step_cpu.json, scores and updates by layout: small passes, norms and SwiGLU",
     ),
-    "decode_step": (1.5e-3, "likewise"),
+    "attention": (0.2, "docs/performance-notes.md: 3 to 5 % of a training rank's time"),
+    "layer_launch": (
+        1.7e-3,
+        "docs/results/step_cpu.json: likewise, 50 to 70 operators, more for each prompt shared",
+    ),
+    "launch_overlap": (0.0, "operators run one after the other"),
+    "training_latency": (
+        2.8e-3,
+        "docs/results/step_cpu.json, TP2: gloo over the loopback, ranks waiting for a core",
+    ),
+    "decode_latency": (0.5e-3, "estimate: likewise, of engines"),
+    "decode_gemm": (
+        0.43,
+        "docs/results/decode_cpu.json and decode_small_cpu.json: BF16, FP32 and FP8 steps by torch",
+    ),
+    "decode_hbm": (0.43, "likewise"),
+    "decode_overlap": (0.0, "likewise: reading and multiplying take turns"),
+    "decode_layer": (75e-6, "likewise"),
+    "decode_step": (0.66e-3, "likewise"),
+    "decode_row": (22e-6, "likewise"),
+    "request": (
+        0.26e-3,
+        "docs/results/step_cpu.json: what rollouts took beside their steps, HTTP and JSON",
+    ),
 }
 """What differs where ranks are processes on a CPU: value and source, by the name of a constant."""
+
+NATIVE_SAYS: dict[str, tuple[float, str]] = {
+    "decode_gemm": (
+        0.73,
+        "docs/results/decode_cpu.json and decode_small_cpu.json: INT8 steps in one native call",
+    ),
+    "decode_hbm": (0.69, "likewise"),
+    "decode_overlap": (1.0, "likewise"),
+    "decode_layer": (10e-6, "likewise"),
+    "decode_step": (0.28e-3, "likewise"),
+    "decode_row": (14e-6, "likewise"),
+}
+"""What differs from ``CPU_SAYS`` where a decode step is one native call."""
 
 LOOPBACK = 1.5 * GB
 """Bytes/s between two processes of a machine by gloo; estimate."""
 
 
 ON_CPU = Constants(**{name: value for name, (value, _) in CPU_SAYS.items()})
+NATIVE = replace(ON_CPU, **{name: value for name, (value, _) in NATIVE_SAYS.items()})
 
 
-def constants_of(gpu: Gpu) -> Constants:
-    """Those of a kind of machine, before any run has been measured on it."""
-    return Constants() if gpu.cores is None else ON_CPU
+def constants_of(gpu: Gpu, scheme: str) -> Constants:
+    """Those of a kind of machine whose engines have ``quant.scheme``, before any run has been
+    measured on it."""
+    if gpu.cores is None:
+        return Constants()
+    return NATIVE if scheme in gpu.native else ON_CPU
 
 
-def table(kind: str, gpu: Gpu, constants: Constants) -> list[dict[str, Any]]:
+def _sources(gpu: Gpu, scheme: str) -> dict[str, str]:
+    """Of each constant of ``constants_of``."""
+    found = {item.name: item.metadata["source"] for item in fields(Constants)}
+    if gpu.cores is not None:
+        found |= {name: source for name, (_, source) in CPU_SAYS.items()}
+    if scheme in gpu.native:
+        found |= {name: source for name, (_, source) in NATIVE_SAYS.items()}
+    return found
+
+
+def table(kind: str, gpu: Gpu, constants: Constants, scheme: str) -> list[dict[str, Any]]:
     """Name, value, unit and source of every number."""
-    usual = constants_of(gpu)
+    usual, sources = constants_of(gpu, scheme), _sources(gpu, scheme)
     sheet = [("memory", gpu.gib, "GiB"), ("HBM", gpu.hbm / GB, "GB/s")]
     sheet += [("NVLink", gpu.nvlink / GB, "GB/s"), ("network", gpu.network / GB, "GB/s")]
     sheet += [(f"FLOP/s, {name}", value / 1e12, "T/s") for name, value in gpu.flops.items()]
@@ -263,11 +325,8 @@ def table(kind: str, gpu: Gpu, constants: Constants) -> list[dict[str, Any]]:
     ]
     for item in fields(constants):
         value = getattr(constants, item.name)
-        source = item.metadata["source"]
-        if gpu.cores is not None and item.name in CPU_SAYS:
-            source = CPU_SAYS[item.name][1]
-        if value != getattr(usual, item.name):
-            source = "measured"
+        same = value == getattr(usual, item.name)
+        source = sources[item.name] if same else "measured"
         rows.append(
             {"name": item.name, "value": value, "unit": item.metadata["unit"], "source": source}
         )

@@ -15,6 +15,8 @@ from qurl_megatron.planning.constants import LOOPBACK, Gpu
 
 CPU = "cpu"
 """What ``--gpu`` calls it."""
+CODES = ("int8", "int6", "int5", "int4")
+"""Number formats whose products are those of INT8."""
 
 
 def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
@@ -24,7 +26,7 @@ def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
         wide: "fp32" or "bf16", what is not quantized.
     """
     plain = 1e9 * limits["fp32_gflop_s" if wide == "fp32" else "bf16_gflop_s"]
-    codes = dict.fromkeys(("int8", "int6", "int5", "int4"), 1e9 * limits["int8_gop_s"])
+    codes = dict.fromkeys(CODES, 1e9 * limits["int8_gop_s"])
     return Gpu(
         gib=psutil.virtual_memory().total / 2**30,
         # Without units for FP8 its products are those of the wider format.
@@ -43,6 +45,7 @@ def cpu(
     *,
     cores: int,
     threads: int = 0,
+    native: bool = False,
 ) -> Gpu:
     """A CPU of ``cores``.
 
@@ -51,10 +54,16 @@ def cpu(
         together: those of all cores.
         dtype: ``model.dtype``.
         threads: of each rank; 0: its share of the cores.
+        native: an engine of codes has its decode step in one native call, given FP32 beside them.
     """
     wide = "fp32" if dtype == "float32" else "bf16"
-    one = of_limits(alone, wide)
-    return replace(of_limits(together, wide), cores=cores, threads=threads, alone=one)
+    return replace(
+        of_limits(together, wide),
+        cores=cores,
+        threads=threads,
+        alone=of_limits(alone, wide),
+        native=frozenset(CODES) if native and wide == "fp32" else frozenset(),
+    )
 
 
 def here(dtype: str, threads: int = 0) -> Gpu:
@@ -62,6 +71,7 @@ def here(dtype: str, threads: int = 0) -> Gpu:
     import torch
 
     from qurl_megatron.bench.environment import measured_limits
+    from qurl_megatron.rollout.embedded.native import library
 
     cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
     found = []
@@ -71,4 +81,4 @@ def here(dtype: str, threads: int = 0) -> Gpu:
             found.append(measured_limits("cpu"))
     finally:
         torch.set_num_threads(before)
-    return cpu(*found, dtype, cores=cores, threads=threads)
+    return cpu(*found, dtype, cores=cores, threads=threads, native=library() is not None)

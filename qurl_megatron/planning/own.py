@@ -57,7 +57,7 @@ class Own:
         if not self.gpu.flops:
             raise ConfigError(f"qurl plan has no data sheet of {self.gpu.source}")
         check_backend(config.rollout, CPU if self.gpu.cores else "")
-        constants = constants or constants_of(self.gpu)
+        constants = constants or constants_of(self.gpu, config.quant.scheme)
         work = workload(config, constants, mean or self.mean, self.prompt)
         planner = Planner(config, find_models(config), self.gpu, constants, work, node=self.node)
         choice = own_choice(config)
@@ -74,6 +74,6 @@ def extrapolated(target: Own, points: Sequence[tuple[Own, Measured]]) -> Predict
         ConfigError: the target cannot be predicted.
     """
     length = median(run.length for _, run in points)
-    constants = constants_of(target.gpu)
+    constants = constants_of(target.gpu, target.config.quant.scheme)
     pairs = [(own.predict(constants, length), run) for own, run in points]
     return target.predict(fitted(constants, pairs), length)

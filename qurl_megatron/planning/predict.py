@@ -15,8 +15,15 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GB, Constants, Gpu
 from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled, way
-from qurl_megatron.planning.rollout_time import RolloutTime, decode_rank, rollout_time, slots_of
-from qurl_megatron.planning.training_time import Trainer, TrainingTime, deal_out, training_time
+from qurl_megatron.planning.rollout_time import RolloutTime, engine_rank, rollout_time, slots_of
+from qurl_megatron.planning.training_time import (
+    Hand,
+    Trainer,
+    TrainingTime,
+    deal_out,
+    deal_out_shared,
+    training_time,
+)
 from qurl_megatron.planning.workload import Workload
 from qurl_megatron.rollout.plan import Layout
 from qurl_megatron.sizes import memory
@@ -196,8 +203,12 @@ class Planner:
         key = (rollout.engines, rollout.engine_tensor, slots_of(work, share, room, requests))
         if key not in self._rollouts:
             self._rollouts[key] = rollout_time(
-                decode_rank(
-                    held.arch, config.quant.scheme, rollout.engine_tensor, config.model.itemsize
+                engine_rank(
+                    held.arch,
+                    config.quant.scheme,
+                    rollout.engine_tensor,
+                    config.model.itemsize,
+                    self.gpu,
                 ),
                 self.gpu.of_rank(rollout.engines * rollout.engine_tensor),
                 self.constants,
@@ -211,10 +222,7 @@ class Planner:
     def _training(self, config: RunConfig, held: Footprint) -> TrainingTime:
         key = (config.parallel, config.model.recompute)
         if key not in self._trainings:
-            train = config.train
-            hand = deal_out(
-                self.work, config.parallel.data, train.max_tokens, train.micro_batch, train.packed
-            )
+            hand = self._hand(config)
             policy = self._trainer(config, held)
             critic = None
             if self.models.critic:
@@ -234,6 +242,15 @@ class Planner:
                 reference=config.algo.kl_coef > 0,
             )
         return self._trainings[key]
+
+    def _hand(self, config: RunConfig) -> Hand:
+        """As ``training.step`` lays a step out: prompts are shared on CPUs alone."""
+        train, parallel = config.train, config.parallel
+        dealt = (self.work, parallel.data, train.max_tokens, train.micro_batch)
+        on_cpu = self.gpu.cores is not None and parallel.context == 1
+        if on_cpu and train.share_prefix and self.work.samples > 1:
+            return deal_out_shared(*dealt, grouped=config.algo.deal == "groups")
+        return deal_out(*dealt, train.packed)
 
     def _trainer(self, config: RunConfig, held: Footprint) -> Trainer:
         parallel = config.parallel

@@ -108,6 +108,30 @@ def test_real_processes_are_seen_and_ours_are_not(monkeypatch):
     assert watch.share() > 0
 
 
+ORPHAN = """
+import subprocess, sys
+worker = [sys.executable, "-c", sys.argv[1]]
+subprocess.Popen(worker, start_new_session=True)
+sys.stdin.read()
+"""
+
+
+def test_what_outlives_a_child_of_ours_is_no_other():
+    """As SGLang's scheduler does the server that started it, for the time of its dying."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", ORPHAN, SPINS]
+    with Others() as watch, subprocess.Popen(command, **pipes) as server:
+        server.stdout.readline()  # the worker has used what it uses, and waits for a line
+        (worker,) = psutil.Process(server.pid).children()
+        server.kill()
+        server.wait()
+        seen, parent = {number for number, _ in watch._look()}, worker.ppid()
+        worker.kill()
+        worker.wait()
+    assert parent == os.getpid() and worker.pid not in seen
+    assert not others._adopts()  # once nobody watches
+
+
 def test_an_engine_at_a_local_url_is_ours_and_one_elsewhere_is_not_looked_for(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

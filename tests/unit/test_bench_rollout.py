@@ -17,12 +17,14 @@ from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning import machine
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.weights import read_arch
 
 ARCH = read_arch(config_of("tiny"))
+HERE = {"read_gb_s": 10.0, "int8_gop_s": 200.0, "bf16_gflop_s": 100.0, "fp32_gflop_s": 50.0}
 
 
 def options(*words):
@@ -62,11 +64,15 @@ def rates(monkeypatch):
     monkeypatch.setattr(environment, "limits", rates.__getitem__)
 
 
+def this_cpu(dtype):
+    return machine.cpu(HERE, HERE, dtype, cores=1, native=True)
+
+
 def case(*outcomes, changed="", words=(), gpu=None, engine="embedded", device=None):
     subject = rollout.Subject(engine, "int8")
     made = plan("--prompts", "1", "--samples", "2", "--mean", "2", "--sigma", "0", *words)
     device = ("cuda" if gpu else "cpu") if device is None else device
-    bounds = rollout.bounds_of(made, subject, ARCH, device, gpu)
+    bounds = rollout.bounds_of(made, subject, ARCH, device, gpu, this_cpu)
     return rollout.case_of(made, subject, repeats(*outcomes), bounds, changed, {"threads": 2})
 
 
@@ -149,9 +155,17 @@ def test_figures_have_a_value_per_repeat_and_the_makespan_its_limit():
     assert found.figure("client's CPU").median == 25.0
     makespan, rate = found.figure("makespan"), found.figure("tokens/s")
     assert 0 < makespan.limit < 2.0 and rate.limit == pytest.approx(4 / makespan.limit)
-    assert makespan.predicted is None  # the planner knows no CPU
+    assert makespan.limit < makespan.predicted < 2.0
+    assert rate.predicted == pytest.approx(4 / makespan.predicted)
     assert found.reasons == []
     assert (found.keys["model"], found.keys["engine"]) == ("tiny", "embedded")
+
+
+def test_on_a_cpu_only_the_engine_that_the_planner_knows_has_a_prediction():
+    found = case(outcome(), engine="sglang")
+    assert found.figure("makespan").limit and found.figure("makespan").predicted is None
+    assert found.notes["prediction"] == "none: of CPUs, qurl plan knows embedded engines alone"
+    assert "prediction" not in case(outcome()).notes
 
 
 def test_on_a_gpu_that_the_planner_knows_a_makespan_stands_beside_its_prediction():
@@ -268,7 +282,7 @@ def test_what_an_engine_runs_on_that_this_side_cannot_measure_gives_no_limit(dev
 def test_an_engine_on_the_cpu_has_the_cpus_limit_though_this_side_has_a_gpu():
     makespan = case(outcome(), device="cpu", gpu="NVIDIA H100 80GB HBM3").figure("makespan")
     assert makespan.limit == case(outcome()).figure("makespan").limit
-    assert makespan.predicted is None
+    assert makespan.predicted == case(outcome()).figure("makespan").predicted
 
 
 @pytest.mark.parametrize(

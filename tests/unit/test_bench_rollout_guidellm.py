@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from qurl_megatron import cli
-from qurl_megatron.bench import environment, rollout
+from qurl_megatron.bench import rollout
 from qurl_megatron.bench.load import guidellm, reasons, timeline
 from qurl_megatron.bench.load.guidellm import GuideLLM, read_report, scenario
 from qurl_megatron.bench.load.requests import Clients, groups
@@ -189,13 +189,12 @@ def test_nothing_is_published_while_it_sends():
         rollout.subjects_of(asked)
 
 
-def test_its_case_has_what_it_tells_and_stands_beside_ours(tmp_path, monkeypatch, report):
-    monkeypatch.setattr(environment, "limits", lambda device: {"read_gb_s": 10.0})
+def test_its_case_has_what_it_tells_and_stands_beside_ours(tmp_path, report):
     write_tokenizer(tmp_path, 256)
     arch = read_arch(config_of("tiny"))
     plan = rollout.replace(rollout.plan_of(options(), arch), words=Words(tmp_path, 256))
     subject = rollout.Subject("embedded", "int8", sender="GuideLLM")
-    bounds = rollout.bounds_of(plan, subject, arch, "cpu", None)
+    bounds = rollout.Bounds(0.01)
     repeats = Repeats([0.1], [read_report(report, ASKED)], [1e-9])
     case = rollout.case_of(plan, subject, repeats, bounds, "", {})
     assert case.name == "embedded int8, GuideLLM" and case.keys["sent by"] == "GuideLLM"

@@ -1,9 +1,11 @@
 """The least a load can take, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from qurl_megatron.bench.load.limits import gpu_named, least_seconds, predicted_seconds
-from qurl_megatron.planning.constants import GPUS
+from qurl_megatron.planning.constants import GPUS, Constants
 from qurl_megatron.planning.rollout_time import DecodeRank, decode_rank
 from qurl_megatron.weights import read_arch
 
@@ -51,8 +53,18 @@ def test_a_prediction_is_slower_than_the_limit():
     gpu, rank = GPUS["h100"], decode_rank(read_arch(config_of("1.5B")), "int8", 1)
     lengths = [100, 300, 200]
     least = least_seconds(rank, lengths, prompt=10, slots=3, bytes_per_s=gpu.hbm)
-    told = predicted_seconds(rank, lengths, prompt=10, prompts=1, slots=3, gpu=gpu)
+    told = predicted_seconds(
+        rank, lengths, prompt=10, prompts=1, slots=3, gpu=gpu, constants=Constants()
+    )
     assert told > least
+
+
+def test_each_request_costs_something_besides():
+    usual = Constants(rollout_over=2.0)
+    load = {"prompt": 5, "prompts": 1, "slots": 2, "gpu": GPUS["h100"]}
+    free = predicted_seconds(RANK, [2, 4], **load, constants=usual)
+    asking = predicted_seconds(RANK, [2, 4], **load, constants=replace(usual, request=0.5))
+    assert asking == pytest.approx(free + 2 * 2 * 0.5)
 
 
 def test_gpus_are_known_by_what_their_driver_calls_them():

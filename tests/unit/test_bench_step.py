@@ -23,6 +23,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GPUS
 from qurl_megatron.planning.machine import cpu
 from qurl_megatron.planning.own import Own
+from qurl_megatron.rollout.embedded import native
 from tests.unit.test_planning_cpu import MODEL as SHAPE
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
@@ -340,7 +341,8 @@ def test_a_layout_is_not_planned_from_its_own_runs_at_another_scale(bench):
 def test_layouts_that_nobody_ran_are_planned_from_those_that_were(bench):
     """Runs that all take three times what a plan says of them leave no error, and make it say three
     times as much of the next layout."""
-    here = cpu(ALONE, BOTH, "float32", cores=2, threads=1)
+    built = native.library() is not None
+    here = cpu(ALONE, BOTH, "float32", cores=2, threads=1, native=built)
 
     def plan(given: dict, **more) -> dict[str, float]:
         words = {**given, "rollout.engine_threads": "1", **more}

@@ -18,7 +18,13 @@ from qurl_megatron.planning.measured import Measured, corrected, read_run
 from qurl_megatron.planning.predict import Planner
 from qurl_megatron.planning.rollout_time import DecodeRank, decode_rank, decode_step, rollout_time
 from qurl_megatron.planning.scaling import best_of, sizes, stop
-from qurl_megatron.planning.training_time import Hand, Trainer, deal_out, training_time
+from qurl_megatron.planning.training_time import (
+    Hand,
+    Trainer,
+    deal_out,
+    deal_out_shared,
+    training_time,
+)
 from qurl_megatron.planning.workload import Workload, decay, in_turn
 from qurl_megatron.sizes.memory import GIB
 from qurl_megatron.training.footprint import find_models, footprint
@@ -128,6 +134,16 @@ def test_a_decode_step_by_hand():
     assert found[rollouts.REDUCE] == found[rollouts.LAUNCH] == 0
     full = decode_step(RANK, GPU, IDEAL, running=50, context=20)
     assert full[rollouts.COMPUTE] == pytest.approx(3.0) and full[rollouts.WEIGHTS] == 0
+
+
+def test_where_reading_and_multiplying_take_turns_both_count_and_so_does_each_response():
+    """2 s of reading and 0.3 of products; 5 responses of a tenth of a second each."""
+    turns = replace(IDEAL, decode_overlap=0.0, decode_row=0.1)
+    found = decode_step(RANK, GPU, turns, running=5, context=20)
+    assert (found[rollouts.WEIGHTS], found[rollouts.COMPUTE]) == (2.0, pytest.approx(0.3))
+    assert found[rollouts.LAUNCH] == pytest.approx(0.5)
+    half = decode_step(RANK, GPU, replace(turns, decode_overlap=0.5), running=5, context=20)
+    assert half[rollouts.COMPUTE] == pytest.approx(0.15)
 
 
 def test_the_ranks_of_an_engine_add_up_twice_a_layer():
@@ -251,6 +267,15 @@ def test_kernels_shorter_than_their_launches_wait_for_the_host():
     assert sum(found.values()) == pytest.approx(2 * 4 * 100.0)
 
 
+def test_where_launches_do_not_overlap_they_count_whatever_the_kernels_take():
+    hidden, shown = (
+        training.forward(trainer(), GPU, replace(IDEAL, layer_launch=0.5, launch_overlap=o), HAND)
+        for o in (1.0, 0.0)
+    )
+    assert hidden[training.LAUNCH] == 0
+    assert shown[training.LAUNCH] == pytest.approx(HAND.passes * ARCH.num_layers * 0.5)
+
+
 def test_an_update_is_three_forward_passes_and_recomputation_a_fourth():
     ahead = training.forward(trainer(), GPU, IDEAL, HAND)
     for recompute, more in ((False, 0), (True, 1)):
@@ -309,6 +334,19 @@ def test_a_hand_is_the_fullest_of_an_update():
     assert (eight.passes, eight.tokens, eight.even) == (1, 110, sum(lengths) / 8)
     padded = deal_out(work(), 1, 0, 4, False)
     assert padded.passes == 2 and padded.tokens >= sum(lengths)
+
+
+def test_responses_behind_one_prompt_by_hand():
+    """Two prompts of 10 tokens with four responses of 100 each, in a pass: a prefix of 9, and
+    branches of the prompt's last token and 99 of the response, that attend to both."""
+    whole = work(mean=100.0)
+    branches = 4 * 100 * (100 + 2 * 9)
+    assert deal_out_shared(whole, 1, 0, 8, grouped=True) == Hand(
+        1, 2 * (9 + 4 * 100), 2 * (9 * 9 + branches), 2 * (9 + 4 * 100)
+    )
+    # Of single responses an update has two to each of four prompts, and a data rank half of them.
+    half = deal_out_shared(whole, 2, 0, 2, grouped=False)
+    assert (half.passes, half.tokens, half.even) == (2, 2 * (9 + 200), 2 * (9 + 200))
 
 
 # -- layouts -----------------------------------------------------------------------------------

@@ -3,23 +3,32 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 
+from qurl_megatron.bench import decode
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.step.sizes import parse
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.planning import machine
 from qurl_megatron.planning.command import workload
-from qurl_megatron.planning.constants import GPUS, ON_CPU, constants_of
+from qurl_megatron.planning.constants import GPUS, NATIVE, ON_CPU, constants_of
 from qurl_megatron.planning.layouts import own_choice
 from qurl_megatron.planning.machine import here
 from qurl_megatron.planning.measured import Measured
 from qurl_megatron.planning.own import Own, extrapolated
 from qurl_megatron.planning.predict import Planner
+from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
+from qurl_megatron.planning.training_time import LAUNCH, PRODUCTS
 from qurl_megatron.training.footprint import find_models
+from qurl_megatron.weights import read_arch
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
+KINDS = ("strong", "weak")
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ALONE = {"read_gb_s": 20.0, "int8_gop_s": 80.0, "bf16_gflop_s": 45.0, "fp32_gflop_s": 40.0}
 BOTH = {name: 2 * rate for name, rate in ALONE.items()}
 MODEL = {
@@ -81,7 +90,33 @@ def test_threads_of_one_core_are_not_twice_as_fast():
 def test_gpus_are_shared_by_nobody():
     h100 = GPUS["h100"]
     assert h100.of_rank(8) == h100 and h100.busy(8) == 0
-    assert constants_of(h100) != constants_of(two_cores()) == ON_CPU
+    assert constants_of(h100, "int8") != constants_of(two_cores(), "int8") == ON_CPU
+
+
+def test_a_native_step_has_constants_of_its_own_where_it_runs():
+    """It wants codes, and FP32 beside them."""
+    for dtype, scheme, expected in (
+        ("float32", "int8", NATIVE),
+        ("float32", "fp8", ON_CPU),
+        ("float32", "none", ON_CPU),
+        ("bfloat16", "int8", ON_CPU),
+    ):
+        cpu = machine.cpu(ALONE, BOTH, dtype, cores=2, native=True)
+        assert constants_of(cpu, scheme) is expected
+    assert NATIVE.gemm == ON_CPU.gemm  # the trainer's are the same
+
+
+def test_without_units_for_fp8_an_engine_reads_fp32_weights():
+    arch = read_arch(MODEL)
+    assert engine_rank(arch, "fp8", 1, 2, two_cores()) == decode_rank(arch, "none", 1, 4)
+    assert engine_rank(arch, "fp8", 1, 2, GPUS["h100"]) == decode_rank(arch, "fp8", 1, 2)
+    assert engine_rank(arch, "int8", 1, 4, two_cores()) == decode_rank(arch, "int8", 1, 4)
+
+
+def test_on_a_cpu_prompts_are_planned_once_for_the_responses_that_share_them(shape):
+    once, each = (predicted(shape, f"train.share_prefix={given}") for given in ("true", "false"))
+    assert once.training.parts[PRODUCTS] < 0.6 * each.training.parts[PRODUCTS]
+    assert once.rollout == each.rollout
 
 
 def predicted(shape: Path, *settings: str, threads: int = 1):
@@ -98,6 +133,7 @@ def test_a_second_core_helps_the_side_that_uses_it_and_a_third_rank_finds_none(s
     four = predicted(shape, "parallel.tensor=1", "rollout.engines=1", "parallel.data=4")
     assert one.training.seconds > 1.5 * two.training.seconds
     assert four.training.seconds > two.training.seconds
+    assert four.training.parts[LAUNCH] >= two.training.parts[LAUNCH]  # half the passes, in turns
     assert one.rollout == two.rollout
     engines = predicted(shape, "parallel.tensor=1", "rollout.engines=2")
     assert one.rollout.seconds > engines.rollout.seconds
@@ -128,6 +164,53 @@ def test_torch_has_its_threads_again_where_measuring_the_machine_fails(monkeypat
         assert torch.get_num_threads() == before + 2
     finally:
         torch.set_num_threads(before)
+
+
+# -- beside what was measured ------------------------------------------------------------------
+
+
+def recorded(name: str) -> list:
+    """Cases of a record, each with the limits of its machine."""
+    record = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    limits = record["environment"]["limits"]
+    return [pytest.param(case, limits, id=case["name"]) for case in record["cases"]]
+
+
+@pytest.mark.parametrize(
+    ("case", "limits"), [*recorded("decode_cpu.json"), *recorded("decode_small_cpu.json")]
+)
+def test_decoding_is_planned_within_a_third_of_what_was_recorded(case, limits, monkeypatch):
+    """The constants were fitted to these records: it tells if formula or table drift from them."""
+    monkeypatch.setattr(decode, "limits", lambda device: limits)
+    keys, (figure,) = case["keys"], case["figures"]
+    arch = read_arch(MODEL if keys["model"].endswith("arithmetic") else config_of(keys["model"]))
+    native = case["notes"]["decode step"] == "native"
+    _, _, planned = decode.bounds(
+        arch, keys["scheme"], keys["batch"], keys["context"], "cpu", one_call=native
+    )
+    assert 3 / 4 < planned / median(figure["repeats"]) < 4 / 3
+
+
+@pytest.mark.parametrize(
+    ("case", "limits"),
+    [one for one in recorded("step_cpu.json") if one.values[0]["keys"].get("scaling") in KINDS],
+)
+def test_a_step_is_planned_within_a_third_of_what_was_recorded(case, limits, shape):
+    keys = case["keys"]
+    sizes, weak = parse(keys["layout"]), keys["scaling"] == "weak"
+    half = {name: rate / 2 for name, rate in limits.items()}  # the record has those of both cores
+    cpu = machine.cpu(half, limits, "float32", cores=2, threads=keys["threads"], native=True)
+    settings = [keys["overrides"], *sizes.overrides(128 if weak else 64)]
+    overrides = (f"model.path={shape.parent}", f"rollout.engine_threads={keys['threads']}")
+    layout = Own(QUICKSTART, (*overrides, *settings), cpu, node=1, prompt=7, mean=3)
+    planned = layout.predict()
+    took = {figure["name"]: median(figure["repeats"]) for figure in case["figures"]}
+    for phase, seconds in (
+        ("rollout", planned.rollout.seconds),
+        ("score", planned.training.score),
+        ("train", planned.training.train),
+    ):
+        assert 3 / 4 < seconds / took[phase] < 4 / 3, phase
 
 
 def call(capsys, *words) -> tuple[int, str, str]:

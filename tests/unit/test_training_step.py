@@ -18,8 +18,8 @@ from qurl_megatron.config import (
 from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.training_time import deal_out
-from qurl_megatron.planning.workload import Workload
+from qurl_megatron.planning.training_time import deal_out, deal_out_shared
+from qurl_megatron.planning.workload import Workload, in_turn
 from qurl_megatron.training.step import (
     asks_to_share,
     averaged_without,
@@ -142,6 +142,27 @@ def test_a_plan_deals_responses_as_the_trainer_does():
 def family(number: int, prompt: int, lengths: list[int]) -> list[Sample]:
     ids = Prompt(number, (number,) * prompt, "", "")
     return [replace(sample(length, 1.0), prompt=ids) for length in lengths]
+
+
+@pytest.mark.parametrize("budget", [0, 300])
+@pytest.mark.parametrize("group", [1, 6])
+def test_a_plan_shares_prompts_as_the_trainer_does(group, budget):
+    """But for the draw: which responses, of what lengths, are in an update."""
+    work = Workload(
+        prompts=16, samples=6, prompt=20.0, mean=30.0, longest=200, minibatches=2, epochs=1
+    )
+    lengths = in_turn(work.lengths(48)) * 2
+    summary = Responses.of(
+        [s for n in range(16) for s in family(n, 20, lengths[6 * n : 6 * n + 6])]
+    ).summary
+    for data in (1, 2, 4):
+        update, _ = deal_families(summary, 2, data, 8, seed=0, budget=budget, group=group)
+        fullest = max(
+            sum(summary.tree(part).stop for one in rank for part in one) for rank in update
+        )
+        found = deal_out_shared(work, data, budget, 8, grouped=group > 1)
+        assert found.tokens == pytest.approx(fullest, rel=0.15)
+        assert found.passes == pytest.approx(max(map(len, update)), abs=1)
 
 
 GROUPS = Responses.of(

@@ -29,14 +29,21 @@ def least_seconds(
 
 
 def predicted_seconds(
-    rank: DecodeRank, lengths: Sequence[int], *, prompt: int, prompts: int, slots: int, gpu: Gpu
+    rank: DecodeRank,
+    lengths: Sequence[int],
+    *,
+    prompt: int,
+    prompts: int,
+    slots: int,
+    gpu: Gpu,
+    constants: Constants,
 ) -> float:
-    """Seconds that ``qurl plan`` gives to the same responses on one engine of such GPUs."""
-    constants = Constants()
+    """Seconds that ``qurl plan`` gives to the same responses on one engine of such GPUs, or on a
+    CPU."""
     seconds = prompts * prompt * rank.quantized / (gpu.flops[rank.scheme] * constants.prefill)
     for steps, running, tokens in schedule(lengths, slots):
         seconds += steps * sum(decode_step(rank, gpu, constants, running, prompt + tokens).values())
-    return constants.rollout_over * seconds
+    return constants.rollout_over * (seconds + len(lengths) * constants.request)
 
 
 def gpu_named(name: str, scheme: str) -> Gpu | None:
