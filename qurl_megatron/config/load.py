@@ -143,6 +143,12 @@ class RunConfig:
             f"quant.scheme={self.quant.scheme} is simulated by the embedded engine alone; set "
             "rollout.backend=embedded, or quant.scheme to int8 or fp8",
         )
+        # Not the section's own check: after the guard's switch a run goes on with scheme none.
+        require(
+            self.quant.scheme != "none" or self.quant.rounding == "nearest",
+            f"quant.rounding={self.quant.rounding} has no codes to choose from with "
+            "quant.scheme=none; leave it out, or set quant.scheme to int8 or fp8",
+        )
 
     def _reads_proximal(self) -> dict[str, bool]:
         """Which settings need the log-probs of the full-precision policy before an update."""

@@ -118,6 +118,11 @@ class QuantConfig:
     """Number format of rollout weights and activations; the trained weights keep model.dtype. int6,
     int5 and int4 are simulated by the embedded engine, for studies of quantization noise."""
 
+    rounding: Literal["nearest", "stochastic", "dithered"] = "nearest"
+    """How a weight between two codes becomes one of them. stochastic: the upper one with the
+    probability of the fraction, drawn anew for each version; dithered: drawn once for each weight
+    of the run, so that a weight that has not moved keeps its code."""
+
     uaq_scale: float = 1.5
     """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""
 

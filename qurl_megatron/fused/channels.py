@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 HELD = 1 << 15  # elements of the longest row that one program keeps in its registers
+HELD_DRAWN = 1 << 13  # beside the words that draws are made of
 STRIDE = 1 << 12  # elements at a time of rows that are read twice
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -26,9 +27,20 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 # Likewise 2**-9 apart, the steps of E4M3 below 2**-6.
 _TO_STEPS = tl.constexpr(2.0**14)
 _TO_STEPS_BITS = tl.constexpr((127 + 14) << 23)
+# Of MurmurHash3's finalizer.
+_FIRST, _SECOND = tl.constexpr(0x85EBCA6B), tl.constexpr(0xC2B2AE35)
+
+Counter = tuple[int, int, int, int]
+"""What draws are made of, ``quant.rounding.Rounding.counter``; without one, nothing is drawn and
+weights become the nearest codes."""
+
+COUNTER = ["start", "second", "row_words", "first_column"]
+"""Its names as arguments of the kernels."""
 
 
-def quantize_rows(weight_OI: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    weight_OI: Tensor, dtype: torch.dtype, largest: float, counter: Counter | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes of a weight and its scales, both in one pass.
 
     Args:
@@ -48,7 +60,9 @@ def quantize_rows(weight_OI: Tensor, dtype: torch.dtype, largest: float) -> tupl
     with torch.cuda.device_of(weight_OI):
         quantize_row[O,](
             *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
+            *(counter or (0, 0, 0, 0)),
             E4M3=dtype is torch.float8_e4m3fn,
+            DRAWN=counter is not None,
             BLOCK=block,
             num_warps=warps(block),
         )
@@ -65,7 +79,13 @@ def amax_rows(weight_OI: Tensor) -> Tensor:
     return amax_O1
 
 
-def round_rows(weight_OI: Tensor, scale_O1: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
+def round_rows(
+    weight_OI: Tensor,
+    scale_O1: Tensor,
+    dtype: torch.dtype,
+    largest: float,
+    counter: Counter | None = None,
+) -> Tensor:
     """Codes of a weight under scales that are known, [O, I]; arguments as of ``quantize_rows``."""
     weight_OI = _by_rows(weight_OI)
     O, I = weight_OI.shape  # noqa: E741
@@ -73,7 +93,9 @@ def round_rows(weight_OI: Tensor, scale_O1: Tensor, dtype: torch.dtype, largest:
     with torch.cuda.device_of(weight_OI):
         round_row[O, triton.cdiv(I, STRIDE)](
             *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
+            *(counter or (0, 0, 0, 0)),
             E4M3=dtype is torch.float8_e4m3fn,
+            DRAWN=counter is not None,
             BLOCK=STRIDE,
             num_warps=8,
         )
@@ -94,9 +116,21 @@ def _storable(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype is torch.float8_e4m3fn else values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTER)
 def quantize_row(
-    weight, values, scale, columns, row_step, largest, E4M3: tl.constexpr, BLOCK: tl.constexpr
+    weight,
+    values,
+    scale,
+    columns,
+    row_step,
+    largest,
+    start,
+    second,
+    row_words,
+    first_column,
+    E4M3: tl.constexpr,
+    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -104,7 +138,12 @@ def quantize_row(
     x = tl.load(weight + row * row_step + column, mask=there, other=0.0).to(tl.float32)
     own_scale = _scale(_largest_magnitude(x), largest)
     tl.store(scale + row, own_scale)
-    codes = _codes(tl.div_rn(x, own_scale), largest, E4M3)
+    x = tl.div_rn(x, own_scale)
+    if DRAWN:
+        drawn = _draw(start + row * row_words, first_column + column, second)
+        codes = _codes_by_chance(x, drawn, largest, E4M3)
+    else:
+        codes = _codes(x, largest, E4M3)
     tl.store(values + row * columns + column, codes, mask=there)
 
 
@@ -119,15 +158,32 @@ def amax_row(weight, amax, columns, row_step, BLOCK: tl.constexpr):
     tl.store(amax + row, _largest_magnitude(highest))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTER)
 def round_row(
-    weight, values, scale, columns, row_step, largest, E4M3: tl.constexpr, BLOCK: tl.constexpr
+    weight,
+    values,
+    scale,
+    columns,
+    row_step,
+    largest,
+    start,
+    second,
+    row_words,
+    first_column,
+    E4M3: tl.constexpr,
+    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < columns
     x = tl.load(weight + row * row_step + column, mask=there, other=0.0).to(tl.float32)
-    codes = _codes(tl.div_rn(x, tl.load(scale + row)), largest, E4M3)
+    x = tl.div_rn(x, tl.load(scale + row))
+    if DRAWN:
+        drawn = _draw(start + row * row_words, first_column + column, second)
+        codes = _codes_by_chance(x, drawn, largest, E4M3)
+    else:
+        codes = _codes(x, largest, E4M3)
     tl.store(values + row * columns + column, codes, mask=there)
 
 
@@ -172,3 +228,35 @@ def _e4m3(x):
     steps = size.to(tl.float32, bitcast=True) + _TO_STEPS
     small = steps.to(tl.int32, bitcast=True) - _TO_STEPS_BITS
     return (tl.where(size < (121 << 23), small, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _draw(start, column, second):
+    """A number between -1/2 and 1/2 for an element of the whole tensor, as quant.rounding draws."""
+    word = (start + (column >> 1)).to(tl.uint32)
+    word ^= word >> 16
+    word = word * _FIRST + second.to(tl.uint32)
+    word ^= word >> 13
+    word *= _SECOND
+    word ^= word >> 16
+    half = (word >> ((column & 1) * 16).to(tl.uint32)) & 0xFFFF
+    # Put behind the point of a 1, and the middle taken off: a conversion's product would be fused.
+    bits = (((half | 1) ^ 0x8000) << 7) | 0x3F800000
+    return bits.to(tl.float32, bitcast=True) - 1.5
+
+
+@triton.jit
+def _codes_by_chance(x, drawn, largest, E4M3: tl.constexpr):
+    return _e4m3_by_chance(x, drawn) if E4M3 else _codes(x + drawn, largest, E4M3)
+
+
+@triton.jit
+def _e4m3_by_chance(x, drawn):
+    """The bits of an E4M3 number beside x; |x| <= 448."""
+    # E4M3's exponent, 1 where its numbers are subnormal; its steps are those of 2**-3 times 2**-6
+    # and above. A number of steps that reaches 16 carries into the exponent by itself.
+    exponent = tl.maximum(_magnitude_bits(x) >> 23, 121) - 120
+    step = ((exponent + 117) << 23).to(tl.float32, bitcast=True)
+    steps = (tl.div_rn(x, step) + drawn + _TO_INTEGER) - _TO_INTEGER
+    code = (exponent - 1) * 8 + tl.abs(steps).to(tl.int32)
+    return (code | tl.where(steps < 0, 0x80, 0)).to(tl.uint8)

@@ -9,6 +9,7 @@ from qurl_megatron.quant.diagnostics import (
     weight_update,
 )
 from qurl_megatron.quant.formats import SCHEMES, SIMULATED, Scheme
+from qurl_megatron.quant.rounding import Rounding, rounding_of
 from qurl_megatron.quant.weights import QuantizedWeight, dequantize, quantize
 
 __all__ = [
@@ -16,12 +17,14 @@ __all__ = [
     "SCHEMES",
     "SIMULATED",
     "QuantizedWeight",
+    "Rounding",
     "Scheme",
     "code_flips",
     "dequantize",
     "quant_metrics",
     "quantize",
     "quantize_tokens",
+    "rounding_of",
     "weight_error",
     "weight_update",
 ]

@@ -8,7 +8,7 @@ Shapes: O = output channels, I = input channels. A scale belongs to a square of 
 1 x I where each channel has one, 128 x 128 for fp8_block. R x C squares cover the weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fused import has_kernels_for
 from qurl_megatron.quant.formats import Scheme, round_to_grid_, scale_of, scheme_named
+from qurl_megatron.quant.rounding import Draws, Rounding
 
 # Float32 elements in flight at once, however large the weight: of a run, which shares the operators
 # that find its scales, and of the scratch in which a part of it becomes codes. On a CPU a run is
@@ -46,15 +47,17 @@ def quantize(
     scheme: str,
     *,
     input_group: dist.ProcessGroup | None = None,
+    rounding: Rounding | None = None,
     out: Tensor | None = None,
 ) -> QuantizedWeight:
-    """The point of the scheme's grid that is nearest to a weight.
+    """The point of the scheme's grid that is nearest to a weight, or one of the two beside it.
 
     Args:
         weight: [O, I] in any float format, whole or one tensor-parallel shard; not modified.
         scheme: "int8", "fp8" or "fp8_block"; "int4", "int5" and "int6" are simulated in int8.
         input_group: group over which the input dimension is split (row-parallel layers); its ranks
             agree on one scale per channel. None for whole and column-parallel weights.
+        rounding: the draws that choose between the codes beside a weight; None: the nearest one.
         out: where the codes are written, [O, I] in the scheme's format; None: memory of their own.
 
     For fp8_block a shard must start and end on a multiple of 128, or the squares of the shards are
@@ -71,7 +74,7 @@ def quantize(
         )
     weight = weight.detach()
     if rules.block is None and has_kernels_for(weight):
-        values, scale = _quantize_fused(weight, rules, input_group)
+        values, scale = _quantize_fused(weight, rules, input_group, rounding)
         _refuse_inf_and_nan(scale, weight)
         return QuantizedWeight(values if out is None else out.copy_(values), scale)
     shared = None
@@ -88,10 +91,11 @@ def quantize(
         values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
     scale = torch.ones(_squares(weight.shape, rules.block), device=weight.device)
     scratch = _scratch(weight, rules.block)
+    round_ = _rounder(rounding, rules, scratch, weight.shape[1])
     for rows, squares, run in _runs(weight, rules.block):
         amax = _amax(run) if shared is None else shared[squares]
         scale[squares] = scale_of(amax, rules)
-        _encode(run, scale[squares], rules, values[rows], scratch)
+        _encode(run, scale[squares], values[rows], scratch, round_, rows.start)
     _refuse_inf_and_nan(scale, weight)
     return QuantizedWeight(values, scale, rules.block)
 
@@ -106,21 +110,36 @@ def dequantize(quantized: QuantizedWeight) -> Tensor:
     return values.float().mul_(scale)
 
 
+def _rounder(
+    rounding: Rounding | None, rules: Scheme, scratch_rhCw: Tensor, columns: int
+) -> Callable[[Tensor, int], Tensor]:
+    if rounding is None:
+        return lambda quotients, _: round_to_grid_(quotients, rules)
+    rows = scratch_rhCw.shape[:2].numel()
+    return Draws(rounding, rules, rows, columns, scratch_rhCw.device).round_
+
+
 def _quantize_fused(
-    weight_OI: Tensor, rules: Scheme, input_group: dist.ProcessGroup | None
+    weight_OI: Tensor,
+    rules: Scheme,
+    input_group: dist.ProcessGroup | None,
+    rounding: Rounding | None,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales by the kernels for GPUs; scales are inf or nan where the weight is."""
     from qurl_megatron.fused import channels  # imports triton
 
+    counter = None if rounding is None else rounding.counter
     alone = input_group is None or dist.get_world_size(input_group) == 1
-    if alone and weight_OI.shape[1] <= channels.HELD:
-        return channels.quantize_rows(weight_OI, rules.dtype, rules.largest)
+    held = channels.HELD if counter is None else channels.HELD_DRAWN
+    if alone and weight_OI.shape[1] <= held:
+        return channels.quantize_rows(weight_OI, rules.dtype, rules.largest, counter)
     amax_O1 = channels.amax_rows(weight_OI)
     if not alone:
         amax_O1 = torch.where(amax_O1.isfinite(), amax_O1, torch.inf)
         dist.all_reduce(amax_O1, op=dist.ReduceOp.MAX, group=input_group)
     scale_O1 = scale_of(amax_O1, rules)
-    return channels.round_rows(weight_OI, scale_O1, rules.dtype, rules.largest), scale_O1
+    codes_OI = channels.round_rows(weight_OI, scale_O1, rules.dtype, rules.largest, counter)
+    return codes_OI, scale_O1
 
 
 def _refuse_inf_and_nan(found: Tensor, weight: Tensor) -> None:
@@ -149,9 +168,18 @@ def _amax(run_RhCw: Tensor) -> Tensor:
 
 
 def _encode(
-    run_RhCw: Tensor, scale_RC: Tensor, rules: Scheme, values: Tensor, scratch_rhCw: Tensor
+    run_RhCw: Tensor,
+    scale_RC: Tensor,
+    values: Tensor,
+    scratch_rhCw: Tensor,
+    round_: Callable[[Tensor, int], Tensor],
+    first: int,
 ) -> None:
     """Write the codes of a run of squares into its ``values``, which have no padding.
+
+    Args:
+        round_: brings quotients of a row, and of the rows after it, onto the grid in place.
+        first: the row that the run begins with.
 
     The loop is lean on purpose: at this size a slice costs as much as a tenth of an operator.
     """
@@ -167,8 +195,9 @@ def _encode(
             scratch_rhCw = scratch_rhCw[: len(squares)]
         if len(codes) < len(unpadded):
             unpadded = unpadded[: len(codes)]
-        round_to_grid_(torch.div(squares, scale, out=scratch_rhCw), rules)
-        codes.copy_(unpadded)
+        torch.div(squares, scale, out=scratch_rhCw)
+        codes.copy_(round_(unpadded, first))
+        first += len(codes)
 
 
 def _squares(shape: torch.Size, block: int | None) -> tuple[int, int]:

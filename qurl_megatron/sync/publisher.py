@@ -22,7 +22,7 @@ from qurl_megatron.model.policy import HfShard, Policy
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.observe.timeline import Span, Timeline
-from qurl_megatron.quant import quantize
+from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.quant.formats import scheme_named
 from qurl_megatron.rollout import plan
 from qurl_megatron.rollout.client import EngineError
@@ -78,6 +78,7 @@ class Publisher:
         sync: SyncConfig,
         sender: Sender,
         *,
+        seed: int = 0,
         stage: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
@@ -85,12 +86,14 @@ class Publisher:
         Args:
             fleet: the engines, on the leading rank; None on the others.
             sender: this rank's end of the transport.
+            seed: the run's, for the draws of ``quant.rounding``.
             stage: load when everything is written instead of bucket by bucket: engines that
                 generate meanwhile are paused for a shorter time, and publishing takes longer.
             timeline: gets a span per update, on the leading rank.
         """
         assert not stage or isinstance(sender, FilesSender), "only files outlast the next bucket"
         self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
+        self.rounding, self.seed = quant.rounding, seed
         self.stage = stage
         self.timeline = timeline
         self.drift = Drift(quant)
@@ -275,6 +278,15 @@ class Publisher:
                 shard.value,
                 self.scheme,
                 input_group=self.policy.ranks.tensor.group if row_parallel else None,
+                rounding=rounding_of(
+                    self.rounding,
+                    seed=self.seed,
+                    version=version,
+                    name=name,
+                    shape=shape,
+                    split_dim=split_dim,
+                    offset=offset,
+                ),
                 out=out,
             )
         except ConfigError as error:

@@ -100,6 +100,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
                 replace(config.quant, scheme=state.scheme(config.quant.scheme)),
                 config.sync,
                 sender,
+                seed=config.train.seed,
                 # Engines that wait anyway had better load while the ranks quantize.
                 stage=config.rollout.max_staleness > 0 and sender.kind == "files",
                 timeline=lead and lead.timeline,

@@ -12,7 +12,7 @@ from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer, merge, values
-from qurl_megatron.quant import quantize
+from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.version import Manifest, read_version
 from qurl_megatron.runtime.megatron import megatron_runtime
@@ -20,6 +20,8 @@ from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoi
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import fold_uaq, is_quantized, read_config
 from tests.distributed.test_policy import build, recipe
+
+SEED = 5
 
 
 class KeepsVersions:
@@ -68,17 +70,26 @@ def publish(device, config, scheme, out, updates):
         assert not ranks.leads or not list((out / "root").iterdir())
 
 
-def assert_published(published: Path, checkpoint: Path, scheme: str) -> None:
-    assert_whole(dict(read_version(published, Manifest.read(published))), checkpoint, scheme)
+def assert_published(published: Path, checkpoint: Path, scheme: str, **drawn) -> None:
+    tensors = dict(read_version(published, Manifest.read(published)))
+    assert_whole(tensors, checkpoint, scheme, **drawn)
 
 
-def assert_whole(actual: dict[str, torch.Tensor], checkpoint: Path, scheme: str) -> None:
+def assert_whole(
+    actual: dict[str, torch.Tensor],
+    checkpoint: Path,
+    scheme: str,
+    kind: str = "nearest",
+    version: int = 0,
+) -> None:
     """That these are the whole checkpoint, folded by 1.5 and quantized."""
     expected = {}
     whole = fold_uaq(load_file(checkpoint / "model.safetensors"), read_config(checkpoint), 1.5)
     for name, weight in whole.items():
         if is_quantized(name) and scheme != "none":
-            codes = quantize(weight, scheme)
+            whole_place = {"shape": weight.shape, "split_dim": None, "offset": 0}
+            drawn = rounding_of(kind, seed=SEED, version=version, name=name, **whole_place)
+            codes = quantize(weight, scheme, rounding=drawn)
             expected[name], expected[f"{name}_scale"] = codes.values, codes.scale
         else:
             expected[name] = weight.bfloat16()
@@ -100,6 +111,36 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(
     run_on_ranks(publish, 4, backend, tmp_path, config, scheme, tmp_path / "out", 0)
 
     assert_published(tmp_path / "out/0", folder, scheme)
+
+
+def publish_by_chance(device, config, kind, out):
+    from qurl_megatron.sync.publisher import Publisher
+    from qurl_megatron.sync.senders import make_sender
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        quant = QuantConfig(scheme="fp8", rounding=kind, uaq_scale=1.5)
+        sync = SyncConfig(keep=1, bucket_mb=0.003, dir=str(out / "root"))
+        for turn, versions in (("first", (0, 1)), ("resumed", (1,))):
+            fleet = KeepsVersions(out / turn) if ranks.leads else None
+            sender = make_sender(sync, config.rollout, policy, out)
+            with Publisher(policy, fleet, quant, sync, sender, seed=SEED) as publisher:
+                for version in versions:
+                    publisher.publish(version)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("kind", ["stochastic", "dithered"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2)])
+def test_a_version_rounded_by_chance_is_the_same_from_every_layout_and_when_it_is_published_again(
+    kind, family, layout, backend, tmp_path
+):
+    folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131)
+    config = recipe(folder, layout, dtype="bfloat16")
+    run_on_ranks(publish_by_chance, 4, backend, tmp_path, config, kind, tmp_path)
+    for place, version in (("first/0", 0), ("first/1", 1), ("resumed/1", 1)):
+        assert_published(tmp_path / place, folder, "fp8", kind=kind, version=version)
 
 
 def publish_to_memory(device, config, scheme, out):

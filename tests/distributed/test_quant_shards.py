@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant import quantize
+from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.testing.ranks import run_on_ranks
 
 
@@ -22,20 +22,33 @@ def check_every_scheme(device):
     whole[6, :256] = 0
     for dtype in (torch.float32, torch.bfloat16):
         for scheme in ("int8", "fp8", "fp8_block"):
-            check_scheme(device, whole.to(device, dtype), scheme)
+            check_scheme(whole.to(device, dtype), scheme)
     check_nan(device)
     check_misaligned_blocks(device)
 
 
-def check_scheme(device, whole, scheme):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    expected = quantize(whole, scheme)
+def check_scheme(whole, scheme):
+    for kind in ("nearest", "stochastic"):
+        check_shards(whole, scheme, kind)
 
-    by_output = quantize(whole.chunk(world, dim=0)[rank], scheme)
+
+def check_shards(whole, scheme, kind):
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def rounding(dim=None):
+        offset = 0 if dim is None else rank * whole.shape[dim] // world
+        place = {"shape": whole.shape, "split_dim": dim, "offset": offset}
+        return rounding_of(kind, seed=0, version=1, name="x", **place)
+
+    expected = quantize(whole, scheme, rounding=rounding())
+    rows, columns = (whole.chunk(world, dim=dim)[rank] for dim in (0, 1))
+
+    by_output = quantize(rows, scheme, rounding=rounding(0))
     assert same(by_output.values, expected.values.chunk(world, dim=0)[rank])
     assert same(by_output.scale, expected.scale.chunk(world, dim=0)[rank])
 
-    by_input = quantize(whole.chunk(world, dim=1)[rank], scheme, input_group=dist.group.WORLD)
+    group = dist.group.WORLD
+    by_input = quantize(columns, scheme, input_group=group, rounding=rounding(1))
     assert same(by_input.values, expected.values.chunk(world, dim=1)[rank])
     # A channel's scale is shared by all ranks, a block's belongs to one.
     scale = expected.scale if expected.block is None else expected.scale.chunk(world, dim=1)[rank]

@@ -68,7 +68,8 @@ def as_if_killed_after(step: int, run_dir: Path) -> Path:
 
 def test_refills_and_a_fall_back_interrupted_and_resumed_equal_an_uninterrupted_run(recipe):
     whole = recipe.parent / "whole"
-    options = ("guard.action=bf16", "train.save_rollouts=true")
+    # Codes that are drawn are drawn again, and no more after the switch.
+    options = ("guard.action=bf16", "train.save_rollouts=true", "quant.rounding=stochastic")
     saves = ("checkpoint.every=1", "checkpoint.keep=3")
     done = qurl("train", recipe, *options, *saves, f"train.run_dir={whole}")
     assert done.returncode == 0, done.stderr
@@ -85,7 +86,7 @@ def test_refills_and_a_fall_back_interrupted_and_resumed_equal_an_uninterrupted_
     assert [seen[step]["rollout/quantized"] for step in (1, 2, 3)] == [1, 1, 0]
     assert [seen[step]["guard/tripped"] for step in (1, 2, 3)] == [0, 1, 0]
     assert seen[1]["rollout/kl_k3"] > 1e-9 > seen[3]["rollout/kl_k3"]  # float32 on both sides
-    assert "quant/code_flip_rate" in seen[1]
+    assert seen[1]["quant/code_flip_rate"] > 0.3  # two draws differ one time in three
     assert not {"quant/code_flip_rate", "quant/weight_error"} & (seen[2].keys() | seen[3].keys())
     assert seen[2]["fleet/restarts"] == 0
     report = (whole / "report.html").read_text()

@@ -41,17 +41,22 @@ def variants() -> dict[str, tuple]:
                 "columns": "i32",
                 "row_step": "i32",
                 "largest": "fp32",
+                **dict.fromkeys(channels.COUNTER, "i32"),
             }
-            e4m3 = {"E4M3": scheme == "fp8"}
-            for block in (4096, 8192, channels.HELD):
-                found[f"quantize_row {weight} {scheme} {block}"] = (
-                    *(channels.quantize_row, arguments, e4m3 | {"BLOCK": block}),
-                    channels.warps(block),
+            for way, blocks in (
+                ("", (4096, 8192, channels.HELD)),
+                (" drawn", (channels.HELD_DRAWN,)),
+            ):
+                constants = {"E4M3": scheme == "fp8", "DRAWN": way == " drawn"}
+                for block in blocks:
+                    found[f"quantize_row {weight} {scheme} {block}{way}"] = (
+                        *(channels.quantize_row, arguments, constants | {"BLOCK": block}),
+                        channels.warps(block),
+                    )
+                found[f"round_row {weight} {scheme}{way}"] = (
+                    *(channels.round_row, arguments, constants | {"BLOCK": channels.STRIDE}),
+                    8,
                 )
-            found[f"round_row {weight} {scheme}"] = (
-                *(channels.round_row, arguments, e4m3 | {"BLOCK": channels.STRIDE}),
-                8,
-            )
         found[f"sum_token {weight}"] = _loss(
             vocabulary.sum_token,
             {"logits": pointer, "targets": "*i64", "highest": "*fp32", "sums": "*fp32"},

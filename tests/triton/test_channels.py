@@ -5,24 +5,24 @@ import torch
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fused import SWITCH, has_kernels_for
-from qurl_megatron.quant import quantize
+from qurl_megatron.quant import quantize, rounding_of
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = ["int8", "fp8", "int6", "int4"]
 LARGEST = {"int8": 127.0, "fp8": 448.0, "int6": 31.0, "int4": 7.0}
 
 
-def by_torch(weight, scheme):
+def by_torch(weight, scheme, rounding=None):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(SWITCH, "0")
-        return quantize(weight, scheme)
+        return quantize(weight, scheme, rounding=rounding)
 
 
-def assert_same(weight, scheme, device):
+def assert_same(weight, scheme, device, rounding=None):
     """Codes and scales of the kernels, of torch on the CPU, and of torch on the device."""
-    found = quantize(weight.to(device), scheme)
+    found = quantize(weight.to(device), scheme, rounding=rounding)
     for place in {"cpu", device}:
-        expected = by_torch(weight.to(place), scheme)
+        expected = by_torch(weight.to(place), scheme, rounding)
         assert found.values.dtype == expected.values.dtype
         assert torch.equal(bits(found.scale), bits(expected.scale)), place
         assert torch.equal(bits(found.values), bits(expected.values)), place
@@ -98,6 +98,25 @@ def test_rows_too_long_for_one_pass_give_the_same(device, dtype, scheme, monkeyp
     assert_same(weight.to(dtype), scheme, device)
     monkeypatch.setattr(channels, "HELD", 0)
     assert_same(edges(dtype), scheme, device)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_kernels_draw_what_torch_draws(device, scheme, dim, passes, monkeypatch):
+    from qurl_megatron.fused import channels
+
+    if passes == 2:
+        monkeypatch.setattr(channels, "HELD_DRAWN", 0)
+    place = {"shape": (1000, 70001), "split_dim": dim, "offset": 501}
+    for weight in (
+        edges(torch.float32),
+        torch.randn(5, 317, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        torch.linspace(-448, 448, 4 * 1001).view(4, 1001) * 2**-12,  # E4M3's subnormals too
+    ):
+        for version in range(3):
+            drawn = rounding_of("stochastic", seed=0, version=version, name="x", **place)
+            assert_same(weight, scheme, device, drawn)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])

@@ -39,12 +39,21 @@ def test_group_is_refused_where_both_ends_would_be_on_one_gpu(recipe):
         load(recipe, [*colocated, "sync.transport=group"])
 
 
+def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(recipe):
+    drawn = load(recipe, ["quant.rounding=stochastic"])
+    assert differences(load(recipe), drawn) == ["quant.rounding: nearest there, stochastic here"]
+    message = "quant.rounding=dithered has no codes to choose from with quant.scheme=none; leave it"
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, ["quant.scheme=none", "quant.rounding=dithered"])
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
         ("quant.shceme=int8", "unknown key quant.shceme; did you mean quant.scheme?"),
         ("qant.scheme=int8", "unknown section qant; did you mean quant?"),
         ("quant.scheme=int3", "one of none, int8, fp8, int6, int5, int4, got 'int3'"),
+        ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
         ("train.steps", "override 'train.steps' must look like section.key=value"),

@@ -1,0 +1,152 @@
+"""Rounding by chance: up with the probability of the fraction, else down.
+
+Rounded to the nearest code, a weight on the grid stays where it is until half a step of updates has
+come together. By chance, the mean of ``code * scale`` is the weight itself, wherever it lies.
+
+A draw belongs to an element of the whole tensor, not to a place in memory: it is a hash of the
+element's index under a key made of the run's seed, the version and the tensor's name. So every
+shard, in any order and however often it is made, gets the codes that the whole would get.
+
+The hash is MurmurHash3's 32-bit finalizer (Appleby, github.com/aappleby/smhasher, ``fmix32``) on a
+counter, with half of a 64-bit key added to the counter and half between its products. One word
+serves two neighbours in a row, with 16 bits each.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.quant.formats import Scheme
+
+UNIT = 2.0**-16
+"""Draws are odd multiples of it between -1/2 and 1/2.
+
+Coarse enough for a sum with 127 to be exact: what is on the grid, or beside it by the rounding of
+two divisions as the largest of a row is, gets its own code whatever is drawn.
+"""
+
+FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35
+"""The factors of fmix32."""
+
+_EXPONENT = 0x7F800000  # its bits in a float32
+_FINEST = (127 - 6) << 23  # 2**-6, below which E4M3 keeps its step
+_STEPS = 3 << 23  # an E4M3 number has 3 bits after the leading one: 8 steps between powers of two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """Which draws round a weight, and where in the whole tensor it lies."""
+
+    seed: int
+    version: int | None  # None: the same draws for every version
+    name: str  # the tensor's name in a Hugging Face checkpoint
+    columns: int  # of the whole tensor
+    row: int = 0  # of the whole tensor, with which this shard begins
+    column: int = 0
+
+    @property
+    def counter(self) -> tuple[int, int, int, int]:
+        """What the draws are made of, as int32.
+
+        Returns:
+            Where the first row of the shard counts from, the other half of the key, words that a
+            row of the whole tensor takes from the counter, and the shard's first column.
+        """
+        text = f"{self.seed} {self.version} {self.name}"
+        first, second = struct.unpack("<ii", hashlib.blake2b(text.encode(), digest_size=8).digest())
+        words = (self.columns + 1) // 2
+        return _int32(first + self.row * words), second, words, self.column
+
+
+def rounding_of(
+    kind: str,
+    *,
+    seed: int,
+    version: int,
+    name: str,
+    shape: Sequence[int],
+    split_dim: int | None,
+    offset: int,
+) -> Rounding | None:
+    """The rounding of one shard of a tensor; None for the nearest code.
+
+    Args:
+        kind: "nearest"; "stochastic", with draws of its own for each version; or "dithered", with
+            one draw for each weight, in all versions of the run.
+        shape: of the whole tensor, [O, I].
+        split_dim: along which it is split, with the shard beginning at ``offset``; None: not split.
+    """
+    if kind == "nearest":
+        return None
+    row, column = (offset if split_dim == dim else 0 for dim in (0, 1))
+    return Rounding(
+        seed=seed,
+        version=version if kind == "stochastic" else None,
+        name=name,
+        columns=shape[1],
+        row=row,
+        column=column,
+    )
+
+
+class Draws:
+    """The draws of one shard, some rows at a time, in buffers that the next rows overwrite."""
+
+    def __init__(
+        self, rounding: Rounding, scheme: Scheme, rows: int, columns: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            rows: the most that are rounded at once.
+            columns: of the shard.
+        """
+        self._scheme = scheme
+        self._start, second, self._step, column = rounding.counter
+        first, self._skip = divmod(column, 2)
+        words = (self._skip + columns + 1) // 2
+        self._rows = torch.arange(rows, device=device)[:, None] * self._step
+        self._across = torch.arange(first, first + words, dtype=torch.int32, device=device)
+        self._second = torch.tensor(second, dtype=torch.int32, device=device)
+        # When a row's words have become draws, their place is free for the steps of its numbers.
+        place = torch.empty(2 * rows * words, dtype=torch.int32, device=device)
+        self._words, self._spare = place.view(2, rows, words).unbind()
+        self._steps = place[: rows * columns].view(rows, columns)
+        self._drawn = torch.empty(rows, columns, device=device)
+
+    def round_(self, x: Tensor, first: int) -> Tensor:
+        """Float32 rows ``x / scale`` of the shard, from row ``first``, onto the grid, in place."""
+        drawn = self._draw(first, len(x))
+        if not self._scheme.dtype.is_floating_point:
+            return x.add_(drawn, alpha=UNIT).round_()
+        steps = torch.bitwise_and(x.view(torch.int32), _EXPONENT, out=self._steps[: len(x)])
+        steps = steps.clamp_(min=_FINEST).sub_(_STEPS).view(torch.float32)
+        # Adding 0 takes the sign off a zero, which a weight of 0 would get by chance.
+        return x.div_(steps).add_(drawn, alpha=UNIT).round_().mul_(steps).add_(0.0)
+
+    def _draw(self, first: int, rows: int) -> Tensor:
+        """Odd numbers between -2**15 and 2**15, [rows, columns] float32."""
+        words, spare = self._words[:rows], self._spare[:rows]
+        counter = (self._rows[:rows] + (self._start + first * self._step)).to(torch.int32)
+        torch.add(counter, self._across, out=words)
+        _fold_(words, 16, spare)
+        torch.add(self._second, words, alpha=_int32(FIRST), out=words)
+        _fold_(words, 13, spare)
+        words.mul_(_int32(SECOND))
+        _fold_(words, 16, spare)
+        halves = words.view(torch.int16)[:, self._skip :][:, : self._drawn.shape[1]]
+        return self._drawn[:rows].copy_(halves.bitwise_or_(1))
+
+
+def _int32(number: int) -> int:
+    """The lower 32 bits as torch's operations take them, which know no unsigned ones."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _fold_(words: Tensor, bits: int, spare: Tensor) -> None:
+    """``words ^= words >> bits``, without the sign that int32 shifts in."""
+    torch.bitwise_right_shift(words, bits, out=spare)
+    words.bitwise_xor_(spare.bitwise_and_((1 << (32 - bits)) - 1))
