@@ -5,6 +5,7 @@ from qurl_megatron.quant.diagnostics import (
     QUANT_METRICS,
     code_flips,
     quant_metrics,
+    update_passed,
     weight_error,
     weight_update,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "quant_metrics",
     "quantize",
     "quantize_tokens",
+    "update_passed",
     "weight_error",
     "weight_update",
 ]

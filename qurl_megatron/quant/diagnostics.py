@@ -17,6 +17,7 @@ from qurl_megatron.quant.weights import QuantizedWeight, dequantize
 QUANT_METRICS = ("quant/code_flip_rate", "quant/weight_update", "quant/weight_error")
 
 _CHUNK = 4 << 20  # float64 elements in flight at once: 32 MB
+_IN_CACHE = 1 << 16  # the same where many operators share them, for a core's own cache
 
 
 def code_flips(old_values: Tensor, new_values: Tensor) -> Tensor:
@@ -40,6 +41,27 @@ def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
     return _squares(weight, lambda rows: values[rows].float() * scale[rows])
 
 
+def update_passed(
+    old: Tensor, new: Tensor, old_codes: QuantizedWeight, new_codes: QuantizedWeight
+) -> Tensor:
+    """(<dQ, dW>, ||dW||^2, ||dQ||^2), float64 [3]: what of an update the engine's weights make.
+
+    dW is the change of the weights, dQ that of the weights that their codes stand for. Over a model
+    <dQ, dW> / ||dW||^2 is the share of the update that the engine sees, 1 in the mean of a rounding
+    that loses nothing, however few codes change; the cosine of dQ and dW says with how much noise.
+
+    Both weights and both codes must be on one device.
+    """
+    before, after = _dequantized(old_codes), _dequantized(new_codes)
+    totals = torch.zeros(3, dtype=torch.float64, device=new.device)
+    for rows in _row_slices(new, _IN_CACHE):
+        # The scales of a row may move by less than FP32 rounds a product to: all in float64.
+        change = (new[rows].detach().double() - old[rows].detach().double()).flatten()
+        seen = (after(rows) - before(rows)).flatten()
+        totals += torch.stack([seen.dot(change), change.dot(change), seen.dot(seen)])
+    return totals
+
+
 def quant_metrics(totals: Tensor) -> dict[str, float]:
     """Ratios of the summed pairs, [3, 2] in the order of ``QUANT_METRICS``.
 
@@ -53,7 +75,7 @@ def quant_metrics(totals: Tensor) -> dict[str, float]:
 def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
     """(||other - base||^2, ||base||^2) over chunks of rows."""
     totals = torch.zeros(2, dtype=torch.float64, device=base.device)
-    for rows in _row_slices(base):
+    for rows in _row_slices(base, _CHUNK):
         base_D = base[rows].detach().double().flatten()
         difference_D = other(rows).detach().double().flatten() - base_D
         totals[0] += difference_D.dot(difference_D)
@@ -61,9 +83,18 @@ def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
     return totals
 
 
-def _row_slices(tensor: Tensor) -> Iterator[slice]:
+def _dequantized(quantized: QuantizedWeight) -> Callable[[slice], Tensor]:
+    """Its rows as float64, exact but for blocks of squares."""
+    if quantized.block is not None:
+        whole = dequantize(quantized)
+        return lambda rows: whole[rows].double()
+    values, scale = quantized.values, quantized.scale
+    return lambda rows: values[rows].double().mul_(scale[rows])
+
+
+def _row_slices(tensor: Tensor, elements: int) -> Iterator[slice]:
     if tensor.numel() == 0:
         return
-    step = max(1, _CHUNK // (tensor.numel() // len(tensor)))
+    step = max(1, elements // (tensor.numel() // len(tensor)))
     for start in range(0, len(tensor), step):
         yield slice(start, start + step)
