@@ -16,8 +16,8 @@ from qurl_megatron.quant.weights import QuantizedWeight, dequantize
 # Rows of the table of totals, in order: share of codes that changed, paper Eq. 13, paper Eq. 14.
 QUANT_METRICS = ("quant/code_flip_rate", "quant/weight_update", "quant/weight_error")
 
-_CHUNK = 4 << 20  # float64 elements in flight at once: 32 MB
-_IN_CACHE = 1 << 16  # the same where many operators share them, for a core's own cache
+# Float64 elements in flight at once: 32 MB, or what a core's own cache holds for several operators.
+_CHUNK, _CHUNK_CPU = 4 << 20, 1 << 16
 
 
 def code_flips(old_values: Tensor, new_values: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def update_passed(
     """
     before, after = _dequantized(old_codes), _dequantized(new_codes)
     totals = torch.zeros(3, dtype=torch.float64, device=new.device)
-    for rows in _row_slices(new, _IN_CACHE):
+    for rows in _row_slices(new):
         # The scales of a row may move by less than FP32 rounds a product to: all in float64.
         change = (new[rows].detach().double() - old[rows].detach().double()).flatten()
         seen = (after(rows) - before(rows)).flatten()
@@ -75,7 +75,7 @@ def quant_metrics(totals: Tensor) -> dict[str, float]:
 def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
     """(||other - base||^2, ||base||^2) over chunks of rows."""
     totals = torch.zeros(2, dtype=torch.float64, device=base.device)
-    for rows in _row_slices(base, _CHUNK):
+    for rows in _row_slices(base):
         base_D = base[rows].detach().double().flatten()
         difference_D = other(rows).detach().double().flatten() - base_D
         totals[0] += difference_D.dot(difference_D)
@@ -92,9 +92,10 @@ def _dequantized(quantized: QuantizedWeight) -> Callable[[slice], Tensor]:
     return lambda rows: values[rows].double().mul_(scale[rows])
 
 
-def _row_slices(tensor: Tensor, elements: int) -> Iterator[slice]:
+def _row_slices(tensor: Tensor) -> Iterator[slice]:
     if tensor.numel() == 0:
         return
+    elements = _CHUNK_CPU if tensor.device.type == "cpu" else _CHUNK
     step = max(1, elements // (tensor.numel() // len(tensor)))
     for start in range(0, len(tensor), step):
         yield slice(start, start + step)

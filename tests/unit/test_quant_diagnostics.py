@@ -46,7 +46,7 @@ def test_weight_error_is_the_squared_distance_to_the_grid(scheme):
 
 
 def test_updates_far_below_float32_sums_are_not_lost(monkeypatch):
-    monkeypatch.setattr(diagnostics, "_CHUNK", 1000)
+    monkeypatch.setattr(diagnostics, "_CHUNK_CPU", 1000)
     old = torch.ones(1000, 100)
     new = old.clone()
     new[0, 0] += 2**-20
