@@ -127,8 +127,9 @@ class QuantConfig:
     """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""
 
     diagnostics_every: int = 1
-    """Steps between measurements of code flips and of Eqs. 13 and 14; 0 turns them off. They keep
-    one host copy of the previous weights and codes (5 bytes a parameter)."""
+    """Steps between measurements of code flips, of Eqs. 13 and 14 and of what passes of an update;
+    0 turns them off. They keep one host copy of the previous weights and codes (5 bytes a
+    parameter, and 4 for each row's scale)."""
 
     def __post_init__(self) -> None:
         require(self.uaq_scale >= 1.0, f"quant.uaq_scale must be 1.0 or more, got {self.uaq_scale}")

@@ -144,6 +144,28 @@ class Correlation:
 
 
 @dataclass(frozen=True, slots=True)
+class Cosine:
+    """Cosine of the angle between two vectors, as the sums of their products and their squares.
+
+    0 where one of them is zero: it goes nowhere.
+    """
+
+    together: float
+    first: float
+    second: float
+
+    @property
+    def value(self) -> float:
+        lengths = math.sqrt(self.first) * math.sqrt(self.second)
+        return min(max(self.together / lengths, -1.0), 1.0) if lengths else 0.0
+
+    def merged(self, other: "Cosine") -> "Cosine":
+        return Cosine(
+            self.together + other.together, self.first + other.first, self.second + other.second
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ExplainedVariance:
     """How much of a target's variance a prediction explains: 1 - Var(target - prediction) /
     Var(target), as its sums.
@@ -178,7 +200,9 @@ class ExplainedVariance:
         )
 
 
-Metric = Sum | Mean | Max | Min | EffectiveSampleSize | StdDev | Correlation | ExplainedVariance
+Metric = (
+    Sum | Mean | Max | Min | EffectiveSampleSize | StdDev | Correlation | Cosine | ExplainedVariance
+)
 
 
 def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -321,8 +321,9 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "flips",
             "Code flips",
             (Line("quant/code_flip_rate", "codes changed", "blue"),),
-            "Share of quantized weights whose code changed with the step. Near zero, the engine "
-            "samples from the same policy however much the trainer learns: the case for UAQ.",
+            "Share of quantized weights whose code changed with the step. At zero, the engine "
+            "samples from the same policy however much the trainer learns. A small share is not "
+            "yet a frozen engine: see how much of the update reaches it.",
             "Fig. 4 (a)",
         ),
         Picture(
@@ -332,10 +333,22 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
                 Line("quant/weight_error", "error, Eq. 14", "orange"),
                 Line("quant/weight_update", "update, Eq. 13", "blue"),
             ),
-            "Both squared and relative to the weights, log scale. The wider the gap, the more of "
-            "each update is lost between the grid points; a larger UAQ factor s narrows it.",
+            "Both squared and relative to the weights, log scale. The wider the gap, the rarer a "
+            "weight reaches its next grid point, and the noisier each update arrives; a larger "
+            "learning rate narrows it, and so does a larger UAQ factor s.",
             "Fig. 9",
             log=True,
+        ),
+        Picture(
+            "update_passed",
+            "Update that reaches the engine",
+            (
+                Line("quant/update_passed", "share of the update", "blue"),
+                Line("quant/update_cosine", "cosine", "orange"),
+            ),
+            "⟨ΔQ, ΔW⟩ / ‖ΔW‖² and the cosine, of the update ΔW of a step and the change ΔQ of the "
+            "quantized weights. A share near 1 with a small cosine is an update that arrives whole "
+            "but noisy; a share near 0 is a frozen engine.",
         ),
     ),
     "Policy and optimizer": (

@@ -5,6 +5,7 @@ from qurl_megatron.quant.diagnostics import (
     QUANT_METRICS,
     code_flips,
     quant_metrics,
+    update_passed,
     weight_error,
     weight_update,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "quantize",
     "quantize_tokens",
     "rounding_of",
+    "update_passed",
     "weight_error",
     "weight_update",
 ]

@@ -16,7 +16,8 @@ from qurl_megatron.quant.weights import QuantizedWeight, dequantize
 # Rows of the table of totals, in order: share of codes that changed, paper Eq. 13, paper Eq. 14.
 QUANT_METRICS = ("quant/code_flip_rate", "quant/weight_update", "quant/weight_error")
 
-_CHUNK = 4 << 20  # float64 elements in flight at once: 32 MB
+# Float64 elements in flight at once: 32 MB, or what a core's own cache holds for several operators.
+_CHUNK, _CHUNK_CPU = 4 << 20, 1 << 16
 
 
 def code_flips(old_values: Tensor, new_values: Tensor) -> Tensor:
@@ -40,6 +41,27 @@ def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
     return _squares(weight, lambda rows: values[rows].float() * scale[rows])
 
 
+def update_passed(
+    old: Tensor, new: Tensor, old_codes: QuantizedWeight, new_codes: QuantizedWeight
+) -> Tensor:
+    """(<dQ, dW>, ||dW||^2, ||dQ||^2), float64 [3]: what of an update the engine's weights make.
+
+    dW is the change of the weights, dQ that of the weights that their codes stand for. Over a model
+    <dQ, dW> / ||dW||^2 is the share of the update that the engine sees, 1 in the mean of a rounding
+    that loses nothing, however few codes change; the cosine of dQ and dW says with how much noise.
+
+    Both weights and both codes must be on one device.
+    """
+    before, after = _dequantized(old_codes), _dequantized(new_codes)
+    totals = torch.zeros(3, dtype=torch.float64, device=new.device)
+    for rows in _row_slices(new):
+        # The scales of a row may move by less than FP32 rounds a product to: all in float64.
+        change = (new[rows].detach().double() - old[rows].detach().double()).flatten()
+        seen = (after(rows) - before(rows)).flatten()
+        totals += torch.stack([seen.dot(change), change.dot(change), seen.dot(seen)])
+    return totals
+
+
 def quant_metrics(totals: Tensor) -> dict[str, float]:
     """Ratios of the summed pairs, [3, 2] in the order of ``QUANT_METRICS``.
 
@@ -61,9 +83,19 @@ def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
     return totals
 
 
+def _dequantized(quantized: QuantizedWeight) -> Callable[[slice], Tensor]:
+    """Its rows as float64, exact but for blocks of squares."""
+    if quantized.block is not None:
+        whole = dequantize(quantized)
+        return lambda rows: whole[rows].double()
+    values, scale = quantized.values, quantized.scale
+    return lambda rows: values[rows].double().mul_(scale[rows])
+
+
 def _row_slices(tensor: Tensor) -> Iterator[slice]:
     if tensor.numel() == 0:
         return
-    step = max(1, _CHUNK // (tensor.numel() // len(tensor)))
+    elements = _CHUNK_CPU if tensor.device.type == "cpu" else _CHUNK
+    step = max(1, elements // (tensor.numel() // len(tensor)))
     for start in range(0, len(tensor), step):
         yield slice(start, start + step)

@@ -1,15 +1,24 @@
-"""Does the engine notice what the trainer learns? Code flips and paper Eqs. 13, 14 per version.
+"""Does the engine notice what the trainer learns? What a version changes, beside the one before.
 
-Compares every quantized linear weight with what the version before held. The copies live on the
-host, one FP32 weight and one code per parameter of this rank's shard.
+Code flips, paper Eqs. 13 and 14, and how much of the update the quantized weights make. Compares
+every quantized linear weight with what the version before held. The copies live on the host, one
+FP32 weight and one code per parameter of this rank's shard, and the scales of the codes.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.config import QuantConfig
-from qurl_megatron.observe.metrics import Mean, Metric
-from qurl_megatron.quant import QuantizedWeight, code_flips, weight_error, weight_update
+from qurl_megatron.observe.metrics import Cosine, Mean, Metric
+from qurl_megatron.quant import (
+    QuantizedWeight,
+    code_flips,
+    update_passed,
+    weight_error,
+    weight_update,
+)
 
 
 class Drift:
@@ -17,8 +26,9 @@ class Drift:
 
     def __init__(self, config: QuantConfig) -> None:
         self.every = config.diagnostics_every
-        self._before: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._before: dict[str, tuple[Tensor, QuantizedWeight | None]] = {}
         self._totals: dict[str, Tensor] = {}
+        self._passed = torch.zeros(3, dtype=torch.float64)
 
     def observe(
         self, name: str, weight: Tensor, codes: QuantizedWeight | None, version: int
@@ -34,20 +44,38 @@ class Drift:
         before = self._before.pop(name, None)
         if measured and before is not None:
             old_weight, old_codes = before
-            self._add("quant/weight_update", weight_update(old_weight, weight.cpu()))
+            new_weight = weight.cpu()
+            self._add("quant/weight_update", weight_update(old_weight, new_weight))
             if codes is not None:
-                self._add("quant/code_flip_rate", code_flips(old_codes, codes.values.cpu()))
+                new_codes = replace(codes, values=codes.values.cpu(), scale=codes.scale.cpu())
+                self._add("quant/code_flip_rate", code_flips(old_codes.values, new_codes.values))
                 self._add("quant/weight_error", weight_error(weight, codes).cpu())
+                self._passed += update_passed(old_weight, new_weight, old_codes, new_codes)
         if next_is_measured:
-            self._before[name] = (
-                weight.to("cpu", copy=True),
-                None if codes is None else codes.values.to("cpu", copy=True),
-            )
+            self._before[name] = weight.to("cpu", copy=True), _host_copy(codes)
 
     def metrics(self) -> dict[str, Metric]:
-        """This rank's sums since the last call; merged over ranks they give the model's ratios."""
+        """This rank's sums since the last call; merged over ranks they give the model's ratios.
+
+        A version without an update has passed no share of it: then the two metrics are missing.
+        """
         totals, self._totals = self._totals, {}
-        return {name: Mean(*pair.tolist()) for name, pair in totals.items()}
+        found: dict[str, Metric] = {name: Mean(*pair.tolist()) for name, pair in totals.items()}
+        together, update, seen = self._passed.tolist()
+        self._passed.zero_()
+        # A shard without an update may yet have moved: its rows share scales with other ranks.
+        if update or seen:
+            found["quant/update_passed"] = Mean(together, update)
+            found["quant/update_cosine"] = Cosine(together, update, seen)
+        return found
 
     def _add(self, name: str, pair: Tensor) -> None:
         self._totals[name] = self._totals.get(name, torch.zeros(2, dtype=torch.float64)) + pair
+
+
+def _host_copy(codes: QuantizedWeight | None) -> QuantizedWeight | None:
+    if codes is None:
+        return None
+    return replace(
+        codes, values=codes.values.to("cpu", copy=True), scale=codes.scale.to("cpu", copy=True)
+    )

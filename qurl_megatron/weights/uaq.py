@@ -5,6 +5,14 @@ by s and its quantization step shrinks by s. Everything that reads the norm take
 gate and up, of every expert, and the router that chooses among them. o_proj and down_proj follow no
 norm and stay; so do biases and q/k-norms. A zero-centred norm stores g and multiplies by 1 + g: it
 becomes s(1 + g) - 1. ``config["qurl"]["uaq_scale"]`` records the fold; folding twice is refused.
+
+What that changes is a learning rate. The codes of W / s are those of W, and Adam's step does not
+grow with the gradient: as long as its eps is small beside the gradients and nothing else looks at
+sizes, training the folded model *is* training the unfolded one with s times the learning rate for
+what is divided here and 1 / s of it for the norms (``study.folding`` shows it in float64). These
+are about two thirds of the linear weights, so s = 1.5 has a third more codes change in a step, as
+1.33 times the learning rate has. Weight decay, eps, a clipped gradient norm and BF16 rounding make
+the two part; docs/algorithms.md has by how much.
 """
 
 import math

@@ -22,6 +22,13 @@ from qurl_megatron.weights import fold_uaq, is_quantized, read_config
 from tests.distributed.test_policy import build, recipe
 
 SEED = 5
+DRIFT = {
+    "quant/code_flip_rate",
+    "quant/weight_update",
+    "quant/weight_error",
+    "quant/update_passed",
+    "quant/update_cosine",
+}
 
 
 class KeepsVersions:
@@ -40,12 +47,24 @@ class KeepsVersions:
         shutil.copytree(folder, self.folder / str(version))
 
 
-def publish(device, config, scheme, out, updates):
+def trained(policy, config, step):
+    from qurl_megatron.training.step import improve
+
+    improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
+
+
+def nudged(policy, config, step):
+    """The same update to the last bit, however the weights are split."""
+    for parameter in policy.gpt.parameters():
+        assert parameter.dtype == torch.float32
+        parameter.data.add_(parameter.data.square().mul_(2**-10))
+
+
+def publish(device, config, scheme, out, updates, change=trained):
     import torch.distributed as dist
 
     from qurl_megatron.sync.publisher import Publisher
     from qurl_megatron.sync.senders import make_sender
-    from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
@@ -60,9 +79,7 @@ def publish(device, config, scheme, out, updates):
             assert not any(name.startswith("quant/") for name in first)
             assert first["sync/buffer_mb"].value > 0
             for version in range(1, updates + 1):
-                improve(
-                    policy, Responses.of(random_samples(16)), config, step=version, timer=Timer()
-                )
+                change(policy, config, version)
                 gathered: list = [None] * ranks.world_size
                 dist.all_gather_object(gathered, publisher.publish(version))
                 if ranks.leads:
@@ -205,12 +222,28 @@ def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, tmp_path):
         seen[name] = [torch.load(out / f"metrics-{v}.pt") for v in (1, 2)]
     for alone, split in zip(seen["alone"], seen["split"], strict=True):
         assert 0 < alone["quant/code_flip_rate"] < 1
-        names = {name for name in alone if name.startswith("quant/")}
-        assert names == {"quant/code_flip_rate", "quant/weight_update", "quant/weight_error"}
-        for name in names:
+        assert {name for name in alone if name.startswith("quant/")} == DRIFT
+        assert 0.9 < alone["quant/update_passed"] < 1.1
+        for name in DRIFT:
             assert split[name] == pytest.approx(alone[name], rel=2e-2), name
         # Norms and row-parallel scales are there once: the same bytes, however they are split.
         assert split["sync/bytes"] == alone["sync/bytes"]
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict(context=2)]
+)
+def test_what_passes_of_an_update_is_the_same_number_on_every_layout(layout, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    seen = {}
+    for name, parallel in {"alone": {}, "split": layout}.items():
+        config = recipe(folder, parallel)
+        out = tmp_path / name
+        arguments = (config, "int8", out, 1, nudged)
+        run_on_ranks(publish, config.parallel.world_size, backend, tmp_path, *arguments)
+        metrics = torch.load(out / "metrics-1.pt")
+        seen[name] = {name: metrics[name] for name in DRIFT}
+    assert seen["split"] == pytest.approx(seen["alone"], rel=1e-12)
 
 
 def publish_in_two_formats(device, config, out):

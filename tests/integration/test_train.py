@@ -103,6 +103,8 @@ def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted
         "quant/code_flip_rate",
         "quant/weight_update",
         "quant/weight_error",
+        "quant/update_passed",
+        "quant/update_cosine",
         "optimizer/grad_norm",
     ):
         assert name in seen[4], name

@@ -74,6 +74,8 @@ def fake_metrics(step: int, steps: int, noise: random.Random) -> dict[str, float
         "quant/code_flip_rate": near(0.04, 0.06),
         "quant/weight_update": near(3e-8, 0.2),
         "quant/weight_error": near(2.1e-5, 0.002),
+        "quant/update_passed": near(1.0, 0.05),
+        "quant/update_cosine": near(0.05, 0.1),
         "throughput/rollout_tokens_per_s": 256 * length / rollout / 10,
         "throughput/train_tokens_per_s": 256 * length / train / 10,
         **{f"time/{name}": seconds for name, seconds in phases.items()},

@@ -17,7 +17,7 @@ from qurl_megatron.observe import (
     merge,
     values,
 )
-from qurl_megatron.observe.metrics import Correlation, ExplainedVariance, StdDev
+from qurl_megatron.observe.metrics import Correlation, Cosine, ExplainedVariance, StdDev
 
 
 def _measure(weights: list[float]) -> dict:
@@ -75,6 +75,13 @@ def test_deviation_and_correlation_are_those_of_the_textbook():
     together = _correlation(list(zip(xs, ys, strict=True)))
     assert together.value == pytest.approx(statistics.correlation(xs, ys))
     assert 0.8 < together.value < 0.99
+
+
+def test_a_cosine_is_that_of_the_vectors_its_parts_make_up():
+    # (3, 0) and (3, 4): 9 / (3 * 5), in two parts.
+    parts = [{"x": Cosine(9.0, 9.0, 9.0)}, {"x": Cosine(0.0, 0.0, 16.0)}]
+    assert merge(parts)["x"].value == 0.6
+    assert Cosine(-2.0, 1.0, 4.0).value == -1 and Cosine(0.0, 0.0, 5.0).value == 0.0
 
 
 def test_correlation_by_hand():
