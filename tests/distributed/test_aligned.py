@@ -17,7 +17,9 @@ from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights import is_quantized
 from tests.cases import all_but
-from tests.distributed.test_policy import delivered, gradient, recipe, relative, whole
+from tests.distributed import test_checkpoint, test_reference
+from tests.distributed.test_policy import build, delivered, gradient, recipe, relative, whole
+from tests.distributed.test_transformer_engine import run_with_stand_in
 from tests.unit.engine_models import engine_for, finish, sequence
 
 LAYOUTS = {
@@ -34,14 +36,6 @@ def aligned_recipe(folder: Path, parallel: dict, align: str, scheme: str = "int8
     config = recipe(folder, parallel, dtype=more.pop("dtype", "float32"), **more)
     train = replace(config.train, align=align)
     return replace(config, train=train, quant=QuantConfig(scheme=scheme, uaq_scale=1.0))
-
-
-def build(config, ranks, **more):
-    from qurl_megatron.model.policy import Policy
-    from qurl_megatron.training.alignment import alignment
-
-    align = alignment(config, ranks.device)
-    return Policy.build(config.model, config.parallel, config.optimizer, ranks, align=align, **more)
 
 
 # -- codes and scales -----------------------------------------------------------------------------
@@ -253,22 +247,164 @@ def measure(device, config, samples, out) -> None:
             torch.save(values(merge(gathered)), out)
 
 
-def mismatch(backend, tmp_path, folder, samples, align, scheme, layout=None, **more) -> dict:
-    config = aligned_recipe(folder, layout or {}, align, scheme, **more)
+def mismatch(backend, tmp_path, folder, samples, align, scheme, layout=None, train=None) -> dict:
+    config = aligned_recipe(folder, layout or {}, align, scheme)
     config = replace(config, rollout=replace(config.rollout, temperature=1.0))
+    config = replace(config, train=replace(config.train, **train or {}))
     out = tmp_path / "metrics.pt"
     run_on_ranks(measure, config.parallel.world_size, backend, tmp_path, config, samples, out)
     return torch.load(out)
 
 
-@pytest.mark.parametrize("scheme", all_but(["int8", "int4", "fp8"]))
-def test_an_aligned_policy_is_the_engines(scheme, backend, tmp_path):
+@pytest.mark.parametrize("scheme", all_but(["int8", "int5", "int4", "fp8"], "int5"))
+def test_an_aligned_policy_has_the_log_probs_of_the_engine(scheme, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     samples = generated(folder, scheme)
-    kl = {
-        align: mismatch(backend, tmp_path, folder, samples, align, scheme)["rollout/kl_k3"]
+    none, weights, full = (
+        mismatch(backend, tmp_path, folder, samples, align, scheme)
         for align in ("none", "weights", "full")
-    }
-    print(scheme, kl)
-    assert kl["full"] < 1e-3 * kl["none"]
-    assert kl["full"] < kl["weights"] < kl["none"]
+    )
+    kl = "rollout/kl_k3"
+    assert full[kl] < weights[kl] < none[kl] and none[kl] > 1e-5
+    assert full[kl] < 1e-9 and full["rollout/rho_max"] < 1.001
+
+
+TRAINED = {
+    "TP2": (dict(tensor=2), {}),
+    "TP2 without sequence parallelism": (dict(tensor=2, sequence=False), {}),
+    "PP2": (dict(pipeline=2), {}),
+    "CP2": (dict(context=2), {}),
+    "packed": ({}, dict(packed=True, max_tokens=64)),
+    "TP2, shared prompts": (dict(tensor=2), dict(share_prefix=True)),
+}
+
+
+@pytest.mark.parametrize("case", all_but(TRAINED, "TP2 without sequence parallelism", "PP2"))
+def test_it_has_them_however_it_is_split_and_laid_out(case, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3")
+    samples = generated(folder, "int8")
+    layout, train = TRAINED[case]
+    found = mismatch(backend, tmp_path, folder, samples, "full", "int8", layout, train=train)
+    assert found["rollout/kl_k3"] < 1e-9
+
+
+# -- who is not aligned, and when no longer -------------------------------------------------------
+
+
+def check_the_others(device, config) -> None:
+    from qurl_megatron.config import CriticConfig
+    from qurl_megatron.model.aligned import aligned_layers, plain
+    from qurl_megatron.model.critic import Critic
+    from qurl_megatron.model.reference import Reference
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, reference=Reference())
+        own, reference = test_reference.scores(policy)
+        again, _ = test_reference.scores(policy)
+        with plain(policy._aligned):
+            full_precision, _ = test_reference.scores(policy)
+        policy.unalign()
+        unaligned, _ = test_reference.scores(policy)
+        for i, value in own.items():
+            assert torch.equal(again[i], value) and not torch.equal(reference[i], value)
+            for other in (full_precision, unaligned):
+                assert torch.equal(other[i], reference[i])
+        critic = Critic.build(
+            config.model, config.parallel, CriticConfig(), config.optimizer, ranks
+        )
+        assert not aligned_layers(critic.gpt)
+
+
+def test_reference_and_critic_and_a_run_that_fell_back_compute_in_full_precision(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, dict(tensor=2), "full", "int4")
+    run_on_ranks(check_the_others, 2, backend, tmp_path, config)
+
+
+# -- resume, recomputation, Transformer Engine ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, dict(tensor=2, data=2), "full", dtype=dtype)
+    run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
+    run_on_ranks(test_checkpoint.save_then_go_on, 4, backend, tmp_path, config, run, a)
+    run_on_ranks(test_checkpoint.load_and_go_on, 4, backend, tmp_path, config, run, b)
+    expected, actual = torch.load(a), torch.load(b)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def found_gradients(runner, backend, tmp_path, config) -> dict[str, torch.Tensor]:
+    out = tmp_path / "found.pt"
+    world = config.parallel.world_size
+    runner(sharded_gradients, world, backend, tmp_path, config, random_samples(16), out)
+    return torch.load(out)
+
+
+def test_recomputed_activations_are_rounded_as_they_were(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, dict(tensor=2), "full")
+    again = replace(config, model=replace(config.model, recompute=True))
+    kept, recomputed = (
+        found_gradients(run_on_ranks, backend, tmp_path, one) for one in (config, again)
+    )
+    assert all(torch.equal(recomputed[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("layout", [dict(tensor=2), dict(context=2)], ids=["TP2", "CP2"])
+def test_beside_transformer_engine_the_gradients_are_the_same(layout, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3")
+    config = aligned_recipe(folder, layout, "weights")
+    expected = found_gradients(run_on_ranks, backend, tmp_path, config)
+    found = found_gradients(run_with_stand_in, backend, tmp_path, config)
+    for name, value in expected.items():
+        assert relative(found[name], value) < 2e-5, name
+
+
+def load_and_compare(device, config, run_dir, out) -> None:
+    from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.newest import newest_whole
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        checkpoint.load(newest_whole(run_dir, ranks)[0], policy)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
+def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    fused, aligned = (aligned_recipe(folder, dict(tensor=2), a) for a in ("none", "full"))
+    run, ignored = tmp_path / "run", tmp_path / "ignored.pt"
+    run_with_stand_in(test_checkpoint.save_then_go_on, 2, backend, tmp_path, fused, run, ignored)
+    loaded = []
+    for config in (fused, aligned):
+        loaded.append(tmp_path / f"{config.train.align}.pt")
+        run_with_stand_in(load_and_compare, 2, backend, tmp_path, config, run, loaded[-1])
+    expected, actual = map(torch.load, loaded)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+# -- tokens as an engine's ranks see them ---------------------------------------------------------
+
+
+def check_split(device) -> None:
+    from qurl_megatron.model.aligned import as_engines_split
+
+    group, rank = dist.group.WORLD, dist.get_rank()
+    amax_T1 = torch.tensor([[1.0, 5.0, 3.0, 2.0], [8.0, 6.0, 7.0, 9.0]], device=device)
+    mine = amax_T1[:, rank : rank + 1]
+    whole = as_engines_split(mine, group, 1)
+    assert whole.tolist() == [[5.0], [9.0]]
+    halves = as_engines_split(mine, group, 2)
+    assert halves.tolist() == ([[5.0], [8.0]] if rank < 2 else [[3.0], [9.0]])
+    assert torch.equal(as_engines_split(mine, group, 4), mine)
+    broken = torch.full_like(mine, torch.nan if rank == 1 else 1.0)
+    assert as_engines_split(broken, group, 1).isinf().all()
+
+
+def test_ranks_share_a_tokens_scale_as_far_as_an_engine_rank_has_their_parts(backend, tmp_path):
+    run_on_ranks(check_split, 4, backend, tmp_path)
