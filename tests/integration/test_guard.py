@@ -66,9 +66,10 @@ def as_if_killed_after(step: int, run_dir: Path) -> Path:
     return copy
 
 
-def test_refills_and_a_fall_back_interrupted_and_resumed_equal_an_uninterrupted_run(recipe):
-    whole = recipe.parent / "whole"
-    options = ("guard.action=bf16", "train.save_rollouts=true")
+@pytest.mark.parametrize("align", ["none", "full"])
+def test_refills_and_a_fall_back_interrupted_and_resumed_equal_an_uninterrupted_run(recipe, align):
+    whole = recipe.parent / f"whole-{align}"
+    options = ("guard.action=bf16", "train.save_rollouts=true", f"train.align={align}")
     saves = ("checkpoint.every=1", "checkpoint.keep=3")
     done = qurl("train", recipe, *options, *saves, f"train.run_dir={whole}")
     assert done.returncode == 0, done.stderr
@@ -84,7 +85,9 @@ def test_refills_and_a_fall_back_interrupted_and_resumed_equal_an_uninterrupted_
 
     assert [seen[step]["rollout/quantized"] for step in (1, 2, 3)] == [1, 1, 0]
     assert [seen[step]["guard/tripped"] for step in (1, 2, 3)] == [0, 1, 0]
-    assert seen[1]["rollout/kl_k3"] > 1e-9 > seen[3]["rollout/kl_k3"]  # float32 on both sides
+    assert seen[3]["rollout/kl_k3"] < 1e-9  # float32 on both sides
+    # Aligned, it may be that of one token that was rounded to another code.
+    assert (seen[1]["rollout/kl_k3"] > 1e-5) == (align == "none")
     assert "quant/code_flip_rate" in seen[1]
     assert not {"quant/code_flip_rate", "quant/weight_error"} & (seen[2].keys() | seen[3].keys())
     assert seen[2]["fleet/restarts"] == 0

@@ -289,7 +289,13 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
     "overrides",
     [
         ["parallel.tensor=2", "parallel.pipeline=2"],
-        ["quant.scheme=fp8", "parallel.context=2", "train.max_tokens=96", "train.packed=true"],
+        [
+            "quant.scheme=fp8",
+            "parallel.context=2",
+            "train.max_tokens=96",
+            "train.packed=true",
+            "train.align=full",
+        ],
         ["quant.scheme=none", "model.dtype=bfloat16"],
         ["algo.name=ppo", "algo.kl_coef=0.01", "algo.epochs=2", "parallel.data=2"],
     ],
