@@ -186,7 +186,6 @@ def assert_gradients(backend, tmp_path, folder, config, *, rounding: float) -> N
     expected = dense_gradients(folder, samples, chosen, config)
     assert actual.keys() == expected.keys()
     worst = max((relative(actual[name], expected[name]), name) for name in expected)
-    print("worst", worst)
     assert worst[0] < rounding, worst
 
 
@@ -325,13 +324,28 @@ def test_reference_and_critic_and_a_run_that_fell_back_compute_in_full_precision
 # -- resume, recomputation, Transformer Engine ----------------------------------------------------
 
 
+def score_then_load_and_go_on(device, config, run_dir, out) -> None:
+    """The codes that it computed with before are of other weights."""
+    from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.newest import newest_whole
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        policy.score(test_reference.batches(ranks), lambda logits, _: logits.sum())
+        checkpoint.load(newest_whole(run_dir, ranks)[0], policy)
+        test_checkpoint.improve_at(policy, config, 2)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = aligned_recipe(folder, dict(tensor=2, data=2), "full", dtype=dtype)
     run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
     run_on_ranks(test_checkpoint.save_then_go_on, 4, backend, tmp_path, config, run, a)
-    run_on_ranks(test_checkpoint.load_and_go_on, 4, backend, tmp_path, config, run, b)
+    run_on_ranks(score_then_load_and_go_on, 4, backend, tmp_path, config, run, b)
     expected, actual = torch.load(a), torch.load(b)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
