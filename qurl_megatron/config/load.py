@@ -149,6 +149,24 @@ class RunConfig:
             f"quant.rounding={self.quant.rounding} has no codes to choose from with "
             "quant.scheme=none; leave it out, or set quant.scheme to int8 or fp8",
         )
+        require(
+            self.train.align == "none" or self.quant.scheme != "none",
+            f"train.align={self.train.align} computes as engines with quantized weights do, and "
+            "quant.scheme=none leaves them as they are; set train.align=none, or a quant.scheme",
+        )
+        require(
+            self.train.align == "none" or self.quant.rounding == "nearest",
+            f"train.align={self.train.align} computes with the nearest codes, and "
+            f"quant.rounding={self.quant.rounding} publishes others; set quant.rounding=nearest "
+            "or train.align=none",
+        )
+        require(
+            self.train.align != "full" or self.parallel.tensor % self.engine_tensor == 0,
+            f"train.align=full needs parallel.tensor={self.parallel.tensor} to be a multiple of "
+            f"rollout.engine_tensor={self.engine_tensor}: each engine rank quantizes what it has "
+            "of a token, and that must be whole parts of the trainer's; change one of them, or set "
+            "train.align=weights",
+        )
 
     def _reads_proximal(self) -> dict[str, bool]:
         """Which settings need the log-probs of the full-precision policy before an update."""
@@ -162,6 +180,11 @@ class RunConfig:
             "guard.kl_above": guard.kl_above > 0,
             "guard.rho_above": guard.rho_above > 0,
         }
+
+    @property
+    def engine_tensor(self) -> int:
+        """Over how many ranks an engine splits its layers."""
+        return self.rollout.engine_tensor if self.rollout.backend == "sglang" else 1
 
     @property
     def responses_per_step(self) -> int:

@@ -633,6 +633,11 @@ class TrainConfig:
     response. Data ranks are balanced by positions, so even without max_tokens their numbers of
     passes may differ; train/passes is that of the rank with most."""
 
+    align: Literal["none", "weights", "full"] = "none"
+    """What the policy's linear layers compute with, in scoring and training: "none", its own
+    weights; "weights", the codes and scales that the engines have; "full", tokens quantized as in
+    the engines too. Gradients go straight through to the weights."""
+
     seed: int = 0
 
     eval_every: int = 0

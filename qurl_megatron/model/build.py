@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.aligned import Align, aligned_layers
 from qurl_megatron.model.spec import decoder_spec
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
@@ -105,16 +106,22 @@ def _expert_options(experts: Experts | None) -> dict[str, Any]:
 
 
 def build_model(
-    arch: Arch, config: TransformerConfig, ranks: Ranks, *, fp32_output: bool = False
+    arch: Arch,
+    config: TransformerConfig,
+    ranks: Ranks,
+    *,
+    fp32_output: bool = False,
+    align: Align | None = None,
 ) -> GPTModel:
     """This rank's part of the model, with undefined weights, on its device.
 
     Args:
         fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
+        align: what its linear layers do as the engines' do, once they are given codes.
     """
     model = GPTModel(
         config,
-        decoder_spec(config, qk_norm=arch.qk_norm),
+        decoder_spec(config, qk_norm=arch.qk_norm, align=align),
         vocab_size=padded_vocab(arch, ranks),
         max_sequence_length=arch.max_position,
         pre_process=ranks.first_stage,
@@ -171,10 +178,13 @@ def padded_vocab(arch: Arch, ranks: Ranks) -> int:
     return -(-arch.vocab // ranks.tensor.size) * ranks.tensor.size
 
 
-def parameter_ops(arch: Arch, ranks: Ranks) -> dict[str, Op]:
+def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[str, Op]:
     """The op behind each parameter this rank holds, by the local name GPTModel gives it.
 
     Megatron numbers layers from 0 on every pipeline stage; ops carry global numbers.
+
+    Args:
+        aligned: the layers are ``aligned``: norms have parameters of their own everywhere.
     """
     per_stage = arch.num_layers // ranks.pipeline.size
     layers = range(ranks.pipeline.rank * per_stage, (ranks.pipeline.rank + 1) * per_stage)
@@ -183,7 +193,7 @@ def parameter_ops(arch: Arch, ranks: Ranks) -> dict[str, Op]:
         layers,
         first=ranks.first_stage,
         last=ranks.last_stage,
-        fused_norms=use_transformer_engine(),
+        fused_norms=use_transformer_engine() and not aligned,
     )
     return {_local_name(op.megatron, layers.start): op for op in ops}
 
@@ -217,7 +227,7 @@ def load_weights(
     Raises:
         ConfigError: the checkpoint lacks a tensor or has one of another shape than its config says.
     """
-    ops = parameter_ops(arch, ranks)
+    ops = parameter_ops(arch, ranks, aligned=bool(aligned_layers(model)))
     parameters = dict(model.named_parameters())
     if not output_layer:
         ops.pop("output_layer.weight", None)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.aligned import Align, aligned_layers, plain
 from qurl_megatron.model.build import (
     build_model,
     load_weights,
@@ -60,7 +61,9 @@ class Policy(Trained):
         self.source = source  # what the weights were loaded from; its config describes the model
         self.uaq_scale = uaq_scale  # folded into the weights, there or on the way
         self.arch = source.arch
-        self._ops = parameter_ops(self.arch, ranks)
+        self._aligned = aligned_layers(self.gpt)
+        self._coded = not self._aligned  # what they multiply by is of the weights as they are
+        self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
 
@@ -73,6 +76,7 @@ class Policy(Trained):
         *,
         uaq_scale: float = 1.0,
         reference: Reference | None = None,
+        align: Align | None = None,
     ) -> "Policy":
         """Load ``model.path`` into the given layout, folding ``uaq_scale`` on the way.
 
@@ -80,6 +84,7 @@ class Policy(Trained):
             uaq_scale: the factor the weights shall have; a checkpoint that was converted with it
                 has it already.
             reference: the frozen policy to be kept, for the KL term; folded like the actor.
+            align: what the linear layers do as the engines' do; None: nothing.
 
         Raises:
             ConfigError: a checkpoint is unusable; the actor's is folded by another factor, or does
@@ -96,7 +101,7 @@ class Policy(Trained):
         fold = uaq_scale / source.uaq_scale
         arch.check_parallel(parallel.tensor, parallel.pipeline)
         megatron_config = transformer_config(arch, model, parallel)
-        gpt = build_model(arch, megatron_config, ranks, fp32_output=model.fp32_output)
+        gpt = build_model(arch, megatron_config, ranks, fp32_output=model.fp32_output, align=align)
         waiting = None
         if reference and reference.path:
             other = open_checkpoint(reference.path)
@@ -115,13 +120,42 @@ class Policy(Trained):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the model holds the frozen reference weights, and its own wait outside."""
+        """Inside, the model holds the frozen reference weights, and its own wait outside.
+
+        No engine runs the reference, so it is computed in full precision.
+        """
         assert self._reference is not None, "built without a reference"
+        self._take_codes()  # or they would be made of the reference
         self._reference.swap(self.gpt.parameters())
         try:
-            yield
+            with plain(self._aligned):
+                yield
         finally:
             self._reference.swap(self.gpt.parameters())
+
+    # -- as the engines compute ----------------------------------------------------------------
+
+    def unalign(self) -> None:
+        """Compute with the weights as they are from now on: rollouts are no longer quantized."""
+        for layer in self._aligned:
+            layer.quantized = None
+        self._aligned, self._coded = [], True
+
+    def weights_changed(self) -> None:
+        self._coded = not self._aligned
+
+    def _schedule(self, *arguments: Any, **named: Any) -> list:
+        self._take_codes()
+        return super()._schedule(*arguments, **named)
+
+    def _take_codes(self) -> None:
+        """Have the codes made once for each state of the weights, of the masters as a version's
+        are."""
+        if self._coded:
+            return
+        for layer in self._aligned:
+            layer.take(self._read_master(layer.weight))
+        self._coded = True
 
     # -- weights -------------------------------------------------------------------------------
 

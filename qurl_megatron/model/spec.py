@@ -1,5 +1,9 @@
 """Layer specs: Transformer Engine's on a GPU that has it, else Megatron's local one, completed.
 
+Transformer Engine fuses norms into the linear layers behind them. Layers that compute with the
+engines' codes (``aligned``) are the local spec's, with its norms, on GPUs too; the attention
+between them is Transformer Engine's where that is there. Checkpoints have the same names.
+
 Megatron's own local spec lacks three things that are needed without Transformer Engine: an RMSNorm
 that knows sequence parallelism, a causal attention that takes no mask but packed sequences and
 context parallelism, and a router whose product is torch's. All are spec entries, not patches.
@@ -26,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qurl_megatron.model.aligned import Align, AlignedColumn, AlignedRow
 from qurl_megatron.model.context import ContextPart
 from qurl_megatron.model.tree_attention import TreeParams, tree_attention
 from qurl_megatron.runtime.env import use_transformer_engine
@@ -33,15 +38,18 @@ from qurl_megatron.runtime.megatron import axis_of
 
 
 def decoder_spec(
-    config: TransformerConfig, *, qk_norm: bool
+    config: TransformerConfig, *, qk_norm: bool, align: Align | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec that GPTModel builds its decoder from.
 
     Experts are a list of MLPs in both specs, not one grouped product, so that their weights have
     the same names everywhere.
+
+    Args:
+        align: what the linear layers do as the engines' do; None: nothing.
     """
     experts = config.num_moe_experts
-    if use_transformer_engine():
+    if use_transformer_engine() and align is None:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm
         )
@@ -51,20 +59,34 @@ def decoder_spec(
         normalization="RMSNorm",
         qk_layernorm=qk_norm,
     )
+    mlp = layer.submodules.mlp  # a builder from Megatron-Core 0.18 on
+    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     if experts:
         # Checkpoints use Transformer Engine's names. It cannot fuse the norm that router and
         # experts read, but Megatron's local spec renames that norm as if it were fused.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-        mlp = layer.submodules.mlp  # a builder from Megatron-Core 0.18 on
-        parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
         parts.router = Router
+        parts = parts.experts.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
+    if align is not None:
+        column = ModuleSpec(module=AlignedColumn, params={"align": align})
+        row = ModuleSpec(module=AlignedRow, params={"align": align})
+        attention.linear_qkv, attention.linear_proj = column, row
+        parts.linear_fc1, parts.linear_fc2 = column, row
+        if use_transformer_engine():
+            attention.core_attention = _fused_attention()
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers_here = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)
+
+
+def _fused_attention() -> type:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention
 
 
 class RMSNorm(nn.Module):

@@ -99,7 +99,11 @@ class Trained:
         self.scheduler.step(1)
         lr = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
+        self.weights_changed()
         return {"optimizer/grad_norm": float(grad_norm), "optimizer/lr": float(lr)}
+
+    def weights_changed(self) -> None:
+        """Whoever writes into weights or masters of a model that has computed says so."""
 
     def _schedule(
         self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool

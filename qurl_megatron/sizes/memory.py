@@ -138,6 +138,24 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
     return round(total)
 
 
+@cache
+def aligned(arch: Arch, layers: range, tensor: int, itemsize: int) -> tuple[int, int]:
+    """What a rank whose layers compute with the engines' codes has besides.
+
+    Returns:
+        Bytes of the codes and scales; and of the largest weight, whose codes a product takes in the
+        model's format, for as long as it takes.
+    """
+    shapes, codes, largest = hf_shapes(arch), 0, 0
+    for op in stage_ops(arch, layers, first=False, last=False):
+        parts = [part for part in op.hf if is_quantized(part.name)]
+        numbers = sum(math.prod(shapes[part.name]) // tensor for part in parts)
+        rows = sum(shapes[p.name][0] // (tensor if p.split_dim == 0 else 1) for p in parts)
+        codes += numbers + 4 * rows
+        largest = max(largest, numbers * itemsize)
+    return codes, largest
+
+
 def cached_token(arch: Arch, tensor: int, itemsize: int) -> int:
     """One token's keys and values on one engine rank."""
     heads = max(1, arch.kv_heads // tensor)

@@ -275,6 +275,7 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     trained.optimizer.load_state_dict(loaded["optimizer"])
     _unshare_adam_step(trained.optimizer)
     trained.scheduler.load_state_dict(loaded["scheduler"])
+    trained.weights_changed()
 
 
 def _metadata(trained: Trained) -> dict[str, Any]:

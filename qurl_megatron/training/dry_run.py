@@ -18,6 +18,7 @@ from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.memory import GIB, Held
+from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.footprint import (
     NODE,
     Engine,
@@ -69,7 +70,9 @@ def _built_model(config: RunConfig, arch: Arch, ranks: Ranks, *, critic: bool = 
     """One model with its optimizer; a critic is a body with a head of its own."""
     megatron = transformer_config(arch, config.model, config.parallel)
     with META:
-        gpt = build_model(arch, megatron, ranks)
+        # A critic's body is never aligned.
+        align = None if critic else alignment(config, ranks.device)
+        gpt = build_model(arch, megatron, ranks, align=align)
         if critic and ranks.last_stage:
             gpt.output_layer = ValueHead(megatron, ranks)
     model, optimizer, _ = with_optimizer(gpt, megatron, config.optimizer)
@@ -121,6 +124,8 @@ def _stage_rows(run: Footprint) -> list[tuple[str, list[str]]]:
     ]
     if any(stage.reference for stage in stages):
         rows.append((f"reference, {dtype}", gib(lambda s: s.reference)))
+    if any(stage.codes for stage in stages):
+        rows.append((f"codes, {run.config.quant.scheme}, and scales", gib(lambda s: s.codes)))
     if stages[0].critic:
         rows.append(("critic, all of these", gib(lambda s: s.critic.total)))
     rows += [

@@ -39,6 +39,7 @@ class Stage:
     layers: int
     policy: Held
     reference: int
+    codes: int  # and scales, where layers compute with those of the engines
     critic: Held | None
     passes: int  # whose activations are held at once
     activations: int  # of all of them
@@ -49,7 +50,8 @@ class Stage:
     @property
     def at_rest(self) -> int:
         """What stays between two passes, and while engines generate."""
-        return self.policy.total + self.reference + (self.critic.total if self.critic else 0)
+        critic = self.critic.total if self.critic else 0
+        return self.policy.total + self.reference + self.codes + critic
 
     @property
     def total(self) -> int:
@@ -273,16 +275,21 @@ def _stage(
     passes = min(parallel.pipeline - index, _passes_per_update(config))
     kept = memory.stage_activations(arch, layers, passed, recompute=recompute)
     one_layer = memory.layer_activations(arch, passed)
+    codes = cast = 0
+    if config.train.align != "none":
+        here = range(index * layers, (index + 1) * layers)
+        codes, cast = memory.aligned(arch, here, parallel.tensor, passed.itemsize)
     in_reference = config.algo.kl_coef > 0 and config.algo.reference_memory == "device"
     return Stage(
         layers=layers,
         policy=policy,
         reference=policy.parameters * passed.itemsize if in_reference else 0,
+        codes=codes,
         critic=critic,
         passes=passes,
         activations=passes * kept,
         # Made anew, and its gradients; without recomputation these alone.
-        working=2 * one_layer if recompute else one_layer,
+        working=(2 * one_layer if recompute else one_layer) + cast,
         logits=memory.logits(arch, passed) if index == parallel.pipeline - 1 else 0,
         publishing=memory.publishing(
             policy.largest, round(config.sync.bucket_mb * MIB), slots=SLOTS

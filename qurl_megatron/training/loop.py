@@ -35,6 +35,7 @@ from qurl_megatron.runtime.megatron import megatron_runtime, share
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
+from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.delivery import deliver
 from qurl_megatron.training.finite import NotFinite, check_losses, look, norm_of
 from qurl_megatron.training.guard import Collapse, Verdict
@@ -74,6 +75,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             reference=Reference(config.algo.reference, config.algo.reference_memory)
             if config.algo.kl_coef > 0
             else None,
+            align=alignment(config, ranks.device),
         )
         critic = (
             Critic.build(config.model, config.parallel, config.critic, config.optimizer, ranks)
@@ -81,6 +83,9 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             else None
         )
         state = _resume(newest, policy, critic)
+        scheme = state.scheme(config.quant.scheme)
+        if scheme == "none":
+            policy.unalign()
         if (
             ranks.leads
             and asks_to_share(config)
@@ -97,7 +102,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             publisher = Publisher(
                 policy,
                 lead and lead.fleet,
-                replace(config.quant, scheme=state.scheme(config.quant.scheme)),
+                replace(config.quant, scheme=scheme),
                 config.sync,
                 sender,
                 seed=config.train.seed,
@@ -302,6 +307,7 @@ def _guarded(
         notice = f"rollouts are unquantized since step {state.step}, by the guard: {verdict.why}"
         state = replace(state, unquantized_since=state.step, notice=notice)
         publisher.publish_as("none")
+        publisher.policy.unalign()
     failure: Exception | None = None
     if verdict.halt:
         failure = Collapse(f"the guard halted the run: {verdict.why}")

@@ -191,6 +191,9 @@ MEGATRON = [
     _mc(
         "tensor_parallel.layers.ColumnParallelLinear.forward", "input_", "weight"
     ),  # logits in FP32
+    # layers that compute with the engines' codes
+    _mc("tensor_parallel.layers.ColumnParallelLinear._forward_impl", "input", "weight"),
+    _mc("tensor_parallel.layers.RowParallelLinear._forward_impl", "input", "weight"),
     _mc("tensor_parallel.gather_from_sequence_parallel_region", "tensor_parallel_output_grad"),
     _mc(
         "tensor_parallel.set_tensor_model_parallel_attributes",

@@ -58,8 +58,12 @@ def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, *
 
 def build(config: RunConfig, ranks, **kwargs):
     from qurl_megatron.model.policy import Policy
+    from qurl_megatron.training.alignment import alignment
 
-    return Policy.build(config.model, config.parallel, config.optimizer, ranks, **kwargs)
+    align = alignment(config, ranks.device)
+    return Policy.build(
+        config.model, config.parallel, config.optimizer, ranks, align=align, **kwargs
+    )
 
 
 def whole(policy, read=None) -> dict[str, torch.Tensor]:

@@ -290,9 +290,9 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["parallel.tensor=2", "parallel.pipeline=2"],
+        ["parallel.tensor=2", "parallel.pipeline=2", "quant.rounding=dithered"],
         [
-            *("quant.scheme=fp8", "quant.rounding=dithered", "parallel.context=2"),
+            *("quant.scheme=fp8", "train.align=full", "parallel.context=2"),
             *("train.max_tokens=96", "train.packed=true"),
         ],
         ["quant.scheme=none", "model.dtype=bfloat16"],

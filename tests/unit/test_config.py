@@ -105,3 +105,31 @@ def test_length_and_place_of_a_run_may_change_but_not_what_it_computes(recipe):
     assert differences(before, longer) == []
     other = load(recipe, ["quant.scheme=fp8"])
     assert differences(before, other) == ["quant.scheme: int8 there, fp8 here"]
+
+
+@pytest.mark.parametrize("align", ["weights", "full"])
+def test_there_is_nothing_to_align_to_without_quantized_rollouts(recipe, align):
+    assert load(recipe, [f"train.align={align}"]).train.align == align
+    message = f"train.align={align} computes as engines .* quant.scheme=none leaves them as they"
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, [f"train.align={align}", "quant.scheme=none"])
+
+
+def test_engine_ranks_must_have_whole_parts_of_the_trainers_to_quantize_tokens_alike(recipe):
+    sglang = ["rollout.backend=sglang", "rollout.engine_tensor=2"]
+    load(recipe, [*sglang, "train.align=full", "parallel.tensor=4"])
+    load(recipe, [*sglang, "train.align=weights", "parallel.tensor=1"])
+    message = "train.align=full needs parallel.tensor=1 to be a multiple of rollout.engine_tensor=2"
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, [*sglang, "train.align=full"])
+
+
+def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
+    message = "train.align=full computes with the nearest codes, and quant.rounding=dithered publ"
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, ["train.align=full", "quant.rounding=dithered"])
+
+
+def test_another_alignment_is_another_run(recipe):
+    before, now = load(recipe), load(recipe, ["train.align=full"])
+    assert differences(before, now) == ["train.align: none there, full here"]

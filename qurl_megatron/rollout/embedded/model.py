@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant.products import has_fp8_hardware
 from qurl_megatron.rollout.embedded import kernels, native
 from qurl_megatron.rollout.embedded.rope import inverse_frequencies
 from qurl_megatron.weights.arch import Arch
@@ -192,7 +193,7 @@ class Decoder:
         total = sum(rows.values())
         stored = {"none": self.dtype, "fp8": torch.float8_e4m3fn}.get(self.scheme, torch.int8)
         sent = FLOATS if self.scheme == "none" else (stored,)
-        if self.scheme == "fp8" and not kernels.has_fp8_hardware(self.device):
+        if self.scheme == "fp8" and not has_fp8_hardware(self.device):
             stored = torch.float32  # same values, ready to multiply
         weight = torch.empty(total, inputs, dtype=stored, device=self.device)
         scale = None if self.scheme == "none" else torch.empty(total, device=self.device)

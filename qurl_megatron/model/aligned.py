@@ -1,0 +1,212 @@
+"""Linear layers that compute with what the engines compute with: their codes, under their scales.
+
+    y[t, o] = (sum_i a[t, i] * w[o, i]) * weight_scale[o] * scale[t] + bias[o]
+
+``w`` are the codes that are published, made of the FP32 masters once per version of the weights.
+``a`` are the tokens: codes of an engine's kernels too, or as they are, and then without a scale.
+
+Gradients go straight through the rounding, to masters and tokens alike, but are those of the
+product that was computed: dX = dY W with the weight on its grid, and dW = dY' X with the tokens on
+theirs. So the loss's slope is that of the quantized policy, which is what acts; only the steps of
+the rounding itself, whose slope is 0 or infinite, count as if they were not there. Codes are exact
+in BF16, so the backward pass multiplies them in the model's own format, and scales go into dY.
+
+Shapes: T tokens (of this rank's part of the sequence, or gathered), I input and O output channels
+of this rank's part of a weight.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from qurl_megatron.quant import QuantizedWeight, quantize, quantize_tokens
+from qurl_megatron.quant.activations import Arithmetic, magnitudes
+from qurl_megatron.quant.products import scaled_product
+
+
+@dataclass(frozen=True)
+class Align:
+    """What the trainer's linear layers do as the engines' do."""
+
+    scheme: str
+    activations: bool = False  # tokens are quantized as well
+    arithmetic: Arithmetic = "exact"
+    engine_tensor: int = 1  # over how many ranks an engine splits a layer; divides the trainer's
+
+
+class Aligned:
+    """What a layer has besides Megatron's: the codes to multiply by, while there are some."""
+
+    split_inputs: bool  # over tensor ranks
+
+    def __init__(self, *arguments: Any, align: Align, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.align = align
+        self.quantized: QuantizedWeight | None = None
+
+    def take(self, master_OI: Tensor) -> None:
+        """Make the codes of an FP32 weight; all tensor ranks together."""
+        self.quantized = quantize(
+            master_OI,
+            self.align.scheme,
+            input_group=self.tp_group if self.split_inputs else None,
+            out=self.quantized and self.quantized.values,
+        )
+
+    def encode(self, tokens_TI: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What this layer multiplies of its tokens, and the scales [T, 1] that go with it."""
+        align = self.align
+        if not align.activations:
+            return tokens_TI, None
+        amax_T1 = magnitudes(tokens_TI)
+        if self.split_inputs:
+            amax_T1 = as_engines_split(amax_T1, self.tp_group, align.engine_tensor)
+        return quantize_tokens(tokens_TI, align.scheme, arithmetic=align.arithmetic, amax=amax_T1)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **how: Any) -> Tensor:
+        if self.quantized is None:
+            return super()._forward_impl(input=input, weight=weight, **how)
+        gathers, reduces = how["sequence_parallel"], how["allreduce_dgrad"]
+        return _StraightThrough.apply(input, weight, how["bias"], self, gathers, reduces)
+
+
+class AlignedColumn(Aligned, ColumnParallelLinear):
+    """Tensor ranks have different outputs, each with its scale."""
+
+    split_inputs = False
+
+
+class AlignedRow(Aligned, RowParallelLinear):
+    """Tensor ranks have different inputs of all outputs: they agree on the weights' scales, and on
+    the tokens' as far as an engine rank sees what several of them have."""
+
+    split_inputs = True
+
+
+def as_engines_split(amax_T1: Tensor, group: dist.ProcessGroup, engine_tensor: int) -> Tensor:
+    """Largest magnitudes of tokens over the part of them that one engine rank has.
+
+    Args:
+        amax_T1: of this rank's part.
+        group: the ranks that split the tokens' features, in order; a multiple of
+            ``engine_tensor``, so that each has a part of one engine rank's.
+    """
+    size = group.size()
+    if size == engine_tensor:
+        return amax_T1
+    # A MAX over ranks may drop a nan, and then codes that mean nothing would go on. Inf comes out
+    # as nan: 0 times inf.
+    amax_T1 = torch.where(amax_T1.isfinite(), amax_T1, torch.inf)
+    if engine_tensor == 1:
+        dist.all_reduce(amax_T1, op=dist.ReduceOp.MAX, group=group)
+        return amax_T1
+    together = size // engine_tensor
+    all_pT1 = _gathered(amax_T1, group).view(engine_tensor, together, *amax_T1.shape)
+    return all_pT1[group.rank() // together].amax(dim=0)
+
+
+def aligned_layers(model: nn.Module) -> list[Aligned]:
+    return [module for module in model.modules() if isinstance(module, Aligned)]
+
+
+@contextmanager
+def plain(layers: list[Aligned]) -> Iterator[None]:
+    """Inside, the layers compute with their weights as they are."""
+    held = [layer.quantized for layer in layers]
+    for layer in layers:
+        layer.quantized = None
+    try:
+        yield
+    finally:
+        for layer, quantized in zip(layers, held, strict=True):
+            layer.quantized = quantized
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The product above, with Megatron's collectives around it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        bias: Tensor | None,
+        layer: Aligned,
+        gathers: bool,
+        reduces: bool,
+    ) -> Tensor:
+        """
+        Args:
+            x: [s, ..., I] of the model's format.
+            weight_OI: stands for the codes: the gradient is its.
+            layer: has the codes.
+            gathers: tokens are split over the tensor ranks. Their codes travel, not they.
+            reduces: the tensor ranks have parts of the tokens' gradient.
+        """
+        quantized, ctx.group = layer.quantized, layer.tp_group
+        ctx.gathers, ctx.reduces, ctx.shape = gathers, reduces, x.shape
+        a_TI, scale_T1 = layer.encode(x.reshape(-1, x.shape[-1]))
+        ctx.save_for_backward(a_TI, scale_T1, quantized.values, quantized.scale)
+        if gathers:
+            a_TI, scale_T1 = _both_gathered(a_TI, scale_T1, layer.tp_group)
+        y_TO = _product(a_TI, scale_T1, quantized, bias, x.dtype)
+        return y_TO.view(-1, *x.shape[1:-1], y_TO.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        a_TI, scale_T1, w_OI, w_scale_O1 = ctx.saved_tensors
+        dtype = dy.dtype
+        dy_TO = dy.reshape(-1, dy.shape[-1])
+        dx_TI = (dy_TO * w_scale_O1.t()).to(dtype) @ w_OI.to(dtype)
+        sent = None  # on its way while the weight's gradient is computed
+        if ctx.gathers:
+            whole_TI, dx_TI = dx_TI, dx_TI.new_empty(a_TI.shape)
+            sent = dist.reduce_scatter_tensor(dx_TI, whole_TI, group=ctx.group, async_op=True)
+            a_TI, scale_T1 = _both_gathered(a_TI, scale_T1, ctx.group)
+        elif ctx.reduces:
+            sent = dist.all_reduce(dx_TI, group=ctx.group, async_op=True)
+        dw_OI = db_O = None
+        if ctx.needs_input_grad[1]:
+            left_TO = dy_TO if scale_T1 is None else (dy_TO * scale_T1).to(dtype)
+            dw_OI = left_TO.t() @ a_TI.to(dtype)
+        if ctx.needs_input_grad[2]:
+            db_O = dy_TO.sum(dim=0)
+        if sent is not None:
+            sent.wait()
+        return dx_TI.view(ctx.shape), dw_OI, db_O, None, None, None
+
+
+def _product(
+    a_TI: Tensor,
+    scale_T1: Tensor | None,
+    quantized: QuantizedWeight,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    codes_OI, scale_O = quantized.values, quantized.scale[:, 0]
+    if scale_T1 is not None:
+        return scaled_product(a_TI, scale_T1, codes_OI, scale_O, bias_O, dtype)
+    # The scales come after the product: on the weight, BF16 would round what the codes say.
+    y_TO = (a_TI @ codes_OI.to(dtype).t()).float() * scale_O
+    return (y_TO if bias_O is None else y_TO + bias_O).to(dtype)
+
+
+def _both_gathered(
+    a_TI: Tensor, scale_T1: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    return _gathered(a_TI, group), None if scale_T1 is None else _gathered(scale_T1, group)
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of all ranks, one behind the other along the first dimension."""
+    whole = x.new_empty(group.size() * len(x), *x.shape[1:])
+    as_bytes = x.dtype == torch.float8_e4m3fn  # which collectives do not know
+    parts = [t.view(torch.uint8) if as_bytes else t for t in (whole, x.contiguous())]
+    dist.all_gather_into_tensor(*parts, group=group)
+    return whole

@@ -1,0 +1,23 @@
+"""What ``train.align`` asks of the policy's layers, and how it is told to a person."""
+
+import torch
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.model.aligned import Align
+
+
+def alignment(config: RunConfig, device: torch.device) -> Align | None:
+    """How the linear layers do as the engines'; None: they compute with weights as they are.
+
+    Args:
+        device: of the policy; SGLang engines of a run on a CPU have the embedded engine's kernels.
+    """
+    if config.train.align == "none":
+        return None
+    on_gpus = config.rollout.backend == "sglang" and device.type == "cuda"
+    return Align(
+        scheme=config.quant.scheme,
+        activations=config.train.align == "full",
+        arithmetic="sglang" if on_gpus else "exact",
+        engine_tensor=config.engine_tensor,
+    )

@@ -1,0 +1,425 @@
+"""With ``train.align`` the policy computes with what the engines have, however it is split."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qurl_megatron.config import QuantConfig
+from qurl_megatron.observe.metrics import merge, values
+from qurl_megatron.quant import dequantize, quantize, quantize_tokens
+from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
+from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.weights import is_quantized
+from tests.cases import all_but
+from tests.distributed import test_checkpoint, test_reference
+from tests.distributed.test_policy import build, delivered, gradient, recipe, relative, whole
+from tests.distributed.test_transformer_engine import run_with_stand_in
+from tests.unit.engine_models import engine_for, finish, sequence
+
+LAYOUTS = {
+    "alone": {},
+    "TP2": dict(tensor=2),
+    "TP2 without sequence parallelism": dict(tensor=2, sequence=False),
+    "PP2": dict(pipeline=2),
+    "CP2": dict(context=2),
+    "TP2 x DP2": dict(tensor=2, data=2),
+}
+
+
+def aligned_recipe(folder: Path, parallel: dict, align: str, scheme: str = "int8", **more):
+    config = recipe(folder, parallel, dtype=more.pop("dtype", "float32"), **more)
+    train = replace(config.train, align=align)
+    return replace(config, train=train, quant=QuantConfig(scheme=scheme, uaq_scale=1.0))
+
+
+# -- codes and scales -----------------------------------------------------------------------------
+
+
+def check_codes(device, config, samples) -> None:
+    """Before and after an update, the layers hold the codes of the whole masters' versions."""
+    from qurl_megatron.observe.metrics import Timer
+    from qurl_megatron.training.step import improve
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        for step in (1, 2):
+            policy._take_codes()
+            published = {
+                name: quantize(value, config.quant.scheme)
+                for name, value in whole(policy).items()
+                if is_quantized(name)
+            }
+            held = {layer.weight: layer.quantized for layer in policy._aligned}
+            assert sum(nbytes(codes) for codes in held.values()) == counted(config, ranks)
+            for part in ("values", "scale"):
+                found = whole_of(policy, {p: getattr(q, part) for p, q in held.items()})
+                assert found.keys() == published.keys()
+                for name, value in found.items():
+                    expected = getattr(published[name], part).float()
+                    assert torch.equal(value[:, : expected.shape[1]], expected), (step, name)
+            share = delivered(ranks, samples, config, step=step)
+            improve(policy, share, config, step=step, timer=Timer())
+
+
+def nbytes(codes) -> int:
+    return codes.values.nbytes + codes.scale.nbytes
+
+
+def counted(config, ranks) -> int:
+    """What a dry run says the codes of this rank's stage take."""
+    from qurl_megatron.training.footprint import find_models, footprint
+
+    return footprint(config, find_models(config)).stages[ranks.pipeline.rank].codes
+
+
+def whole_of(policy, held: dict) -> dict[str, torch.Tensor]:
+    """What is held for some parameters, by Hugging Face name, joined from all ranks."""
+    parts = [
+        (s.name, s.split_dim, s.offset, s.value.clone())
+        for index, (_, parameter) in enumerate(policy._parameters)
+        if parameter in held
+        for s in policy.hf_parameter(index, lambda p: held[p].float())
+    ]
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, parts)
+    slices: dict[str, dict[int, tuple]] = {}
+    for rank_parts in gathered:
+        for name, split_dim, offset, value in rank_parts:
+            slices.setdefault(name, {})[offset] = (split_dim, value)
+    return {
+        name: torch.cat([by[o][1] for o in sorted(by)], dim=by[0][0]) for name, by in slices.items()
+    }
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("layout", ["alone", "TP2", "PP2", "TP2 x DP2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_hold_the_published_codes_and_scales_bit_for_bit(layout, dtype, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, LAYOUTS[layout], "full", dtype=dtype)
+    run_on_ranks(
+        check_codes, config.parallel.world_size, backend, tmp_path, config, random_samples(16)
+    )
+
+
+def test_experts_hold_theirs_and_routers_none(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    config = aligned_recipe(folder, dict(tensor=2), "full", "int4")
+    run_on_ranks(check_codes, 2, backend, tmp_path, config, random_samples(16))
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+class StraightThrough(nn.Module):
+    """A dense float64 layer on the grids of weights and tokens; gradients know of no rounding."""
+
+    def __init__(self, plain: nn.Linear, scheme: str, tokens: bool) -> None:
+        super().__init__()
+        self.plain, self.scheme, self.tokens = plain, scheme, tokens
+
+    def forward(self, x):
+        weight = self.plain.weight
+        on_grid = dequantize(quantize(weight.float(), self.scheme)).double()
+        weight = weight + (on_grid - weight).detach()
+        if self.tokens:
+            codes, scale = quantize_tokens(x.float(), self.scheme)
+            x = x + (codes.double() * scale - x).detach()
+        return nn.functional.linear(x, weight, self.plain.bias)
+
+
+def dense_gradients(folder, samples, chosen, config) -> dict[str, torch.Tensor]:
+    """Of the mean log-prob of every token, over responses."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for layer in model.model.layers:
+        for block in (layer.self_attn, layer.mlp):
+            for name, child in list(block.named_children()):
+                if name.endswith("_proj"):
+                    full = config.train.align == "full"
+                    setattr(block, name, StraightThrough(child, config.quant.scheme, full))
+    loss = 0.0
+    for i in chosen:
+        sample = samples[i]
+        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
+        start, count = len(sample.prompt.input_ids), len(sample.response_ids)
+        rows = model(ids).logits[0, start - 1 : start - 1 + count].log_softmax(-1)
+        loss = loss + rows.gather(1, ids[0, start:, None]).mean() / len(chosen)
+    loss.backward()
+    found = {name.replace(".plain.", "."): p.grad.float() for name, p in model.named_parameters()}
+    return as_stored(found)
+
+
+def sharded_gradients(device, config, samples, out) -> None:
+    from qurl_megatron.training.objective import Scorer
+    from qurl_megatron.training.step import lay_out
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        score = Scorer(policy, 1.0)
+        share = delivered(ranks, samples, config, step=1)
+
+        def mean_log_prob(logits, batch):
+            return (score(logits, batch)[0] * batch.weights).sum(), {}
+
+        policy.accumulate(lay_out(ranks, share, config, step=1)[0], mean_log_prob)
+        gradients = whole(policy, gradient(policy))
+        if ranks.leads:
+            torch.save(gradients, out)
+
+
+def assert_gradients(backend, tmp_path, folder, config, *, rounding: float) -> None:
+    from qurl_megatron.training.step import deal
+
+    samples, out = random_samples(16), tmp_path / "gradients.pt"
+    world = config.parallel.world_size
+    run_on_ranks(sharded_gradients, world, backend, tmp_path, config, samples, out)
+    actual = torch.load(out)
+    chosen = [i for batch in deal([1] * 16, 2, 1, 2, seed=1)[0][0] for i in batch]
+    expected = dense_gradients(folder, samples, chosen, config)
+    assert actual.keys() == expected.keys()
+    worst = max((relative(actual[name], expected[name]), name) for name in expected)
+    assert worst[0] < rounding, worst
+
+
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, "TP2 x DP2"))
+def test_gradients_equal_a_dense_straight_through_reference(layout, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, LAYOUTS[layout], "weights", "int4")
+    assert_gradients(backend, tmp_path, folder, config, rounding=2e-5)
+
+
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, "TP2 x DP2", "PP2"))
+def test_so_they_do_where_tokens_are_quantized_too(layout, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, LAYOUTS[layout], "full", "int4")
+    # Float32 and float64 may round a token to different codes, and then what follows it too. A
+    # gradient by tokens as they were before the rounding would be off by 0.1 and more.
+    assert_gradients(backend, tmp_path, folder, config, rounding=1e-2)
+
+
+# -- the engine's log-probs -----------------------------------------------------------------------
+
+
+def generated(folder: Path, scheme: str, *, prompts: int = 4, group: int = 4) -> list[Sample]:
+    """What an embedded engine samples with the weights it quantizes from a checkpoint."""
+    made = random_samples(prompts, seed=3)
+    engine = engine_for(folder, scheme=scheme)
+    asked = [
+        sequence(list(made[i].prompt.input_ids), 12, seed=i * group + k)
+        for i in range(prompts)
+        for k in range(group)
+    ]
+    finish(engine, *asked)
+    return [
+        Sample(
+            prompt=Prompt(at // group, tuple(one.prompt), "", ""),
+            response_ids=tuple(one.output_ids),
+            behaviour_log_probs=tuple(one.log_probs),
+            finish_reason="length",
+            versions=((0, len(one.output_ids)),),
+            reward=float(at % 2),
+        )
+        for at, one in enumerate(asked)
+    ]
+
+
+def measure(device, config, samples, out) -> None:
+    from qurl_megatron.observe.metrics import Timer
+    from qurl_megatron.training.step import improve
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        share = delivered(ranks, samples, config, step=1)
+        metrics = improve(policy, share, config, step=1, timer=Timer())
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, metrics)
+        if ranks.leads:
+            torch.save(values(merge(gathered)), out)
+
+
+def mismatch(backend, tmp_path, folder, samples, align, scheme, layout=None, train=None) -> dict:
+    config = aligned_recipe(folder, layout or {}, align, scheme)
+    config = replace(config, rollout=replace(config.rollout, temperature=1.0))
+    config = replace(config, train=replace(config.train, **train or {}))
+    out = tmp_path / "metrics.pt"
+    run_on_ranks(measure, config.parallel.world_size, backend, tmp_path, config, samples, out)
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("scheme", all_but(["int8", "int5", "int4", "fp8"], "int5"))
+def test_an_aligned_policy_has_the_log_probs_of_the_engine(scheme, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    samples = generated(folder, scheme)
+    none, weights, full = (
+        mismatch(backend, tmp_path, folder, samples, align, scheme)
+        for align in ("none", "weights", "full")
+    )
+    kl = "rollout/kl_k3"
+    assert full[kl] < weights[kl] < none[kl] and none[kl] > 1e-5
+    assert full[kl] < 1e-9 and full["rollout/rho_max"] < 1.001
+
+
+TRAINED = {
+    "TP2": (dict(tensor=2), {}),
+    "TP2 without sequence parallelism": (dict(tensor=2, sequence=False), {}),
+    "PP2": (dict(pipeline=2), {}),
+    "CP2": (dict(context=2), {}),
+    "packed": ({}, dict(packed=True, max_tokens=64)),
+    "TP2, shared prompts": (dict(tensor=2), dict(share_prefix=True)),
+}
+
+
+@pytest.mark.parametrize("case", all_but(TRAINED, "TP2 without sequence parallelism", "PP2"))
+def test_it_has_them_however_it_is_split_and_laid_out(case, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3")
+    samples = generated(folder, "int8")
+    layout, train = TRAINED[case]
+    found = mismatch(backend, tmp_path, folder, samples, "full", "int8", layout, train=train)
+    # 1.7e-4 without. A sum in another order may round a token to another code, and then whatever
+    # depends on it too: 1e-6 where that happened.
+    assert found["rollout/kl_k3"] < 1e-5
+
+
+# -- who is not aligned, and when no longer -------------------------------------------------------
+
+
+def check_the_others(device, config) -> None:
+    from qurl_megatron.config import CriticConfig
+    from qurl_megatron.model.aligned import aligned_layers, plain
+    from qurl_megatron.model.critic import Critic
+    from qurl_megatron.model.reference import Reference
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, reference=Reference())
+        own, reference = test_reference.scores(policy)
+        again, _ = test_reference.scores(policy)
+        with plain(policy._aligned):
+            full_precision, _ = test_reference.scores(policy)
+        policy.unalign()
+        unaligned, _ = test_reference.scores(policy)
+        for i, value in own.items():
+            assert torch.equal(again[i], value) and not torch.equal(reference[i], value)
+            for other in (full_precision, unaligned):
+                assert torch.equal(other[i], reference[i])
+        critic = Critic.build(
+            config.model, config.parallel, CriticConfig(), config.optimizer, ranks
+        )
+        assert not aligned_layers(critic.gpt)
+
+
+def test_reference_and_critic_and_a_run_that_fell_back_compute_in_full_precision(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, dict(tensor=2), "full", "int4")
+    run_on_ranks(check_the_others, 2, backend, tmp_path, config)
+
+
+# -- resume, recomputation, Transformer Engine ----------------------------------------------------
+
+
+def score_then_load_and_go_on(device, config, run_dir, out) -> None:
+    """The codes that it computed with before are of other weights."""
+    from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.newest import newest_whole
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        policy.score(test_reference.batches(ranks), lambda logits, _: logits.sum())
+        checkpoint.load(newest_whole(run_dir, ranks)[0], policy)
+        test_checkpoint.improve_at(policy, config, 2)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, dict(tensor=2, data=2), "full", dtype=dtype)
+    run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
+    run_on_ranks(test_checkpoint.save_then_go_on, 4, backend, tmp_path, config, run, a)
+    run_on_ranks(score_then_load_and_go_on, 4, backend, tmp_path, config, run, b)
+    expected, actual = torch.load(a), torch.load(b)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def found_gradients(runner, backend, tmp_path, config) -> dict[str, torch.Tensor]:
+    out = tmp_path / "found.pt"
+    world = config.parallel.world_size
+    runner(sharded_gradients, world, backend, tmp_path, config, random_samples(16), out)
+    return torch.load(out)
+
+
+def test_recomputed_activations_are_rounded_as_they_were(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = aligned_recipe(folder, dict(tensor=2), "full")
+    again = replace(config, model=replace(config.model, recompute=True))
+    kept, recomputed = (
+        found_gradients(run_on_ranks, backend, tmp_path, one) for one in (config, again)
+    )
+    assert all(torch.equal(recomputed[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("layout", [dict(tensor=2), dict(context=2)], ids=["TP2", "CP2"])
+def test_beside_transformer_engine_the_gradients_are_the_same(layout, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3")
+    config = aligned_recipe(folder, layout, "weights")
+    expected = found_gradients(run_on_ranks, backend, tmp_path, config)
+    found = found_gradients(run_with_stand_in, backend, tmp_path, config)
+    for name, value in expected.items():
+        assert relative(found[name], value) < 2e-5, name
+
+
+def load_and_compare(device, config, run_dir, out) -> None:
+    from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.newest import newest_whole
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        checkpoint.load(newest_whole(run_dir, ranks)[0], policy)
+        weights = whole(policy)
+        if ranks.leads:
+            torch.save(weights, out)
+
+
+def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    fused, aligned = (aligned_recipe(folder, dict(tensor=2), a) for a in ("none", "full"))
+    run, ignored = tmp_path / "run", tmp_path / "ignored.pt"
+    run_with_stand_in(test_checkpoint.save_then_go_on, 2, backend, tmp_path, fused, run, ignored)
+    loaded = []
+    for config in (fused, aligned):
+        loaded.append(tmp_path / f"{config.train.align}.pt")
+        run_with_stand_in(load_and_compare, 2, backend, tmp_path, config, run, loaded[-1])
+    expected, actual = map(torch.load, loaded)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+# -- tokens as an engine's ranks see them ---------------------------------------------------------
+
+
+def check_split(device) -> None:
+    from qurl_megatron.model.aligned import as_engines_split
+
+    group, rank = dist.group.WORLD, dist.get_rank()
+    amax_T1 = torch.tensor([[1.0, 5.0, 3.0, 2.0], [8.0, 6.0, 7.0, 9.0]], device=device)
+    mine = amax_T1[:, rank : rank + 1]
+    whole = as_engines_split(mine, group, 1)
+    assert whole.tolist() == [[5.0], [9.0]]
+    halves = as_engines_split(mine, group, 2)
+    assert halves.tolist() == ([[5.0], [8.0]] if rank < 2 else [[3.0], [9.0]])
+    assert torch.equal(as_engines_split(mine, group, 4), mine)
+    broken = torch.full_like(mine, torch.nan if rank == 1 else 1.0)
+    assert as_engines_split(broken, group, 1).isinf().all()
+
+
+def test_ranks_share_a_tokens_scale_as_far_as_an_engine_rank_has_their_parts(backend, tmp_path):
+    run_on_ranks(check_split, 4, backend, tmp_path)

@@ -1,0 +1,79 @@
+"""Tokens are rounded by one definition, or by SGLang's where its own kernels run."""
+
+import pytest
+import torch
+
+from qurl_megatron.quant import SCHEMES, SIMULATED, quantize, quantize_tokens
+from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.rollout.embedded import kernels, native
+
+ROW_WISE = [name for name in SCHEMES | SIMULATED if scheme_named(name).block is None]
+
+
+def tokens() -> torch.Tensor:
+    """Of all sizes; among them zeros, halves of a code, and magnitudes that hardly have a scale."""
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    x *= torch.logspace(-20, 20, 64)[:, None]
+    x[0] = 0
+    x[1] = 1e-38
+    x[2] = x[2].abs().max() * (torch.arange(96) % 15 - 7) / 14
+    return x
+
+
+@pytest.mark.parametrize("scheme", ROW_WISE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_embedded_engine_rounds_by_the_definition(scheme, dtype):
+    x = tokens().to(dtype)
+    if scheme == "fp8":
+        codes, scale = kernels.quantize_fp8(x)
+    else:
+        codes, scale = kernels.quantize_int8(x, scheme_named(scheme).largest)
+    values, expected = quantize_tokens(x, scheme)
+    assert torch.equal(codes.float(), values.float()) and torch.equal(scale, expected)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native step")
+@pytest.mark.parametrize("scheme", [name for name in ROW_WISE if name != "fp8"])
+def test_the_native_step_rounds_by_the_definition(scheme):
+    x = tokens()
+    identity = native.Blocks(torch.eye(96, dtype=torch.int8), torch.ones(96))
+    values, scale = quantize_tokens(x, scheme)
+    expected = values.float() * scale  # a zero's sign is the sum's that it came from
+    assert torch.equal(identity.linear(x, None, scheme_named(scheme).largest), expected)
+
+
+@pytest.mark.parametrize("scheme", ROW_WISE)
+def test_a_part_of_a_token_is_rounded_as_in_the_whole_given_its_largest_magnitude(scheme):
+    x = tokens()
+    whole, whole_scale = quantize_tokens(x, scheme)
+    amax = x.abs().amax(1, keepdim=True)
+    part, scale = quantize_tokens(x[:, 40:], scheme, amax=amax)
+    assert torch.equal(part.float(), whole[:, 40:].float()) and torch.equal(scale, whole_scale)
+
+
+def test_sglangs_int8_kernel_rounds_halves_away_from_zero():
+    # By hand: 127 / 127 = 1, so codes are the numbers, rounded.
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 0.49999997], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    codes, scale = quantize_tokens(x, "int8", arithmetic="sglang")
+    assert codes.tolist() == [[127, 1, 2, -3, 0], [0, 0, 0, 0, 0]]
+    torch.testing.assert_close(scale, torch.tensor([[1.0], [1e-10 / 127]]))
+    ours, _ = quantize_tokens(x, "int8")
+    assert ours.tolist()[0] == [127, 0, 2, -2, 0]
+
+
+def test_sglangs_fp8_kernel_multiplies_by_the_reciprocal_of_the_scale():
+    x = tokens()
+    codes, scale = quantize_tokens(x, "fp8", arithmetic="sglang")
+    expected = x.abs().amax(1, keepdim=True) / 448
+    inverse = torch.where(expected == 0, 0.0, 1 / expected)
+    assert torch.equal(scale, expected)
+    assert torch.equal(codes.float(), (x * inverse).clamp(-448, 448).to(codes.dtype).float())
+    assert (codes[0].float() == 0).all()
+
+
+@pytest.mark.parametrize("scheme", ROW_WISE)
+def test_weights_are_rounded_as_tokens_are(scheme):
+    x = tokens()[3:]
+    codes, scale = quantize_tokens(x, scheme)
+    weight = quantize(x, scheme)
+    assert torch.equal(codes.float(), weight.values.float()) and torch.equal(scale, weight.scale)
