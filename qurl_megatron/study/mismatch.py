@@ -38,7 +38,7 @@ COLUMNS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "KL": ("kl_mean", "mean", number),
     "Largest ρ": ("rho_max", "high", number),
     "Flips": ("code_flip_rate", "mean", percent),
-    "Update passed": ("update_passed", "mean", number),
+    "Update passed": ("update_passed", "mean", "{:.3f}".format),
     "Step, s": ("step_seconds", "mean", number),
 }
 """Heading: a number of ``study.numbers.FINALS``, what is taken of its spread, how it is written."""

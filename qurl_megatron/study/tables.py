@@ -176,7 +176,7 @@ TABLE_MISMATCH: dict[str, Callable[[Group], str]] = {
     "KL": means("kl_mean"),
     "Max ρ": _largest_ratio,
     "Code flips": means("code_flip_rate", percent),
-    "Update passed": means("update_passed"),
+    "Update passed": means("update_passed", "{:.3f}".format),  # near 1, whose distance is the news
     "Step, s": means("step_seconds"),
     "Runs": _runs,
 }
