@@ -53,6 +53,11 @@ def at_end(values_N: np.ndarray) -> float:
     return float(values_N[-max(1, len(values_N) // 10) :].mean())
 
 
+def after_the_first(values_N: np.ndarray) -> float:
+    """Median of all but the first step, which alone pays for caches and compilation."""
+    return float(np.median(values_N[1:] if len(values_N) > 1 else values_N))
+
+
 TRAINED = "accuracy_trained"
 """Of the last checkpoint itself, unquantized, which no metric of the run tells."""
 
@@ -62,6 +67,7 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
     "accuracy_best": ("eval/accuracy", np.max),
     "reward": ("reward/mean", at_end),
     "kl": ("rollout/kl_k3", at_end),
+    "kl_mean": ("rollout/kl_k3", np.mean),
     "kl_largest": ("rollout/kl_k3", np.max),
     "rho_max": ("rollout/rho_max", np.max),
     "clip_fraction": ("policy/clip_fraction", np.mean),
@@ -70,7 +76,9 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
     "code_flip_rate": ("quant/code_flip_rate", np.mean),
     "weight_update": ("quant/weight_update", np.mean),
     "weight_error": ("quant/weight_error", np.mean),
+    "update_passed": ("quant/update_passed", np.mean),
     "seconds": ("time/step", np.sum),
+    "step_seconds": ("time/step", after_the_first),
 }
 """What one run comes to: a metric, and what is taken of its values over the steps."""
 

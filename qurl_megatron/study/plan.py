@@ -17,7 +17,7 @@ from qurl_megatron.config.load import build, read_tables
 from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
-METHODS, SCALE = TABLES = ("methods", "scale")
+METHODS, SCALE, MISMATCH = TABLES = ("methods", "scale", "mismatch")
 NAME = re.compile(r"[\w.+-]+")  # goes into file names and, between commas, into those of cells
 
 
@@ -37,7 +37,11 @@ class Method:
 
     tables: tuple[str, ...] = (METHODS,)
     """Where it appears: "methods" compares objectives (the paper's Table 1, Figures 2 and 3),
-    "scale" UAQ factors and learning rates (Table 4, Figure 9)."""
+    "scale" UAQ factors and learning rates (Table 4, Figure 9), "mismatch" what is done about the
+    difference between rollout and trainer (docs/mismatch.md)."""
+
+    family: str = ""
+    """Of a method of the table "mismatch": the heading under which docs/mismatch.md has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,14 @@ class Settings:
 
     seeds: tuple[int, ...] = (0,)
     """Values of train.seed."""
+
+    trained_by_embedded: bool = False
+    """Let one embedded engine, on CPUs, evaluate the trained policy where other engines generated.
+    They cannot load it before it is converted."""
+
+    keep_checkpoints: bool = True
+    """False: those of a run that is done and evaluated are emptied, for large models of which only
+    the measurements count. Such a run cannot be made longer."""
 
     methods: dict = field(default_factory=dict)
     """One table [methods.NAME] each, in the order of tables and legends."""

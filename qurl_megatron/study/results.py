@@ -90,7 +90,7 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
             state = "running"
         elif state == "waiting" and cell.name in failed:
             state, reason = "failed", failed[cell.name]
-        elif state == "done" and cell.name in at_work and due(cell, out):
+        elif state == "done" and cell.name in at_work and due(study, cell, out):
             state = "evaluating"
         elif state == "done":  # whose trained policy could not be evaluated
             reason = failed.get(cell.name, "")

@@ -24,7 +24,7 @@ from typing import TextIO
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.study.plan import Cell, Study
 from qurl_megatron.study.runs import log_file, look, run_dir
-from qurl_megatron.study.trained import due, evaluation
+from qurl_megatron.study.trained import due, empty_checkpoints, evaluation
 
 QURL = (sys.executable, "-m", "qurl_megatron.cli")
 PID_FILE = "study.pid"
@@ -49,7 +49,7 @@ def task_of(study: Study, cell: Cell, out: Path) -> str:
     """What is to be done for a cell next: "train", "evaluate", or "" where all is done."""
     if look(study, cell, out).state != "done":
         return "train"
-    return "evaluate" if due(cell, out) else ""
+    return "evaluate" if due(study, cell, out) else ""
 
 
 def command(study: Study, cell: Cell, out: Path, qurl: Sequence[str] = QURL) -> list[str]:
@@ -244,6 +244,8 @@ class _Runner:
         left = task_of(self.study, cell, self.out)
         if not left:
             self.done += 1
+            if not self.study.settings.keep_checkpoints:
+                empty_checkpoints(run_dir(self.out, cell))
             self._note(cell, None)
             took = time.monotonic() - job.started
             print(

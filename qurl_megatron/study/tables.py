@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qurl_megatron.observe.text import number, percent, scientific
 from qurl_megatron.study.numbers import TRAINED, WINDOW, Spread
-from qurl_megatron.study.plan import METHODS, SCALE, Study
+from qurl_megatron.study.plan import METHODS, MISMATCH, SCALE, Study
 from qurl_megatron.study.results import Group, Result
 
 NOTHING = "–"
@@ -13,19 +13,24 @@ NOTHING = "–"
 TABLE_1_NOTE = f"""\
 Trained policy is the last checkpoint itself, **unquantized** and decoded greedily, on the held-out
 questions (`qurl eval`): what one trains for. It is – where engines other than embedded ones
-generated, the recipe has no held-out questions, the last step left no checkpoint, or the evaluation
-has failed or not finished yet. The other accuracies are of the same questions, generated at the
-precision of the rollouts: "before" at step 0, "best" the highest evaluation of each run. All are
-mean ± standard deviation over seeds (n − 1). A run has collapsed at the first step from which its
-reward, a mean over {WINDOW} steps, stays below half of its best until the end. KL is of the
-behaviour from the proximal policy (k3, per token): mean over the last tenth of the steps, and its
-largest step. Max ρ is the largest ratio of proximal to behaviour probability of any token of any
-run."""
+generated and the study file does not set `trained_by_embedded`, the recipe has no held-out
+questions, the last step left no checkpoint, or the evaluation has failed or not finished yet. The
+other accuracies are of the same questions, generated at the precision of the rollouts: "before" at
+step 0, "best" the highest evaluation of each run. All are mean ± standard deviation over seeds
+(n − 1). A run has collapsed at the first step from which its reward, a mean over {WINDOW} steps,
+stays below half of its best until the end. KL is of the behaviour from the proximal policy (k3, per
+token): mean over the last tenth of the steps, and its largest step. Max ρ is the largest ratio of
+proximal to behaviour probability of any token of any run."""
 
 TABLE_4_NOTE = """\
 Code flips, the update ‖θ′ − θ‖² / ‖θ‖² of Eq. 13 and the quantization error ‖Q(θ) − θ‖² / ‖θ‖² of
 Eq. 14 are of the quantized linear layers, per step (the paper shows Eq. 13 across 16 steps), and
 like the clipped tokens averaged over all steps."""
+
+MISMATCH_NOTE = """\
+KL of the behaviour from the proximal policy (k3, per token), code flips and the part of an update
+that reaches the quantized weights (`quant/update_passed`) are means over all steps; max ρ is the
+largest ratio of any token, the time of a step the median of all but the first."""
 
 CURVES_NOTE = """\
 Mean over seeds, smoothed, on the band from the lowest to the highest seed; for the largest ratio,
@@ -44,6 +49,9 @@ def page(
     if scaled:
         title = "## UAQ scale and learning rate (the paper's Table 4)"
         parts += [title, table(scaled, TABLE_4), TABLE_4_NOTE]
+    if mismatched := [group for group in groups if MISMATCH in group.method.tables]:
+        title = "## Rollout and trainer (docs/mismatch.md)"
+        parts += [title, table(mismatched, TABLE_MISMATCH), MISMATCH_NOTE]
     if pictures:
         parts += ["## Curves (the paper's Figures 2, 3 and 9)"]
         parts += [CURVES_NOTE]
@@ -158,6 +166,18 @@ TABLE_4: dict[str, Callable[[Group], str]] = {
     "Update, Eq. 13": means("weight_update"),
     "Error, Eq. 14": means("weight_error"),
     "Update / error": _update_to_error,
+    "Runs": _runs,
+}
+
+
+TABLE_MISMATCH: dict[str, Callable[[Group], str]] = {
+    "Setting": lambda group: group.method.label,
+    "Rollouts": lambda group: group.precision,
+    "KL": means("kl_mean"),
+    "Max ρ": _largest_ratio,
+    "Code flips": means("code_flip_rate", percent),
+    "Update passed": means("update_passed", "{:.3f}".format),  # near 1, whose distance is the news
+    "Step, s": means("step_seconds"),
     "Runs": _runs,
 }
 

@@ -10,6 +10,7 @@ questions, deletes its accuracy too.
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,18 +18,21 @@ from qurl_megatron.config import load
 from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.study.plan import Cell, Study
 from qurl_megatron.study.runs import run_dir
-from qurl_megatron.training.state import latest
+from qurl_megatron.training.state import STATE, folders, latest
+from qurl_megatron.weights.sums import RECORD
 
 BENCHMARK = "held_out"
 
 
-def due(cell: Cell, out: Path) -> bool:
+def due(study: Study, cell: Cell, out: Path) -> bool:
     """True where a trained cell can be evaluated like this, and has not been yet.
 
     Its newest checkpoint must be of the last step, else another run length was asked for meanwhile;
-    SGLang cannot load it at all before it is converted.
+    SGLang cannot load it at all before it is converted, and an embedded engine in its place, which
+    may take hours for a large model, must be asked for.
     """
-    if not (cell.evaluated and cell.embedded) or accuracy(cell, out) is not None:
+    loadable = cell.embedded or study.settings.trained_by_embedded
+    if not (cell.evaluated and loadable) or accuracy(cell, out) is not None:
         return False
     newest = latest(run_dir(out, cell))
     return newest is not None and newest.name == _last_step(cell)
@@ -44,7 +48,8 @@ def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list
     asked = folder / f"{BENCHMARK}.jsonl"
     asked.write_text("".join(rows), encoding="utf-8")
     run = ["--run", str(run_dir(out, cell)), "--out", str(folder)]
-    return [*qurl, "eval", str(asked), *run, "--scheme", "none", "--k", "1"]
+    engine = [] if cell.embedded else ["--backend", "embedded", "--engines", "1"]
+    return [*qurl, "eval", str(asked), *run, *engine, "--scheme", "none", "--k", "1"]
 
 
 def accuracy(cell: Cell, out: Path) -> float | None:
@@ -55,6 +60,16 @@ def accuracy(cell: Cell, out: Path) -> float | None:
     return json.loads(results.read_text(encoding="utf-8"))["benchmarks"][BENCHMARK]["greedy"][
         "accuracy"
     ]
+
+
+def empty_checkpoints(run_dir: Path) -> None:
+    """Delete what a run has trained, but not which run it was, nor that it cannot be resumed."""
+    for checkpoint in folders(run_dir):
+        for path in checkpoint.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in (STATE, RECORD):
+                path.unlink()
 
 
 def _folder(out: Path, cell: Cell) -> Path:

@@ -87,7 +87,8 @@ def train() -> int:
             "quant/code_flip_rate": 0.125,
             "quant/weight_update": 2e-6,
             "quant/weight_error": 1e-3,
-            "time/step": 1.0,
+            "quant/update_passed": 0.75,
+            "time/step": 9.0 if step == 1 else float(step),
         }
         if step == steps:
             method, seed = run_dir.name.split(",")[0], int(given["train.seed"])
@@ -104,6 +105,8 @@ def train() -> int:
         newest = run_dir / f"checkpoints/step_{steps:06d}"
         newest.mkdir(parents=True, exist_ok=True)
         (newest / "state.json").write_text("{}")
+        (newest / "hf").mkdir(exist_ok=True)
+        (newest / "weights").write_text("large")
     with ends.open("a") as file:
         file.write(f"{run_dir.name}\n")
     return 0

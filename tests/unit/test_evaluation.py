@@ -1,5 +1,6 @@
 """``qurl eval`` on paper, on files, and against scripted engines."""
 
+import argparse
 import json
 import math
 import re
@@ -12,11 +13,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qurl_megatron.cli import main
+from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
+from qurl_megatron.evaluation.command import make_plan
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
+from qurl_megatron.evaluation.options import Defaults, add_options
 from qurl_megatron.rollout.collect import sample_seed
 from qurl_megatron.testing.engines import FakeEngine, token_at
 
@@ -401,6 +405,25 @@ def test_engines_that_nobody_can_publish_to_are_good_enough(bench, model, tmp_pa
         monkeypatch.setenv("QURL_API_KEY", "secret")
         assert run(bench, model, tmp_path / "out", *urls(engine), "--k", "1") == 0
         assert not [e for e, _ in engine.calls if "update" in e or "pause" in e]
+
+
+def test_a_run_on_sglang_engines_can_be_evaluated_by_an_embedded_one(bench, model):
+    """As ``qurl study`` does where it is told to: none of their settings is in its way."""
+    theirs = RolloutConfig(
+        backend="sglang", engines=8, engine_tensor=4, engine_args=("--tp=4",), colocate=True
+    )
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none", "int8"))
+    given = ["--backend", "embedded", "--engines", "1", "--scheme", "none", "--k", "1"]
+    plan = make_plan(
+        parser.parse_args([str(bench), *given]),
+        Defaults(model=model, scheme="int8", rollout=theirs),
+    )
+    used = plan.rollout
+    assert (used.backend, used.engines, used.engine_tensor, plan.scheme) == (
+        "embedded", 1, 1, "none",
+    )  # fmt: skip
+    assert not used.engine_args and not used.colocate
 
 
 def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):

@@ -25,7 +25,9 @@ from qurl_megatron.study.plan import read_study
 from qurl_megatron.study.results import groups, read_results, to_json
 from qurl_megatron.study.runner import at_work, claim, failures, run, share
 from qurl_megatron.study.tables import TABLE_1, TABLE_4, page, table
-from qurl_megatron.study.trained import due
+from qurl_megatron.study.trained import due, empty_checkpoints
+from qurl_megatron.training.state import TrainState, latest
+from qurl_megatron.weights.sums import RECORD, read_record, write_record, wrong_size
 
 FAKE = (sys.executable, str(Path(__file__).with_name("study_fake_train.py")))
 SHIPPED = sorted((Path(__file__).parents[2] / "launch/studies").glob("*.toml"))
@@ -182,6 +184,8 @@ def test_a_runs_finals_are_the_last_evaluation_and_the_last_tenth_of_the_noisy_o
                 "reward/mean": 0.5,
                 "rollout/kl_k3": 0.001 * step,
                 "rollout/rho_max": 7.0 if step == 3 else 1.5,
+                "quant/update_passed": 0.9 if step % 2 else 1.1,
+                "time/step": {1: 30.0, 2: 5.0}.get(step, 2.0),
                 **({"eval/accuracy": {10: 0.6, 20: 0.4}[step]} if step % 10 == 0 else {}),
             },
         )
@@ -190,7 +194,10 @@ def test_a_runs_finals_are_the_last_evaluation_and_the_last_tenth_of_the_noisy_o
     found = finals(History(records))
     assert (found["accuracy"], found["accuracy_best"]) == (0.4, 0.6)
     assert found["kl"] == pytest.approx(0.0195) and found["kl_largest"] == pytest.approx(0.02)
+    assert found["kl_mean"] == pytest.approx(0.0105)
     assert found["rho_max"] == 7.0 and found["collapse_step"] is None
+    assert found["update_passed"] == pytest.approx(1.0)
+    assert found["step_seconds"] == 2.0 and found["seconds"] == 71.0  # the first step counts once
     assert found["code_flip_rate"] is None  # unquantized runs have no codes
     assert aggregate([found, found])["accuracy"].values == (0.4, 0.4)
 
@@ -412,7 +419,7 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     assert TABLE_1["Runs"](group) == "2"  # one of them not evaluated
     text = page(study, results, [group], [])
     assert f"- `{CELLS[4]}`, after step 3: qurl: no engine" in text
-    assert "or the evaluation\nhas failed or not finished yet" in text  # why a cell may be empty
+    assert "or the evaluation has failed or not finished yet" in text  # why a cell may be empty
     runs = to_json(study, results)["runs"]
     assert [runs[name]["accuracy_trained"] for name in (CELLS[1], CELLS[4])] == [0.875, None]
 
@@ -422,13 +429,55 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     assert failures(root / "out") == {}
 
 
+SGLANG = RECIPE + '[rollout]\nbackend = "sglang"\n'
+
+
+def test_where_sglang_generated_an_embedded_engine_evaluates_if_the_study_asks_for_it(root):
+    (root / "recipe.toml").write_text(SGLANG.format(root=root))
+    behave(root, **{CELLS[1]: {"checkpoint": True, "right": 0.625}})
+    plain = STUDY.replace('["int8", "int4"]', '["int8"]')
+    (root / "study.toml").write_text(plain)
+    assert run_cells(root, only=CELLS[1]) == 0
+    assert len(calls(root)) == 1  # it cannot load the checkpoint, and nobody asked for another
+    (root / "study.toml").write_text(f"trained_by_embedded = true\n{plain}")
+    assert run_cells(root, only=CELLS[1]) == 0
+    engine = ["--backend", "embedded", "--engines", "1"]
+    assert calls(root)[1]["given"] == [*engine, "--scheme", "none", "--k", "1"]
+    results = read_results(read_study(root / "study.toml"), root / "out")
+    assert results[1].trained == 0.625
+
+
+def test_checkpoints_of_a_finished_run_are_emptied_where_the_study_says_so(root):
+    (root / "study.toml").write_text(f"keep_checkpoints = false\n{STUDY}")
+    left = root / "out/runs" / CELLS[0] / "checkpoints/step_000003"
+    behave(root, **{CELLS[0]: {"checkpoint": True}})
+    assert run_cells(root, only=CELLS[0]) == 1
+    assert (left / "weights").exists()  # not evaluated yet
+    behave(root, **{CELLS[0]: {"checkpoint": True, "right": 1.0}})
+    assert run_cells(root, only=CELLS[0]) == 0
+    assert [path.name for path in left.iterdir()] == ["state.json"]
+    assert run_cells(root, only=CELLS[0]) == 0 and len(calls(root)) == 3  # done all the same
+    assert read_results(read_study(root / "study.toml"), root / "out")[0].trained == 1.0
+
+
+def test_an_emptied_checkpoint_still_tells_its_run_and_that_it_is_not_whole(tmp_path):
+    checkpoint = tmp_path / "checkpoints/step_000003"
+    checkpoint.mkdir(parents=True)
+    TrainState(step=3).write(checkpoint)
+    (checkpoint / "weights").write_bytes(b"123")
+    write_record(checkpoint, {})
+    empty_checkpoints(tmp_path)
+    assert latest(tmp_path) == checkpoint and (checkpoint / RECORD).is_file()
+    assert "weights is missing" in wrong_size(checkpoint, read_record(checkpoint))
+
+
 def test_a_checkpoint_of_another_step_is_not_taken_for_the_trained_policy(root):
     behave(root, **{CELLS[0]: {"checkpoint": True, "right": 1.0}})
     assert run_cells(root, only=CELLS[0]) == 0
     (root / "study.toml").write_text(STUDY.replace("steps=3", "steps=2"))
     study = read_study(root / "study.toml")
     assert read_results(study, root / "out")[0].trained is None
-    assert not due(study.cells[0], root / "out")
+    assert not due(study, study.cells[0], root / "out")
 
 
 def test_a_run_that_is_deleted_takes_the_accuracy_of_its_policy_along(root):

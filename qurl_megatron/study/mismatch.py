@@ -1,0 +1,202 @@
+"""The tables of docs/mismatch.md, made from what its studies have measured.
+
+    python -m qurl_megatron.study.mismatch [OUT ...]
+
+keeps what ``qurl study`` has written to each OUT as docs/results/NAME.json, NAME being OUT's own
+name, and writes the tables anew between the two marks of the page; a test holds them equal. A
+record has one row for each method and scheme, in the order of the study file:
+
+    {"title": ..., "cpu": ..., "cores": ..., "steps": ..., "rows": [{"scheme": "int8",
+     "family": "Shape the weights", "label": "UAQ, s = 1.5", "kl_mean": 1.2e-5, ...}, ...]}
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.bench.environment import environment
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.text import number, percent
+from qurl_megatron.study.plan import MISMATCH
+from qurl_megatron.study.runner import write_whole
+from qurl_megatron.study.tables import NOTHING
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "mismatch.md"
+RESULTS = DOCS / "results"
+NAMES = "mismatch_*.json"
+BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+LOSS = "Correct the loss"
+"""The family whose members change nothing that is measured here but time: one row holds them."""
+
+Row = Mapping[str, Any]
+
+COLUMNS: dict[str, tuple[str, str, Callable[[float], str]]] = {
+    "KL": ("kl_mean", "mean", number),
+    "Largest ρ": ("rho_max", "high", number),
+    "Flips": ("code_flip_rate", "mean", percent),
+    "Update passed": ("update_passed", "mean", "{:.3f}".format),
+    "Step, s": ("step_seconds", "mean", number),
+}
+"""Heading: a number of ``study.numbers.FINALS``, what is taken of its spread, how it is written."""
+
+
+def record(told: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a study.json: rows without curves, and where they were measured.
+
+    Args:
+        machine: what ``bench.environment`` tells.
+    """
+    recipe = told["recipe"]
+    groups = {tuple(name.rsplit(",", 1)): group for name, group in told["groups"].items()}
+    rows = [
+        {
+            "scheme": scheme,
+            "family": told["methods"][method]["family"],
+            "label": told["methods"][method]["label"],
+            "runs": group["done"],
+            **{key: _taken(group[key], what) for key, what, _ in COLUMNS.values()},
+        }
+        for (method, scheme), group in groups.items()
+        if MISMATCH in told["methods"][method]["tables"]
+    ]
+    return {
+        "title": told["study"],
+        "version": told["version"],
+        **{key: machine[key] for key in ("cpu", "cores", "commit")},
+        "steps": recipe["train"]["steps"],
+        "prompts": recipe["data"]["prompts_per_step"],
+        "responses": recipe["rollout"]["samples_per_prompt"],
+        "tokens": recipe["rollout"]["max_new_tokens"],
+        "rows": rows,
+    }
+
+
+def rendered(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """What stands between the marks of the page.
+
+    Args:
+        records: by name of their file.
+    """
+    sections = [_section(name, one) for name, one in records.items()]
+    return "\n".join(sections) or "No study has been kept yet.\n"
+
+
+def page(text: str, tables: str) -> str:
+    """``text`` with other tables between its marks.
+
+    Raises:
+        ConfigError: it lacks them.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ConfigError(f"{PAGE} lacks the lines {BEGIN.strip()} and {END.strip()}; restore them")
+    return f"{before}{begin}\n{tables}\n{end}{after}"
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """The records in docs/results, by name of their file."""
+    return {
+        path.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(RESULTS.glob(NAMES))
+    }
+
+
+def _taken(spread: Mapping[str, float] | None, what: str) -> float | None:
+    return None if spread is None else float(f"{spread[what]:.6g}")
+
+
+def _section(name: str, one: Mapping[str, Any]) -> str:
+    rows = one["rows"]
+    undone = [row for row in rows if not row["runs"]]
+    facts = (
+        f"{one['steps']} steps of {one['prompts']} prompts x {one['responses']} responses of up to "
+        f"{one['tokens']} tokens; {one['cpu']}, {one['cores']} cores; [{name}](results/{name})."
+    )
+    if undone:
+        facts += f" {NOTHING} in a whole row: not run."
+    lines = [f"### {one['title']}", "", facts, "", *_table(_merged(rows), _setting)]
+    members = [row for row in rows if row["family"] == LOSS]
+    if len(members) > len({row["scheme"] for row in members}):
+        lines += ["", f"{LOSS}, one by one:", "", *_table([[row] for row in members], _label)]
+    return "\n".join(lines) + "\n"
+
+
+def _merged(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of the table, each of one row of the record or of all of ``LOSS`` in a scheme."""
+    merged: list[list[Row]] = []
+    for (_, family), members in groupby(rows, lambda row: (row["scheme"], row["family"])):
+        together = list(members)
+        merged += [together] if family == LOSS else [[row] for row in together]
+    return merged
+
+
+def _table(rows: Sequence[Sequence[Row]], label: Callable[[Sequence[Row]], str]) -> list[str]:
+    head = ["Rollouts", "Setting", *COLUMNS]
+    lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
+    for members in rows:
+        scheme = members[0]["scheme"]
+        shown = ["unquantized" if scheme == "none" else scheme.upper(), label(members)]
+        shown += [
+            _range([row[key] for row in members], write) for key, _, write in COLUMNS.values()
+        ]
+        lines.append(f"| {' | '.join(shown)} |")
+    return lines
+
+
+def _setting(members: Sequence[Row]) -> str:
+    family = members[0]["family"]
+    if len(members) > 1:
+        return f"{family}: all {len(members)}"
+    return f"{family}: {_label(members)}" if family else _label(members)
+
+
+def _label(members: Sequence[Row]) -> str:
+    return members[0]["label"]
+
+
+def _range(values: Sequence[float | None], write: Callable[[float], str]) -> str:
+    """ "3.1 to 3.4", or one of them where they read alike."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NOTHING
+    low, high = write(min(known)), write(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+def _keep(out: Path) -> None:
+    """
+    Raises:
+        ConfigError: the folder has another name, or no study has written to it.
+    """
+    target = RESULTS / f"{out.resolve().name}.json"
+    if not target.match(NAMES):
+        raise ConfigError(f"{out} must be named like {NAMES.removesuffix('.json')}; rename it")
+    source = out / "study.json"
+    if not source.is_file():
+        raise ConfigError(f"{source} is missing; run qurl study STUDY.toml --out {out}")
+    one = record(json.loads(source.read_text(encoding="utf-8")), environment())
+    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in one.pop("rows"))
+    rest = json.dumps(one, indent=1, ensure_ascii=False).removesuffix("\n}")
+    write_whole(target, f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())
+
+
+def main(folders: Sequence[str]) -> int:
+    try:
+        for folder in folders:
+            _keep(Path(folder))
+        text = page(PAGE.read_text(encoding="utf-8"), rendered(kept()))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    write_whole(PAGE, text.encode())
+    print(PAGE.relative_to(DOCS.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""docs/mismatch.md: its tables are those of the records, and it leaves no answer out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.algo.objective import OBJECTIVES
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.study import mismatch
+from qurl_megatron.study.mismatch import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
+from qurl_megatron.study.plan import read_study
+from qurl_megatron.study.results import groups, read_results, to_json
+from qurl_megatron.study.runs import run_dir
+from qurl_megatron.study.tables import TABLE_MISMATCH, table
+
+STUDIES = Path(__file__).parents[2] / "launch/studies"
+MACHINE = {"cpu": "some CPU", "cores": 2, "commit": "abc"}
+
+STUDY = """
+title = "A model"
+recipe = "recipe.toml"
+overrides = ["train.steps=3", "train.eval_prompts=0"]
+schemes = ["int8", "int4"]
+[methods.none]
+label = "nothing to answer"
+schemes = false
+tables = ["mismatch"]
+[methods.tis]
+label = "TIS"
+family = "Correct the loss"
+overrides = ["algo.objective=tis"]
+tables = ["mismatch", "methods"]
+[methods.acr]
+label = "ACR"
+family = "Correct the loss"
+tables = ["mismatch"]
+[methods.uaq]
+label = "UAQ"
+family = "Shape the weights"
+overrides = ["quant.uaq_scale=1.5"]
+tables = ["mismatch"]
+[methods.other]
+"""
+
+
+def row(scheme: str, family: str, label: str, **measured: float) -> dict:
+    numbers = ("kl_mean", "rho_max", "code_flip_rate", "update_passed", "step_seconds")
+    runs = int(bool(measured))
+    found = {"scheme": scheme, "family": family, "label": label, "runs": runs}
+    return found | dict.fromkeys(numbers) | measured
+
+
+def hand_made(*rows: dict) -> dict:
+    about = {"title": "A model", "steps": 3, "prompts": 4, "responses": 2, "tokens": 32}
+    return about | MACHINE | {"rows": list(rows)}
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    recipe = '[model]\npath = "model"\n[data]\ntask = "chain_sum"\n'
+    (tmp_path / "recipe.toml").write_text(recipe)
+    (tmp_path / "study.toml").write_text(STUDY)
+    return tmp_path
+
+
+def measure(root: Path, cell: str, kl: float, **others: float) -> None:
+    """What a run of the study leaves: three steps, of which the first takes ten times as long."""
+    study = read_study(root / "study.toml")
+    folder = run_dir(root / "out", next(one for one in study.cells if one.name == cell))
+    folder.mkdir(parents=True)
+    lines = []
+    for step in (1, 2, 3):
+        metrics = {"rollout/kl_k3": kl * step, "rollout/rho_max": 1.0 + step, **others}
+        metrics["time/step"] = 20.0 if step == 1 else 2.0
+        lines.append(json.dumps({"step": step, "time": 1.0, "metrics": metrics}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_the_tables_of_the_page_are_made_of_the_records():
+    """``python -m qurl_megatron.study.mismatch`` writes them anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(text, rendered(kept()))
+
+
+def test_the_page_and_its_study_have_every_objective():
+    text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[0]
+    study = read_study(STUDIES / "mismatch_quickstart.toml")
+    losses = [name for name, method in study.methods.items() if method.family == LOSS]
+    assert sorted(losses) == sorted(OBJECTIVES)
+    assert not [name for name in OBJECTIVES if f"`{name}`" not in text]
+
+
+def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
+    measure(root, "none,none,seed=0", 1e-12)
+    passed = {"quant/update_passed": 0.75, "quant/code_flip_rate": 0.01}
+    measure(root, "uaq,int4,seed=0", 0.1, **passed)
+    study = read_study(root / "study.toml")
+    results = read_results(study, root / "out")
+    made = record(to_json(study, results), MACHINE)
+    assert (made["title"], made["cpu"], made["cores"], made["steps"]) == (
+        "A model", "some CPU", 2, 3,
+    )  # fmt: skip
+    assert [(one["scheme"], one["label"]) for one in made["rows"]] == [
+        ("none", "nothing to answer"),
+        ("int8", "TIS"), ("int8", "ACR"), ("int8", "UAQ"),
+        ("int4", "TIS"), ("int4", "ACR"), ("int4", "UAQ"),
+    ]  # fmt: skip
+    assert made["rows"][-1] == row(
+        "int4", "Shape the weights", "UAQ",
+        kl_mean=0.2, rho_max=4.0, code_flip_rate=0.01, update_passed=0.75, step_seconds=2.0,
+    )  # fmt: skip
+    assert made["rows"][1]["runs"] == 0 and made["rows"][1]["kl_mean"] is None
+    # The study's own page has the same table.
+    shown = [g for g in groups(study, results) if g.name in ("none", "uaq")]
+    assert table(shown, TABLE_MISMATCH).splitlines()[2::2] == [
+        "| nothing to answer | BF16 | 2·10⁻¹² | 4 | – | – | 2 | 1 |",
+        "| UAQ | INT4, simulated | 0.200 | 4 | 1.0 % | 0.750 | 2 | 1 |",
+    ]
+
+
+def test_corrections_of_the_loss_share_one_row_and_have_their_own_below():
+    made = hand_made(
+        row("none", "", "nothing to answer", kl_mean=1e-11, rho_max=1.0, step_seconds=2.0),
+        row("int8", LOSS, "TIS", kl_mean=3e-5, rho_max=1.2, update_passed=1.0092, step_seconds=2.0),
+        row("int8", LOSS, "ACR", kl_mean=3e-5, rho_max=1.25, step_seconds=2.5),
+        row("int8", "Shape the weights", "UAQ", kl_mean=4e-5, rho_max=1.2, code_flip_rate=0.002),
+        row("int8", "Align the forward", "weights"),
+    )
+    lines = rendered({"mismatch_x.json": made}).splitlines()
+    assert lines[0] == "### A model"
+    assert lines[2] == (
+        "3 steps of 4 prompts x 2 responses of up to 32 tokens; some CPU, 2 cores; "
+        "[mismatch_x.json](results/mismatch_x.json). – in a whole row: not run."
+    )
+    assert lines[4:] == [
+        "| Rollouts | Setting | KL | Largest ρ | Flips | Update passed | Step, s |",
+        "|---|---|---:|---:|---:|---:|---:|",
+        "| unquantized | nothing to answer | 10⁻¹¹ | 1 | – | – | 2 |",
+        "| INT8 | Correct the loss: all 2 | 3·10⁻⁵ | 1.20 to 1.25 | – | 1.009 | 2 to 2.50 |",
+        "| INT8 | Shape the weights: UAQ | 4·10⁻⁵ | 1.20 | 0.2 % | – | – |",
+        "| INT8 | Align the forward: weights | – | – | – | – | – |",
+        "",
+        "Correct the loss, one by one:",
+        "",
+        "| Rollouts | Setting | KL | Largest ρ | Flips | Update passed | Step, s |",
+        "|---|---|---:|---:|---:|---:|---:|",
+        "| INT8 | TIS | 3·10⁻⁵ | 1.20 | – | 1.009 | 2 |",
+        "| INT8 | ACR | 3·10⁻⁵ | 1.25 | – | – | 2.50 |",
+    ]
+
+
+def test_one_correction_in_place_of_all_has_its_name_and_no_second_table():
+    one = hand_made(*(row(scheme, LOSS, "ACR", kl_mean=0.1) for scheme in ("int8", "fp8")))
+    text = rendered({"mismatch_x.json": one})
+    assert "| FP8 | Correct the loss: ACR | 0.100 |" in text and "one by one" not in text
+
+
+def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mismatch, "DOCS", tmp_path)
+    monkeypatch.setattr(mismatch, "PAGE", tmp_path / "mismatch.md")
+    monkeypatch.setattr(mismatch, "RESULTS", tmp_path)
+    (tmp_path / "mismatch.md").write_text(f"# Words\n\n{BEGIN}old\n{END}\nMore words\n")
+    out = tmp_path / "runs/mismatch_tiny"
+    out.mkdir(parents=True)
+    told = {
+        "study": "Tiny", "version": "1", "groups": {}, "methods": {},
+        "recipe": {
+            "train": {"steps": 3}, "data": {"prompts_per_step": 4},
+            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 32},
+        },
+    }  # fmt: skip
+    (out / "study.json").write_text(json.dumps(told))
+    assert mismatch.main([str(out)]) == 0
+    text = (tmp_path / "mismatch.md").read_text()
+    assert text.startswith(f"# Words\n\n{BEGIN}\n### Tiny\n\n3 steps")
+    assert text.endswith(f"\n{END}\nMore words\n") and "old" not in text
+    assert json.loads((tmp_path / "mismatch_tiny.json").read_text())["rows"] == []
+    assert text == page(text, rendered(kept()))
+
+    (tmp_path / "mismatch.md").write_text("# Words\n")
+    assert mismatch.main([]) == 2
+    assert "lacks the lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("tiny", "must be named like mismatch_*"), ("mismatch_tiny", "study.json is missing")],
+)
+def test_a_folder_that_is_no_study_of_this_is_named(name, message, tmp_path, capsys):
+    assert mismatch.main([str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_marks_are_needed():
+    with pytest.raises(ConfigError, match="restore them"):
+        page(BEGIN, "tables")
