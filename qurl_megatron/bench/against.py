@@ -13,7 +13,7 @@ down comes in bursts, which neighbouring repeats share and the rank test takes f
 leaves the quickest repeats alone, so a regression must show there, too. **Equal** excludes
 ``SMALLEST`` and more. In between nothing is claimed. Cases of one name are compared where all their
 keys agree, and figures that are neither better high nor low are left out. Of times nothing is said
-where the yardsticks, or the limits measured beside them, tell of two different machines.
+where the yardsticks, or the rates at which memory was read, tell of two different machines.
 """
 
 import math
@@ -37,9 +37,10 @@ NOISE = 3
 YARDSTICK = 0.10
 """By so much the yardsticks of two cases may differ; beyond, they saw two different machines."""
 
-LIMITS = 0.15
-"""By so much the rates that two records measured of one machine may differ. Other guests of a host
-take of its memory's rate what no process list and no yardstick shows."""
+MEMORY = "read_gb_s"
+READ = 0.15
+"""By so much the rates may differ at which two records saw the machine read its memory. Other
+guests of a host take of it what no process list and no yardstick shows."""
 
 SECONDS = ("s", "ms", "us", "µs", "CPU s", "core s", "GPU s")
 
@@ -110,14 +111,14 @@ def compare(old: Record, new: Record) -> Verdict:
     looked_at = sum(
         len(_shared(before[name], case)) for name, case in after.items() if name in before
     )
-    machines = _limits_differ(old.environment, new.environment)
+    memories = _memories_differ(old.environment, new.environment)
     found: list[Compared] = []
     for name in dict.fromkeys([*before, *after]):
         if name not in after or name not in before:
             where = "the new" if name in before else "the old"
             found.append(Compared(name, "all", "no verdict", why=f"{where} record lacks it"))
         else:
-            found += _cases(before[name], after[name], looked_at, machines)
+            found += _cases(before[name], after[name], looked_at, memories)
     return Verdict(tuple(found))
 
 
@@ -129,15 +130,15 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _limits_differ(old: dict[str, Any], new: dict[str, Any]) -> str:
+def _memories_differ(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Why times of one machine, measured at two moments, cannot be compared, or ""."""
-    then, now = old.get("limits") or {}, new.get("limits") or {}
-    differing = [
-        f"{name}: {then[name]} and {now[name]}"
-        for name in then
-        if name in now and abs(math.log(now[name] / then[name])) > math.log(1 + LIMITS)
-    ]
-    return f"the machine's own limits differ ({', '.join(differing)})" if differing else ""
+    rates = [(environment.get("limits") or {}).get(MEMORY) for environment in (old, new)]
+    if None in rates or abs(math.log(rates[1] / rates[0])) <= math.log(1 + READ):
+        return ""
+    return (
+        f"the machine read {rates[0]} GB/s then and {rates[1]} now, so its host was busy once; "
+        "measure both again, one after the other"
+    )
 
 
 def _judged(old: Case, new: Case) -> list[str]:
@@ -159,7 +160,7 @@ def _settings_differ(old: Case, new: Case) -> str:
     return ", ".join(f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b)
 
 
-def _cases(old: Case, new: Case, looked_at: int, machines: str) -> list[Compared]:
+def _cases(old: Case, new: Case, looked_at: int, memories: str) -> list[Compared]:
     if not old.figures and not new.figures:  # neither could be run
         return []
     if settings := _settings_differ(old, new):
@@ -173,7 +174,7 @@ def _cases(old: Case, new: Case, looked_at: int, machines: str) -> list[Compared
         for name in _judged(old, new)
         if name not in shared
     ]
-    differ = machines or _yardsticks_differ(old.yardsticks, new.yardsticks)
+    differ = memories or _yardsticks_differ(old.yardsticks, new.yardsticks)
     for name in shared:
         one, other = old.figure(name), new.figure(name)
         if min(*one.repeats, *other.repeats) <= 0:

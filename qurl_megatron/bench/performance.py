@@ -34,8 +34,8 @@ qurl bench all                                      # a short form of each, in r
 ```
 
 `--against` compares only what was measured alike: the same hardware, and cases with the same model,
-tokens, steps and threads. Each record holds the machine's own limits, measured beside it; where two
-records' limits differ by more than 15 %, as other guests of a host make them, no time is judged.
+tokens, steps and threads. No time is judged where the machine read its memory at rates more than
+15 % apart, as other guests of a host make it: then measure both again, one after the other.
 `qurl bench all` names what cannot be run on this machine, goes on with the rest, and leaves with
 exit code 0 where at least one benchmark ran, otherwise with 1.
 

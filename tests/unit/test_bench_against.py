@@ -209,7 +209,7 @@ def test_times_of_a_machine_whose_memory_was_slower_are_no_verdict_but_bytes_are
 
     slower = compare(on(55.5, 1.0, 10.0), on(33.1, 1.4, 12.0))
     assert [each.verdict for each in slower.compared] == ["no verdict", "regression"]
-    assert slower.compared[0].why == "the machine's own limits differ (read_gb_s: 55.5 and 33.1)"
+    assert "read 55.5 GB/s then and 33.1 now" in slower.compared[0].why
     alike = compare(on(33.2, 1.0, 10.0), on(33.1, 1.4, 10.0))
     assert [each.verdict for each in alike.compared] == ["regression", "equal"]
 
