@@ -40,8 +40,8 @@ records' limits differ by more than 15 %, as other guests of a host make them, n
 exit code 0 where at least one benchmark ran, otherwise with 1.
 
 A cell is the median, half of the interquartile range after ±, the share that it reaches of the
-limit in brackets, and after → what `qurl plan`, as of the record, predicted; today's planner may
-predict something else. What the limits are stands under each table.
+limit in brackets, and after → what was predicted, by the formulas as of the record: today's
+`qurl plan` may say something else. What the limits are stands under each table.
 Cases marked * cannot be compared with others; why stands below, too.
 [performance-notes.md](performance-notes.md) tells what moved these figures, and what did not.
 """
