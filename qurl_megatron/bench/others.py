@@ -7,13 +7,18 @@ cores that we may not use, as jobs of Slurm are.
 
 Ours are our descendants. An engine's workers may outlive the process that we started, by the second
 that it takes to give gigabytes back, and would then be children of the machine's first process like
-any stranger, with all that they have used in their lives. So while we watch, orphans come to us.
+any stranger, with all that they have used in their lives. So while we watch, orphans come to us. We
+bury those that have ended when we stop; those that have not stay our children until we end.
 """
 
 import ctypes
+import gc
+import multiprocessing.popen_fork
 import os
+import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -54,11 +59,13 @@ class Others:
         self._first = self._look()
 
     def __enter__(self) -> "Others":
+        self._before = {child.pid for child in psutil.Process().children()}
         _adopt(True)
         return self
 
     def __exit__(self, *_: object) -> None:
         _adopt(self._adopted)
+        _bury_but(self._before)
 
     def share(self) -> float:
         """Of the cores, that others have used so far."""
@@ -100,6 +107,22 @@ def _adopts() -> bool:
 
 def _adopt(orphans: bool) -> None:
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(orphans))
+
+
+def _bury_but(spared: set[int]) -> None:
+    """Take the statuses of children that have ended, but those that somebody here waits for."""
+    children = psutil.Process().children()
+    ended = {child.pid for child in children if child.status() == psutil.STATUS_ZOMBIE} - spared
+    # Nothing tells a child that was adopted from our own, so we ask who holds the number.
+    for pid in ended - _waited_for() if ended else ():
+        with suppress(ChildProcessError):  # another thread was faster
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _waited_for() -> set[int]:
+    """Numbers of the processes whose exit codes objects of this process are to tell."""
+    tell = (subprocess.Popen, multiprocessing.popen_fork.Popen)
+    return {it.pid for it in gc.get_objects() if issubclass(type(it), tell) and hasattr(it, "pid")}
 
 
 def _seconds(used: Used | None) -> float:

@@ -40,7 +40,8 @@ tokens, steps and threads. No time is judged where the machine read its memory a
 exit code 0 where at least one benchmark ran, otherwise with 1.
 
 A cell is the median, half of the interquartile range after ±, the share that it reaches of the
-limit in brackets, and after → what was predicted. What the limits are stands under each table.
+limit in brackets, and after → what was predicted, by the formulas as of the record: today's
+`qurl plan` may say something else. What the limits are stands under each table.
 Cases marked * cannot be compared with others; why stands below, too.
 [performance-notes.md](performance-notes.md) tells what moved these figures, and what did not.
 """

@@ -468,7 +468,8 @@ def bounds_of(
     load = {"prompt": plan.prompt, "slots": plan.slots}
     least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
     if not on_gpu and subject.engine != "embedded":
-        return Bounds(least, unplanned="of CPUs, qurl plan knows embedded engines alone")
+        why = "on CPUs, only embedded engines that this command started are predicted"
+        return Bounds(least, unplanned=why)
     known = limits.gpu_named(gpu, scheme) if on_gpu else cpu(subject.dtype).of_rank(1)
     if known is None:
         return Bounds(least, unplanned=f"qurl plan has no data sheet of {gpu} for {scheme}")

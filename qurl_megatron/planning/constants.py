@@ -240,48 +240,47 @@ class Constants:
     )
 
 
+_STEPS = "docs/results/step_cpu.json"
+_DECODED = "docs/results/decode_cpu.json and decode_small_cpu.json"
+_BY_TORCH = f"{_DECODED}: BF16, FP32 and FP8 steps by torch"
+_IN_ONE_CALL = f"{_DECODED}: INT8 steps in one native call"
+
 CPU_SAYS: dict[str, tuple[float, str]] = {
     "gemm": (
         0.52,
-        "docs/results/step_cpu.json, scores and updates by layout: small passes, norms and SwiGLU",
+        f"{_STEPS}, scores and updates by layout: small passes, norms and SwiGLU",
     ),
     "attention": (0.2, "docs/performance-notes.md: 3 to 5 % of a training rank's time"),
     "layer_launch": (
         1.7e-3,
-        "docs/results/step_cpu.json: likewise, 50 to 70 operators, more for each prompt shared",
+        f"{_STEPS}: scores and updates; 50 to 70 operators, more for each prompt shared",
     ),
     "launch_overlap": (0.0, "operators run one after the other"),
     "training_latency": (
         2.8e-3,
-        "docs/results/step_cpu.json, TP2: gloo over the loopback, ranks waiting for a core",
+        f"{_STEPS}, TP2: gloo over the loopback, ranks waiting for a core",
     ),
-    "decode_latency": (0.5e-3, "estimate: likewise, of engines"),
-    "decode_gemm": (
-        0.43,
-        "docs/results/decode_cpu.json and decode_small_cpu.json: BF16, FP32 and FP8 steps by torch",
-    ),
-    "decode_hbm": (0.43, "likewise"),
-    "decode_overlap": (0.0, "likewise: reading and multiplying take turns"),
-    "decode_layer": (75e-6, "likewise"),
-    "decode_step": (0.66e-3, "likewise"),
-    "decode_row": (22e-6, "likewise"),
+    "decode_latency": (0.5e-3, "estimate: gloo over the loopback, among an engine's ranks"),
+    "decode_gemm": (0.43, _BY_TORCH),
+    "decode_hbm": (0.43, _BY_TORCH),
+    "decode_overlap": (0.0, f"{_BY_TORCH}; reading and multiplying take turns"),
+    "decode_layer": (75e-6, _BY_TORCH),
+    "decode_step": (0.66e-3, _BY_TORCH),
+    "decode_row": (22e-6, _BY_TORCH),
     "request": (
         0.26e-3,
-        "docs/results/step_cpu.json: what rollouts took beside their steps, HTTP and JSON",
+        f"{_STEPS}: what rollouts took beside their steps, HTTP and JSON",
     ),
 }
 """What differs where ranks are processes on a CPU: value and source, by the name of a constant."""
 
 NATIVE_SAYS: dict[str, tuple[float, str]] = {
-    "decode_gemm": (
-        0.73,
-        "docs/results/decode_cpu.json and decode_small_cpu.json: INT8 steps in one native call",
-    ),
-    "decode_hbm": (0.69, "likewise"),
-    "decode_overlap": (1.0, "likewise"),
-    "decode_layer": (10e-6, "likewise"),
-    "decode_step": (0.28e-3, "likewise"),
-    "decode_row": (14e-6, "likewise"),
+    "decode_gemm": (0.73, _IN_ONE_CALL),
+    "decode_hbm": (0.69, _IN_ONE_CALL),
+    "decode_overlap": (1.0, _IN_ONE_CALL),
+    "decode_layer": (10e-6, _IN_ONE_CALL),
+    "decode_step": (0.28e-3, _IN_ONE_CALL),
+    "decode_row": (14e-6, _IN_ONE_CALL),
 }
 """What differs from ``CPU_SAYS`` where a decode step is one native call."""
 

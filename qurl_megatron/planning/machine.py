@@ -57,13 +57,20 @@ def cpu(
         native: an engine of codes has its decode step in one native call, given FP32 beside them.
     """
     wide = "fp32" if dtype == "float32" else "bf16"
+    one, every = (_without_fp8(limits, wide) for limits in (alone, together))
     return replace(
-        of_limits(together, wide),
+        every,
         cores=cores,
         threads=threads,
-        alone=of_limits(alone, wide),
+        alone=one,
         native=frozenset(CODES) if native and wide == "fp32" else frozenset(),
     )
+
+
+def _without_fp8(limits: Mapping[str, float], wide: str) -> Gpu:
+    """FP8 weights are multiplied in FP32, whatever format the others have."""
+    found = of_limits(limits, wide)
+    return replace(found, flops={**found.flops, "fp8": 1e9 * limits["fp32_gflop_s"]})
 
 
 def here(dtype: str, threads: int = 0) -> Gpu:

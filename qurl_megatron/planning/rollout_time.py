@@ -16,7 +16,7 @@ steps as its longest chain of responses, and the steps of its tail cost nearly a
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from qurl_megatron.planning.constants import Constants, Gpu
@@ -69,10 +69,12 @@ def decode_rank(arch: Arch, scheme: str, tensor: int, itemsize: int = 2) -> Deco
 
 def engine_rank(arch: Arch, scheme: str, tensor: int, itemsize: int, gpu: Gpu) -> DecodeRank:
     """A rank of an engine on such GPUs. A CPU has no units for FP8: an embedded engine keeps such
-    weights in FP32 there."""
-    if gpu.cores is not None and scheme == "fp8":
-        return decode_rank(arch, "none", tensor, 4)
-    return decode_rank(arch, scheme, tensor, itemsize)
+    weights in FP32 there, and nothing else."""
+    rank = decode_rank(arch, scheme, tensor, itemsize)
+    if gpu.cores is None or scheme != "fp8":
+        return rank
+    codes, fp32 = (memory.engine_weights(arch, kind, tensor, 4) for kind in ("fp8", "none"))
+    return replace(rank, weights=rank.weights + fp32 - codes)
 
 
 @cache

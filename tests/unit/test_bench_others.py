@@ -1,5 +1,6 @@
 """Real processes, and a record of what the kernel says of others."""
 
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from qurl_megatron.bench import others
 from qurl_megatron.bench.others import Others
+from tests.waiting import wait_until
 
 Times = namedtuple("Times", "user system children_user children_system")
 SPINS = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True); input()"
@@ -130,6 +132,29 @@ def test_what_outlives_a_child_of_ours_is_no_other():
         worker.wait()
     assert parent == os.getpid() and worker.pid not in seen
     assert not others._adopts()  # once nobody watches
+
+
+LEFT = """
+import subprocess, sys
+reads = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+print(subprocess.Popen(reads, start_new_session=True).pid, flush=True)
+"""
+
+
+def test_orphans_that_have_ended_are_buried_and_exit_codes_are_left_to_who_waits_for_them():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with Others():
+        with subprocess.Popen([sys.executable, "-c", LEFT], **pipes) as server:
+            orphan = int(server.stdout.readline())
+        child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+        process = multiprocessing.get_context("fork").Process(target=os._exit, args=(8,))
+        process.start()
+        for pid in (orphan, child.pid, process.pid):
+            wait_until(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert not psutil.pid_exists(orphan)
+    assert child.wait() == 7
+    process.join()
+    assert process.exitcode == 8
 
 
 def test_an_engine_at_a_local_url_is_ours_and_one_elsewhere_is_not_looked_for(monkeypatch):

@@ -162,9 +162,13 @@ def test_figures_have_a_value_per_repeat_and_the_makespan_its_limit():
 
 
 def test_on_a_cpu_only_the_engine_that_the_planner_knows_has_a_prediction():
-    found = case(outcome(), engine="sglang")
-    assert found.figure("makespan").limit and found.figure("makespan").predicted is None
-    assert found.notes["prediction"] == "none: of CPUs, qurl plan knows embedded engines alone"
+    """An embedded engine at a URL has settings that this side does not know."""
+    for engine in ("sglang", "http://127.0.0.1:1"):
+        found = case(outcome(), engine=engine)
+        assert found.figure("makespan").limit and found.figure("makespan").predicted is None
+        assert found.notes["prediction"] == (
+            "none: on CPUs, only embedded engines that this command started are predicted"
+        )
     assert "prediction" not in case(outcome()).notes
 
 

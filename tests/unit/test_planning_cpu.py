@@ -15,13 +15,20 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.planning import machine
 from qurl_megatron.planning.command import workload
-from qurl_megatron.planning.constants import GPUS, NATIVE, ON_CPU, constants_of
+from qurl_megatron.planning.constants import (
+    CPU_SAYS,
+    GPUS,
+    NATIVE,
+    NATIVE_SAYS,
+    ON_CPU,
+    constants_of,
+)
 from qurl_megatron.planning.layouts import own_choice
 from qurl_megatron.planning.machine import here
 from qurl_megatron.planning.measured import Measured
 from qurl_megatron.planning.own import Own, extrapolated
 from qurl_megatron.planning.predict import Planner
-from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
+from qurl_megatron.planning.rollout_time import decode_rank, engine_rank, linear_parameters
 from qurl_megatron.planning.training_time import LAUNCH, PRODUCTS
 from qurl_megatron.training.footprint import find_models
 from qurl_megatron.weights import read_arch
@@ -106,11 +113,25 @@ def test_a_native_step_has_constants_of_its_own_where_it_runs():
     assert NATIVE.gemm == ON_CPU.gemm  # the trainer's are the same
 
 
-def test_without_units_for_fp8_an_engine_reads_fp32_weights():
+def test_without_units_for_fp8_an_engine_reads_and_multiplies_fp32_weights():
+    """What is not quantized, keys and values too, stays in ``model.dtype``."""
     arch = read_arch(MODEL)
-    assert engine_rank(arch, "fp8", 1, 2, two_cores()) == decode_rank(arch, "none", 1, 4)
+    bf16 = machine.cpu(ALONE, BOTH, "bfloat16", cores=2)
+    assert bf16.flops["none"] == 90e9 and bf16.flops["fp8"] == 80e9
+    assert bf16.of_rank(2).flops["fp8"] == 40e9
+    fp32, codes = decode_rank(arch, "none", 1, 4), decode_rank(arch, "fp8", 1, 2)
+    assert engine_rank(arch, "fp8", 1, 4, two_cores()) == replace(fp32, scheme="fp8")
+    found = engine_rank(arch, "fp8", 1, 2, bf16)
+    assert found == replace(codes, weights=found.weights)
+    beside = decode_rank(arch, "none", 1, 2).weights - linear_parameters(arch) * 2
+    assert found.weights == pytest.approx(linear_parameters(arch) * 4 + beside)
     assert engine_rank(arch, "fp8", 1, 2, GPUS["h100"]) == decode_rank(arch, "fp8", 1, 2)
     assert engine_rank(arch, "int8", 1, 4, two_cores()) == decode_rank(arch, "int8", 1, 4)
+
+
+@pytest.mark.parametrize("says", [CPU_SAYS, NATIVE_SAYS])
+def test_a_cpus_constant_names_its_source_whatever_stands_before_it_in_the_table(says):
+    assert [name for name, (_, source) in says.items() if "likewise" in source] == []
 
 
 def test_on_a_cpu_prompts_are_planned_once_for_the_responses_that_share_them(shape):
@@ -226,7 +247,8 @@ def test_the_command_plans_embedded_engines_on_this_cpu(shape, monkeypatch, caps
     assert code == 0 and "4 x cpu" in out and "* TP2 + 2 x TP1" in out
     code, out, _ = call(capsys, *words, "--json")
     rows = {row["name"]: row for row in json.loads(out)["constants"]}
-    assert rows["decode_step"]["source"] == "likewise" and rows["gemm"]["source"] != "measured"
+    assert "decode_cpu.json" in rows["decode_step"]["source"]
+    assert rows["gemm"]["source"] != "measured"
     assert rows["cpu: HBM"]["source"].startswith("measured here")
 
 
