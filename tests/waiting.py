@@ -3,6 +3,7 @@
 What must not wait for something has that take ``NEVER_S``: so it shows, and needs no fast machine.
 """
 
+import inspect
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,19 @@ NEVER_S = 600.0
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """
+    Raises:
+        AssertionError: it never came to be; the message has the source of the condition.
+    """
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never came to be"
+        assert time.monotonic() < end, f"never within {seconds:g} s: {_source(condition)}"
         time.sleep(0.01)
+
+
+def _source(condition: Callable[[], object]) -> str:
+    """The lines that make it, as one."""
+    try:
+        return " ".join(inspect.getsource(condition).split())
+    except (OSError, TypeError):  # of no file, or no function
+        return repr(condition)

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qurl_megatron.bench.environment import environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import number, percent
 from qurl_megatron.study.plan import Cell, Study, read_study
 from qurl_megatron.study.report import write_report
 from qurl_megatron.study.results import Result, read_results
-from qurl_megatron.study.runner import QURL, at_work, command, run
+from qurl_megatron.study.runner import QURL, at_work, command, run, task_of
 
 STYLES = {
     "done": "green",
@@ -69,15 +70,16 @@ def main(
     if mode == "background":
         return _detach(file, out, jobs, only)
     drawn = time.monotonic()
+    here = environment() if any(task_of(study, cell, out) for cell in cells) else None
 
     def redraw() -> None:
         nonlocal drawn
         if time.monotonic() - drawn > REDRAW_S:
-            write_report(study, out)
+            write_report(study, out, here)
             drawn = time.monotonic()
 
     code = run(study, cells, out, jobs=jobs, redraw=redraw, qurl=qurl)
-    print(write_report(study, out), flush=True)
+    print(write_report(study, out, here), flush=True)
     return code
 
 

@@ -2,9 +2,9 @@
 
     python -m qurl_megatron.study.mismatch [OUT ...]
 
-keeps what ``qurl study`` has written to each OUT as docs/results/NAME.json, NAME being OUT's own
-name, and writes the tables anew between the two marks of the page; a test holds them equal. A
-record has one row for each method and scheme, in the order of the study file:
+keeps what ``qurl study`` has written to each OUT as docs/results/NAME.json, NAME being that of the
+study's file, and writes the tables anew between the two marks of the page; a test holds them
+equal. A record has one row for each method and scheme, in the order of the study file:
 
     {"title": ..., "cpu": ..., "cores": ..., "steps": ..., "rows": [{"scheme": "int8",
      "family": "Shape the weights", "label": "UAQ, s = 1.5", "kl_mean": 1.2e-5, ...}, ...]}
@@ -19,7 +19,7 @@ from typing import Any
 
 from qurl_megatron.bench.environment import environment
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.text import number, percent
+from qurl_megatron.observe.text import number, percent, plus_minus
 from qurl_megatron.study.plan import MISMATCH
 from qurl_megatron.study.runner import write_whole
 from qurl_megatron.study.tables import NOTHING
@@ -38,19 +38,25 @@ COLUMNS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "KL": ("kl_mean", "mean", number),
     "Largest ρ": ("rho_max", "high", number),
     "Flips": ("code_flip_rate", "mean", percent),
-    "Update passed": ("update_passed", "mean", "{:.3f}".format),
+    "Update passed": ("update_passed", "mean", number),  # but see _passed
     "Step, s": ("step_seconds", "mean", number),
 }
 """Heading: a number of ``study.numbers.FINALS``, what is taken of its spread, how it is written."""
 
 
-def record(told: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, Any]:
+PASSED_STD = "update_passed_std"
+
+
+def record(told: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a study.json: rows without curves, and where they were measured.
 
     Args:
-        machine: what ``bench.environment`` tells.
+        here: ``bench.environment`` of this machine, in place of that of a study that names none;
+            ``measured_there`` is false then, and nobody knows the commit.
     """
     recipe = told["recipe"]
+    there = told.get("environment")
+    machine = there or {**here, "commit": None}
     groups = {tuple(name.rsplit(",", 1)): group for name, group in told["groups"].items()}
     rows = [
         {
@@ -59,6 +65,7 @@ def record(told: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, Any
             "label": told["methods"][method]["label"],
             "runs": group["done"],
             **{key: _taken(group[key], what) for key, what, _ in COLUMNS.values()},
+            PASSED_STD: _taken(group[PASSED_STD], "mean"),
         }
         for (method, scheme), group in groups.items()
         if MISMATCH in told["methods"][method]["tables"]
@@ -66,6 +73,7 @@ def record(told: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, Any
     return {
         "title": told["study"],
         "version": told["version"],
+        "measured_there": there is not None,
         **{key: machine[key] for key in ("cpu", "cores", "commit")},
         "steps": recipe["train"]["steps"],
         "prompts": recipe["data"]["prompts_per_step"],
@@ -113,9 +121,12 @@ def _taken(spread: Mapping[str, float] | None, what: str) -> float | None:
 def _section(name: str, one: Mapping[str, Any]) -> str:
     rows = one["rows"]
     undone = [row for row in rows if not row["runs"]]
+    machine = f"{one['cpu']}, {one['cores']} cores"
+    if not one["measured_there"]:
+        machine = f"tables made on {machine}"
     facts = (
         f"{one['steps']} steps of {one['prompts']} prompts x {one['responses']} responses of up to "
-        f"{one['tokens']} tokens; {one['cpu']}, {one['cores']} cores; [{name}](results/{name})."
+        f"{one['tokens']} tokens; {machine}; [{name}](results/{name})."
     )
     if undone:
         facts += f" {NOTHING} in a whole row: not run."
@@ -142,7 +153,10 @@ def _table(rows: Sequence[Sequence[Row]], label: Callable[[Sequence[Row]], str])
         scheme = members[0]["scheme"]
         shown = ["unquantized" if scheme == "none" else scheme.upper(), label(members)]
         shown += [
-            _range([row[key] for row in members], write) for key, _, write in COLUMNS.values()
+            _passed(members)
+            if key == "update_passed"
+            else _range([row[key] for row in members], write)
+            for key, _, write in COLUMNS.values()
         ]
         lines.append(f"| {' | '.join(shown)} |")
     return lines
@@ -168,18 +182,35 @@ def _range(values: Sequence[float | None], write: Callable[[float], str]) -> str
     return low if low == high else f"{low} to {high}"
 
 
+def _passed(members: Sequence[Row]) -> str:
+    """With the standard deviation over the steps, the largest of several rows."""
+    known = [row["update_passed"] for row in members if row["update_passed"] is not None]
+    if not known:
+        return NOTHING
+    stds = [row[PASSED_STD] for row in members if row[PASSED_STD] is not None]
+    return plus_minus(min(known), max(known), max(stds, default=None))
+
+
 def _keep(out: Path) -> None:
     """
     Raises:
-        ConfigError: the folder has another name, or no study has written to it.
+        ConfigError: no study has written to the folder, or one of another name or version.
     """
-    target = RESULTS / f"{out.resolve().name}.json"
-    if not target.match(NAMES):
-        raise ConfigError(f"{out} must be named like {NAMES.removesuffix('.json')}; rename it")
     source = out / "study.json"
     if not source.is_file():
         raise ConfigError(f"{source} is missing; run qurl study STUDY.toml --out {out}")
-    one = record(json.loads(source.read_text(encoding="utf-8")), environment())
+    told = json.loads(source.read_text(encoding="utf-8"))
+    target = RESULTS / f"{told.get('name', out.absolute().name)}.json"
+    if not target.match(NAMES):
+        raise ConfigError(
+            f"{source} is of a study {target.stem}, and only those named like "
+            f"{NAMES.removesuffix('.json')} are kept; rename the study's file"
+        )
+    if not all(PASSED_STD in group for group in told["groups"].values()):
+        raise ConfigError(
+            f"{source} lacks {PASSED_STD}; renew it with qurl study STUDY.toml --out {out} --report"
+        )
+    one = record(told, environment())
     rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in one.pop("rows"))
     rest = json.dumps(one, indent=1, ensure_ascii=False).removesuffix("\n}")
     write_whole(target, f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())

@@ -58,10 +58,15 @@ def after_the_first(values_N: np.ndarray) -> float:
     return float(np.median(values_N[1:] if len(values_N) > 1 else values_N))
 
 
+def over_steps(values_N: np.ndarray) -> float | None:
+    """Standard deviation of the sample, divided by N - 1; None for a single step."""
+    return float(values_N.std(ddof=1)) if len(values_N) > 1 else None
+
+
 TRAINED = "accuracy_trained"
 """Of the last checkpoint itself, unquantized, which no metric of the run tells."""
 
-FINALS: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
+FINALS: dict[str, tuple[str, Callable[[np.ndarray], float | None]]] = {
     "accuracy_before": ("eval/accuracy", lambda values_N: values_N[0]),
     "accuracy": ("eval/accuracy", lambda values_N: values_N[-1]),
     "accuracy_best": ("eval/accuracy", np.max),
@@ -77,6 +82,7 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
     "weight_update": ("quant/weight_update", np.mean),
     "weight_error": ("quant/weight_error", np.mean),
     "update_passed": ("quant/update_passed", np.mean),
+    "update_passed_std": ("quant/update_passed", over_steps),
     "seconds": ("time/step", np.sum),
     "step_seconds": ("time/step", after_the_first),
 }
@@ -90,10 +96,9 @@ def finals(history: History, trained: float | None = None) -> dict[str, float | 
         trained: accuracy of its last checkpoint, unquantized.
     """
     found: dict[str, float | None] = {TRAINED: trained}
-    found |= {
-        name: float(reduce(history.series(metric)[1])) if metric in history else None
-        for name, (metric, reduce) in FINALS.items()
-    }
+    for name, (metric, reduce) in FINALS.items():
+        value = reduce(history.series(metric)[1]) if metric in history else None
+        found[name] = None if value is None else float(value)
     rewards = history.series("reward/mean") if "reward/mean" in history else None
     found["collapse_step"] = collapse_step(*rewards) if rewards else None
     return found

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.study.pictures import pictures
 from qurl_megatron.study.plan import Study
@@ -11,15 +13,26 @@ from qurl_megatron.study.runner import write_whole
 from qurl_megatron.study.tables import page
 
 
-def write_report(study: Study, out: Path) -> Path:
-    """Draw everything anew; returns the path of study.md."""
+def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None = None) -> Path:
+    """Draw everything anew; returns the path of study.md.
+
+    Args:
+        environment: of ``bench.environment``, where runs have been made; None where none were, and
+            what study.json says of those before stays.
+    """
     out.mkdir(parents=True, exist_ok=True)
     results = read_results(study, out)
     made = groups(study, results)
     drawn = pictures(made)
     for name, image in drawn.items():
         write_whole(out / name, image)
-    write_whole(out / "study.json", _json(to_json(study, results)).encode())
+    numbers = out / "study.json"
+    if environment is None and numbers.is_file():
+        environment = json.loads(numbers.read_text(encoding="utf-8")).get("environment")
+    told = to_json(study, results)
+    if environment is not None:
+        told["environment"] = dict(environment)
+    write_whole(numbers, _json(told).encode())
     path = out / "study.md"
     write_whole(path, page(study, results, made, [out / name for name in drawn]).encode())
     return path

@@ -119,6 +119,7 @@ def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
     """The numbers behind tables and pictures, with the settings that gave them."""
     return {
         "study": study.title,
+        "name": study.file.stem,
         "version": __version__,
         "recipe": study.resolved(),
         "methods": {name: asdict(method) for name, method in study.methods.items()},

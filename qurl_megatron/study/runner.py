@@ -162,6 +162,9 @@ class _Runner:
     def run(self, cells: Sequence[Cell]) -> int:
         self.waiting = waiting = [cell for cell in cells if task_of(self.study, cell, self.out)]
         self.total, self.done = len(cells), len(cells) - len(waiting)
+        for cell in cells:
+            if cell not in waiting:  # it may have ended while no study was at work
+                self._tidy(cell)
         if self.done:
             print(f"{self.done} of {self.total} runs are done already", flush=True)
         # Passed on by the loop, not from within the handler: each run must get each signal once,
@@ -244,8 +247,7 @@ class _Runner:
         left = task_of(self.study, cell, self.out)
         if not left:
             self.done += 1
-            if not self.study.settings.keep_checkpoints:
-                empty_checkpoints(run_dir(self.out, cell))
+            self._tidy(cell)
             self._note(cell, None)
             took = time.monotonic() - job.started
             print(
@@ -263,6 +265,11 @@ class _Runner:
             self._note(cell, reason)
             print(f"{cell.name}: failed after step {found.step}: {reason}", flush=True)
         return found.state == "done"
+
+    def _tidy(self, cell: Cell) -> None:
+        """Nothing is left to be done for this cell."""
+        if not self.study.settings.keep_checkpoints:
+            empty_checkpoints(run_dir(self.out, cell))
 
     def _note(self, cell: Cell, reason: str | None) -> None:
         """Remember that a cell runs (""), has failed (why), or neither (None)."""

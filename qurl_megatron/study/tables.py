@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qurl_megatron.observe.text import number, percent, scientific
+from qurl_megatron.observe.text import number, percent, plus_minus, scientific
 from qurl_megatron.study.numbers import TRAINED, WINDOW, Spread
 from qurl_megatron.study.plan import METHODS, MISMATCH, SCALE, Study
 from qurl_megatron.study.results import Group, Result
@@ -30,7 +30,8 @@ like the clipped tokens averaged over all steps."""
 MISMATCH_NOTE = """\
 KL of the behaviour from the proximal policy (k3, per token), code flips and the part of an update
 that reaches the quantized weights (`quant/update_passed`) are means over all steps; max ρ is the
-largest ratio of any token, the time of a step the median of all but the first."""
+largest ratio of any token, the time of a step the median of all but the first. Behind ± stands the
+standard deviation over the steps (n − 1)."""
 
 CURVES_NOTE = """\
 Mean over seeds, smoothed, on the band from the lowest to the highest seed; for the largest ratio,
@@ -135,6 +136,13 @@ def _runs(group: Group) -> str:
     return str(done) if done == planned else f"{done} of {planned}"
 
 
+def _update_passed(group: Group) -> str:
+    mean, std = group.totals["update_passed"], group.totals["update_passed_std"]
+    if mean is None:
+        return NOTHING
+    return plus_minus(mean.mean, mean.mean, std and std.mean)
+
+
 def _update_to_error(group: Group) -> str:
     update, error = group.totals["weight_update"], group.totals["weight_error"]
     if update is None or error is None or error.mean == 0:
@@ -176,7 +184,7 @@ TABLE_MISMATCH: dict[str, Callable[[Group], str]] = {
     "KL": means("kl_mean"),
     "Max ρ": _largest_ratio,
     "Code flips": means("code_flip_rate", percent),
-    "Update passed": means("update_passed", "{:.3f}".format),  # near 1, whose distance is the news
+    "Update passed": _update_passed,
     "Step, s": means("step_seconds"),
     "Runs": _runs,
 }

@@ -63,7 +63,8 @@ def accuracy(cell: Cell, out: Path) -> float | None:
 
 
 def empty_checkpoints(run_dir: Path) -> None:
-    """Delete what a run has trained, but not which run it was, nor that it cannot be resumed."""
+    """Delete what a run has trained; its state and its list of files stay, so that it is known
+    which run it was and resuming is refused."""
     for checkpoint in folders(run_dir):
         for path in checkpoint.iterdir():
             if path.is_dir():

@@ -12,7 +12,7 @@ import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.rewards import RewardPool
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import wait_until
 
 TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 6 s to give up
 
@@ -73,9 +73,9 @@ def test_a_power_tower_is_wrong_after_the_timeout_and_its_worker_is_replaced(poo
     ids=range(10),
 )
 def test_no_text_raises_or_stalls(pool, text):
-    begun = time.monotonic()
+    timeouts = pool.timeouts
     assert pool.score([(text, "17"), ("\\boxed{17}", "17")]) == [0.0, 1.0]
-    assert time.monotonic() - begun < PATIENCE_S  # one timeout and a new worker at worst
+    assert pool.timeouts - timeouts <= 1
 
 
 def test_killing_idle_workers_costs_no_answer(pool):

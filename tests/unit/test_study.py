@@ -19,6 +19,8 @@ from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.plots import History
 from qurl_megatron.observe.sinks import Record
+from qurl_megatron.study import command as study_command
+from qurl_megatron.study import report
 from qurl_megatron.study.command import main, matching
 from qurl_megatron.study.numbers import WINDOW, aggregate, band, collapse_step, finals, spread
 from qurl_megatron.study.plan import read_study
@@ -197,6 +199,8 @@ def test_a_runs_finals_are_the_last_evaluation_and_the_last_tenth_of_the_noisy_o
     assert found["kl_mean"] == pytest.approx(0.0105)
     assert found["rho_max"] == 7.0 and found["collapse_step"] is None
     assert found["update_passed"] == pytest.approx(1.0)
+    assert found["update_passed_std"] == pytest.approx(0.1 * math.sqrt(20 / 19))
+    assert finals(History(records[:1]))["update_passed_std"] is None
     assert found["step_seconds"] == 2.0 and found["seconds"] == 71.0  # the first step counts once
     assert found["code_flip_rate"] is None  # unquantized runs have no codes
     assert aggregate([found, found])["accuracy"].values == (0.4, 0.4)
@@ -458,6 +462,29 @@ def test_checkpoints_of_a_finished_run_are_emptied_where_the_study_says_so(root)
     assert [path.name for path in left.iterdir()] == ["state.json"]
     assert run_cells(root, only=CELLS[0]) == 0 and len(calls(root)) == 3  # done all the same
     assert read_results(read_study(root / "study.toml"), root / "out")[0].trained == 1.0
+
+
+def test_checkpoints_of_a_run_that_ended_while_no_study_was_at_work_are_emptied_too(root):
+    behave(root, **{CELLS[0]: {"checkpoint": True, "right": 1.0}})
+    assert run_cells(root, only=CELLS[0]) == 0
+    left = root / "out/runs" / CELLS[0] / "checkpoints/step_000003"
+    assert (left / "weights").exists()
+    (root / "study.toml").write_text(f"keep_checkpoints = false\n{STUDY}")
+    assert run_cells(root, only=CELLS[0]) == 0 and len(calls(root)) == 2
+    assert [path.name for path in left.iterdir()] == ["state.json"]
+
+
+def test_the_numbers_tell_where_the_runs_were_made_and_not_where_they_were_drawn(root, monkeypatch):
+    def told() -> dict:
+        return json.loads((root / "out/study.json").read_text())
+
+    monkeypatch.setattr(report, "pictures", lambda _groups: {})
+    for commit, only, mode in (("a", CELLS[0], None), ("b", "*", "report"), ("c", CELLS[0], None)):
+        monkeypatch.setattr(study_command, "environment", lambda commit=commit: {"commit": commit})
+        assert qurl_study(root, only=only, mode=mode) == 0
+        assert told()["environment"] == {"commit": "a"}  # all of it was done then
+    assert qurl_study(root, only=CELLS[1]) == 0
+    assert told()["environment"] == {"commit": "c"} and told()["name"] == "study"
 
 
 def test_an_emptied_checkpoint_still_tells_its_run_and_that_it_is_not_whole(tmp_path):

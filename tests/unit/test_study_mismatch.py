@@ -1,11 +1,14 @@
 """docs/mismatch.md: its tables are those of the records, and it leaves no answer out."""
 
 import json
+import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from qurl_megatron.algo.objective import OBJECTIVES
+from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.study import mismatch
 from qurl_megatron.study.mismatch import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
@@ -16,6 +19,7 @@ from qurl_megatron.study.tables import TABLE_MISMATCH, table
 
 STUDIES = Path(__file__).parents[2] / "launch/studies"
 MACHINE = {"cpu": "some CPU", "cores": 2, "commit": "abc"}
+ELSEWHERE = {"cpu": "another CPU", "cores": 8, "commit": "def"}
 
 STUDY = """
 title = "A model"
@@ -46,6 +50,7 @@ tables = ["mismatch"]
 
 def row(scheme: str, family: str, label: str, **measured: float) -> dict:
     numbers = ("kl_mean", "rho_max", "code_flip_rate", "update_passed", "step_seconds")
+    numbers += ("update_passed_std",)
     runs = int(bool(measured))
     found = {"scheme": scheme, "family": family, "label": label, "runs": runs}
     return found | dict.fromkeys(numbers) | measured
@@ -53,7 +58,7 @@ def row(scheme: str, family: str, label: str, **measured: float) -> dict:
 
 def hand_made(*rows: dict) -> dict:
     about = {"title": "A model", "steps": 3, "prompts": 4, "responses": 2, "tokens": 32}
-    return about | MACHINE | {"rows": list(rows)}
+    return about | MACHINE | {"measured_there": True, "rows": list(rows)}
 
 
 @pytest.fixture
@@ -72,6 +77,8 @@ def measure(root: Path, cell: str, kl: float, **others: float) -> None:
     lines = []
     for step in (1, 2, 3):
         metrics = {"rollout/kl_k3": kl * step, "rollout/rho_max": 1.0 + step, **others}
+        if "quant/update_passed" in metrics:
+            metrics["quant/update_passed"] += 0.0625 * (step - 2)
         metrics["time/step"] = 20.0 if step == 1 else 2.0
         lines.append(json.dumps({"step": step, "time": 1.0, "metrics": metrics}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -91,13 +98,29 @@ def test_the_page_and_its_study_have_every_objective():
     assert not [name for name in OBJECTIVES if f"`{name}`" not in text]
 
 
+@pytest.mark.parametrize("study", ["mismatch_quickstart", "mismatch_smollm2"])
+@pytest.mark.parametrize(
+    "section, key, off", [(QuantConfig, "rounding", "nearest"), (TrainConfig, "align", "none")]
+)
+def test_the_page_and_its_studies_have_every_rounding_and_alignment(study, section, key, off):
+    text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[0]
+    values = get_args(get_type_hints(section)[key])
+    name = {QuantConfig: "quant", TrainConfig: "train"}[section] + f".{key}"
+    assert off in values
+    answers = {value: f"{name}={value}" for value in values if value != off}
+    methods = read_study(STUDIES / f"{study}.toml").methods.values()
+    assert {*answers.values()} <= {override for method in methods for override in method.overrides}
+    told = {*re.findall(r"`([^`]+)`", text)}
+    assert not [value for value, setting in answers.items() if not {value, setting} & told]
+
+
 def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
     measure(root, "none,none,seed=0", 1e-12)
     passed = {"quant/update_passed": 0.75, "quant/code_flip_rate": 0.01}
     measure(root, "uaq,int4,seed=0", 0.1, **passed)
     study = read_study(root / "study.toml")
     results = read_results(study, root / "out")
-    made = record(to_json(study, results), MACHINE)
+    made = record(to_json(study, results) | {"environment": MACHINE}, ELSEWHERE)
     assert (made["title"], made["cpu"], made["cores"], made["steps"]) == (
         "A model", "some CPU", 2, 3,
     )  # fmt: skip
@@ -109,21 +132,40 @@ def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
     assert made["rows"][-1] == row(
         "int4", "Shape the weights", "UAQ",
         kl_mean=0.2, rho_max=4.0, code_flip_rate=0.01, update_passed=0.75, step_seconds=2.0,
+        update_passed_std=0.0625,
     )  # fmt: skip
     assert made["rows"][1]["runs"] == 0 and made["rows"][1]["kl_mean"] is None
     # The study's own page has the same table.
     shown = [g for g in groups(study, results) if g.name in ("none", "uaq")]
     assert table(shown, TABLE_MISMATCH).splitlines()[2::2] == [
         "| nothing to answer | BF16 | 2·10⁻¹² | 4 | – | – | 2 | 1 |",
-        "| UAQ | INT4, simulated | 0.200 | 4 | 1.0 % | 0.750 | 2 | 1 |",
+        "| UAQ | INT4, simulated | 0.200 | 4 | 1.0 % | 0.75 ± 0.06 | 2 | 1 |",
     ]
 
 
 def test_corrections_of_the_loss_share_one_row_and_have_their_own_below():
     made = hand_made(
         row("none", "", "nothing to answer", kl_mean=1e-11, rho_max=1.0, step_seconds=2.0),
-        row("int8", LOSS, "TIS", kl_mean=3e-5, rho_max=1.2, update_passed=1.0092, step_seconds=2.0),
-        row("int8", LOSS, "ACR", kl_mean=3e-5, rho_max=1.25, step_seconds=2.5),
+        row(
+            "int8",
+            LOSS,
+            "TIS",
+            kl_mean=3e-5,
+            rho_max=1.2,
+            step_seconds=2.0,
+            update_passed=1.0092,
+            update_passed_std=0.0021,
+        ),
+        row(
+            "int8",
+            LOSS,
+            "ACR",
+            kl_mean=3e-5,
+            rho_max=1.25,
+            step_seconds=2.5,
+            update_passed=0.9921,
+            update_passed_std=0.067,
+        ),
         row("int8", "Shape the weights", "UAQ", kl_mean=4e-5, rho_max=1.2, code_flip_rate=0.002),
         row("int8", "Align the forward", "weights"),
     )
@@ -137,7 +179,8 @@ def test_corrections_of_the_loss_share_one_row_and_have_their_own_below():
         "| Rollouts | Setting | KL | Largest ρ | Flips | Update passed | Step, s |",
         "|---|---|---:|---:|---:|---:|---:|",
         "| unquantized | nothing to answer | 10⁻¹¹ | 1 | – | – | 2 |",
-        "| INT8 | Correct the loss: all 2 | 3·10⁻⁵ | 1.20 to 1.25 | – | 1.009 | 2 to 2.50 |",
+        "| INT8 | Correct the loss: all 2 | 3·10⁻⁵ | 1.20 to 1.25 | – | 0.99 to 1.01 ± 0.07 "
+        "| 2 to 2.50 |",
         "| INT8 | Shape the weights: UAQ | 4·10⁻⁵ | 1.20 | 0.2 % | – | – |",
         "| INT8 | Align the forward: weights | – | – | – | – | – |",
         "",
@@ -145,8 +188,8 @@ def test_corrections_of_the_loss_share_one_row_and_have_their_own_below():
         "",
         "| Rollouts | Setting | KL | Largest ρ | Flips | Update passed | Step, s |",
         "|---|---|---:|---:|---:|---:|---:|",
-        "| INT8 | TIS | 3·10⁻⁵ | 1.20 | – | 1.009 | 2 |",
-        "| INT8 | ACR | 3·10⁻⁵ | 1.25 | – | – | 2.50 |",
+        "| INT8 | TIS | 3·10⁻⁵ | 1.20 | – | 1.009 ± 0.002 | 2 |",
+        "| INT8 | ACR | 3·10⁻⁵ | 1.25 | – | 0.99 ± 0.07 | 2.50 |",
     ]
 
 
@@ -156,15 +199,24 @@ def test_one_correction_in_place_of_all_has_its_name_and_no_second_table():
     assert "| FP8 | Correct the loss: ACR | 0.100 |" in text and "one by one" not in text
 
 
+def test_a_study_that_names_no_machine_is_not_said_to_have_run_on_this_one(root):
+    study = read_study(root / "study.toml")
+    made = record(to_json(study, read_results(study, root / "out")), ELSEWHERE)
+    assert (made["cpu"], made["commit"]) == ("another CPU", None)
+    text = rendered({"mismatch_x.json": made})
+    assert "; tables made on another CPU, 8 cores; [mismatch_x.json]" in text
+
+
 def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mismatch, "DOCS", tmp_path)
     monkeypatch.setattr(mismatch, "PAGE", tmp_path / "mismatch.md")
     monkeypatch.setattr(mismatch, "RESULTS", tmp_path)
     (tmp_path / "mismatch.md").write_text(f"# Words\n\n{BEGIN}old\n{END}\nMore words\n")
-    out = tmp_path / "runs/mismatch_tiny"
+    out = tmp_path / "runs/short"
     out.mkdir(parents=True)
     told = {
-        "study": "Tiny", "version": "1", "groups": {}, "methods": {},
+        "study": "Tiny", "name": "mismatch_tiny", "version": "1", "groups": {}, "methods": {},
+        "environment": MACHINE,
         "recipe": {
             "train": {"steps": 3}, "data": {"prompts_per_step": 4},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 32},
@@ -183,12 +235,32 @@ def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, 
     assert "lacks the lines" in capsys.readouterr().err
 
 
+def test_a_study_that_does_not_tell_its_name_has_that_of_the_folder_as_it_is_given(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mismatch, "RESULTS", tmp_path)
+    kept_as = []
+    monkeypatch.setattr(mismatch, "write_whole", lambda path, _: kept_as.append(path.name))
+    monkeypatch.setattr(mismatch, "record", lambda *_: {"rows": []})
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short/study.json").write_text('{"groups": {}}')
+    (tmp_path / "mismatch_linked").symlink_to(tmp_path / "short")
+    mismatch.main([str(tmp_path / "mismatch_linked")])
+    assert kept_as[0] == "mismatch_linked.json"
+
+
 @pytest.mark.parametrize(
-    "name, message",
-    [("tiny", "must be named like mismatch_*"), ("mismatch_tiny", "study.json is missing")],
+    "told, message",
+    [
+        (None, "study.json is missing"),
+        ({"name": "tiny", "groups": {}}, "only those named like mismatch_*"),
+        ({"name": "mismatch_tiny", "groups": {"acr,int8": {}}}, "lacks update_passed_std"),
+    ],
 )
-def test_a_folder_that_is_no_study_of_this_is_named(name, message, tmp_path, capsys):
-    assert mismatch.main([str(tmp_path / name)]) == 2
+def test_a_folder_that_is_no_study_of_this_is_named(told, message, tmp_path, capsys):
+    if told is not None:
+        (tmp_path / "study.json").write_text(json.dumps(told))
+    assert mismatch.main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
