@@ -96,7 +96,7 @@ class Publisher:
         self.rounding, self.seed = quant.rounding, seed
         self.stage = stage
         self.timeline = timeline
-        self.drift = Drift(quant)
+        self._quant = quant
         self._dtype = next(policy.gpt.parameters()).dtype
         self.publish_as(quant.scheme)
 
@@ -106,6 +106,7 @@ class Publisher:
         The engines must be those of this format (``Fleet.switch``) when the next version comes.
         """
         self.scheme = scheme
+        self.drift = Drift(self._quant)  # replicas get other tensors to send than they held
         layout = self.policy.hf_layout()
         limit = int(self.sync.bucket_mb * MIB)
         items, sizes = [], []
