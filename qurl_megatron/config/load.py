@@ -45,7 +45,10 @@ SAME_RUN = (
     "reward.workers",
     "warmstart.",
 )
-"""Keys a run may change between two starts: how long and where it runs, not what it computes."""
+"""Keys a run may change between two starts: how long and where it runs, not what it computes.
+
+With train.align=full the policy computes as engines of one rollout.engine_tensor do.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +245,12 @@ def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
 def differences(before: RunConfig, now: RunConfig) -> list[str]:
     """The settings that make ``now`` another run than ``before``, as "key: old there, new here"."""
     found = []
+    computed = ("rollout.engine_tensor",) if now.train.align == "full" else ()
     for section in dataclasses.fields(RunConfig):
         old, new = getattr(before, section.name), getattr(now, section.name)
         for f in dataclasses.fields(old):
             key, a, b = f"{section.name}.{f.name}", getattr(old, f.name), getattr(new, f.name)
-            if a != b and not key.startswith(SAME_RUN):
+            if a != b and (key in computed or not key.startswith(SAME_RUN)):
                 found.append(f"{key}: {a} there, {b} here")
     return found
 

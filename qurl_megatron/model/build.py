@@ -118,7 +118,17 @@ def build_model(
     Args:
         fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
         align: what its linear layers do as the engines' do, once they are given codes.
+
+    Raises:
+        ConfigError: experts shall quantize their tokens as an engine's do.
     """
+    if arch.experts and align is not None and align.activations:
+        # Megatron multiplies by the router's probability before an expert's second product.
+        raise ConfigError(
+            "train.align=full cannot compute experts as the engines do, which weigh an expert's "
+            "output where Megatron-Core weighs what its second product takes; set "
+            "train.align=weights"
+        )
     model = GPTModel(
         config,
         decoder_spec(config, qk_norm=arch.qk_norm, align=align),

@@ -135,6 +135,11 @@ class Policy(Trained):
 
     # -- as the engines compute ----------------------------------------------------------------
 
+    @property
+    def align(self) -> Align | None:
+        """What the linear layers do as the engines' do; None: nothing."""
+        return self._aligned[0].align if self._aligned else None
+
     def unalign(self) -> None:
         """Compute with the weights as they are from now on: rollouts are no longer quantized."""
         for layer in self._aligned:
@@ -149,8 +154,8 @@ class Policy(Trained):
         return super()._schedule(*arguments, **named)
 
     def _take_codes(self) -> None:
-        """Have the codes made once for each state of the weights, of the masters as a version's
-        are."""
+        """Have the codes made once for each state of the weights, from the FP32 masters, as for a
+        published version."""
         if self._coded:
             return
         for layer in self._aligned:

@@ -14,6 +14,7 @@ groups, d = head size.
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -59,14 +60,12 @@ def decoder_spec(
         normalization="RMSNorm",
         qk_layernorm=qk_norm,
     )
-    mlp = layer.submodules.mlp  # a builder from Megatron-Core 0.18 on
-    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    parts = _submodules(layer.submodules.mlp)
     if experts:
         # Checkpoints use Transformer Engine's names. It cannot fuse the norm that router and
         # experts read, but Megatron's local spec renames that norm as if it were fused.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         parts.router = Router
-        parts = parts.experts.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
@@ -74,13 +73,19 @@ def decoder_spec(
         column = ModuleSpec(module=AlignedColumn, params={"align": align})
         row = ModuleSpec(module=AlignedRow, params={"align": align})
         attention.linear_qkv, attention.linear_proj = column, row
-        parts.linear_fc1, parts.linear_fc2 = column, row
+        products = _submodules(parts.experts) if experts else parts
+        products.linear_fc1, products.linear_fc2 = column, row
         if use_transformer_engine():
             attention.core_attention = _fused_attention()
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers_here = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)
+
+
+def _submodules(spec: ModuleSpec | partial) -> Any:
+    """What a module is built of; Megatron-Core 0.17 gives experts as builders, 0.18 any MLP."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def _fused_attention() -> type:

@@ -5,6 +5,7 @@ every quantized linear weight with what the version before held. The copies live
 FP32 weight and one code per parameter of this rank's shard, and the scales of the codes.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,8 @@ class Drift:
 
     def __init__(self, config: QuantConfig) -> None:
         self.every = config.diagnostics_every
-        self._before: dict[str, tuple[Tensor, QuantizedWeight | None]] = {}
+        self._before: dict[str, tuple[int, Tensor, QuantizedWeight | None]] = {}
+        self._version: int | None = None  # whose totals these are
         self._totals: dict[str, Tensor] = {}
         self._passed = torch.zeros(3, dtype=torch.float64)
 
@@ -36,14 +38,21 @@ class Drift:
         """Take in one shard; ``codes`` is None where rollouts are not quantized.
 
         A version is measured against the one just before it, so that a run that was interrupted
-        in between measures what an uninterrupted one does.
+        in between measures what an uninterrupted one does. One that is sent again, to engines that
+        came back, counts once: what was taken in of it is not taken in again.
         """
         if not self.every:
             return
+        if version != self._version:
+            self._version = version
+            self._totals.clear()
+            self._passed.zero_()
+        if name in self._before and self._before[name][0] == version:
+            return
         measured, next_is_measured = version % self.every == 0, (version + 1) % self.every == 0
         before = self._before.pop(name, None)
-        if measured and before is not None:
-            old_weight, old_codes = before
+        if measured and before is not None and before[0] == version - 1:
+            _, old_weight, old_codes = before
             new_weight = weight.cpu()
             self._add("quant/weight_update", weight_update(old_weight, new_weight))
             if codes is not None:
@@ -52,12 +61,13 @@ class Drift:
                 self._add("quant/weight_error", weight_error(weight, codes).cpu())
                 self._passed += update_passed(old_weight, new_weight, old_codes, new_codes)
         if next_is_measured:
-            self._before[name] = weight.to("cpu", copy=True), _host_copy(codes)
+            self._before[name] = version, weight.to("cpu", copy=True), _host_copy(codes)
 
     def metrics(self) -> dict[str, Metric]:
         """This rank's sums since the last call; merged over ranks they give the model's ratios.
 
-        A version without an update has passed no share of it: then the two metrics are missing.
+        What passes of an update is missing where this rank has nothing to say of it, and is to be
+        left out of the whole model's (``of_an_update``) where there was none.
         """
         totals, self._totals = self._totals, {}
         found: dict[str, Metric] = {name: Mean(*pair.tolist()) for name, pair in totals.items()}
@@ -71,6 +81,17 @@ class Drift:
 
     def _add(self, name: str, pair: Tensor) -> None:
         self._totals[name] = self._totals.get(name, torch.zeros(2, dtype=torch.float64)) + pair
+
+
+def of_an_update(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Metrics merged over ranks, without the shares of an update where there was none.
+
+    Codes that are drawn change without one.
+    """
+    passed = metrics.get("quant/update_passed")
+    if passed is None or passed.weight:
+        return dict(metrics)
+    return {name: m for name, m in metrics.items() if not name.startswith("quant/update_")}
 
 
 def _host_copy(codes: QuantizedWeight | None) -> QuantizedWeight | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.model.aligned import Align
 from qurl_megatron.model.policy import HfShard, Policy
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Metric, Sum
@@ -26,6 +27,7 @@ from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.quant.formats import scheme_named
 from qurl_megatron.rollout import plan
 from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.transport import Part, Rank, Sender
 from qurl_megatron.rollout.transport.files import FilesSender
@@ -96,7 +98,7 @@ class Publisher:
         self.rounding, self.seed = quant.rounding, seed
         self.stage = stage
         self.timeline = timeline
-        self.drift = Drift(quant)
+        self._quant = quant
         self._dtype = next(policy.gpt.parameters()).dtype
         self.publish_as(quant.scheme)
 
@@ -106,6 +108,7 @@ class Publisher:
         The engines must be those of this format (``Fleet.switch``) when the next version comes.
         """
         self.scheme = scheme
+        self.drift = Drift(self._quant)  # replicas get other tensors to send than they held
         layout = self.policy.hf_layout()
         limit = int(self.sync.bucket_mb * MIB)
         items, sizes = [], []
@@ -373,6 +376,8 @@ class _Lead:
                 f"embedded engines ({names}) and SGLang servers cannot be in one fleet; take one "
                 "kind out of rollout.urls or rollout.rendezvous"
             )
+        if align := publisher.policy.align:
+            refuse_unlike(align, publisher.fleet.config.backend, engines)
         if "embedded" in kinds:
             return {}  # they load the finished folder
         self._update = self.stack.enter_context(
@@ -432,6 +437,20 @@ class _Lead:
         for engine, reason in {e: r for each in failures for e, r in each.items()}.items():
             if self._update:
                 self._update.drop(engine, reason)
+
+
+def refuse_unlike(align: Align, backend: str, engines: Sequence[Engine]) -> None:
+    """Raise where the policy quantizes tokens as other engines than these do."""
+    if not align.activations:
+        return
+    for engine in engines:
+        if (engine.kind, engine.tp) != (backend, align.engine_tensor):
+            raise ConfigError(
+                f"train.align=full computes as rollout.backend={backend} with "
+                f"rollout.engine_tensor={align.engine_tensor} does, and {engine} is {engine.kind} "
+                f"with a tensor size of {engine.tp}; set both keys to what the engines are, or "
+                "train.align=weights"
+            )
 
 
 def _refuse(parts: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What ``train.align`` asks of the policy's layers, and how it is told to a person."""
+"""What ``train.align`` asks of the policy's layers."""
 
 import torch
 

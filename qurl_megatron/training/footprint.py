@@ -278,6 +278,7 @@ def _stage(
     codes = cast = 0
     if config.train.align != "none":
         here = range(index * layers, (index + 1) * layers)
+        # FP8 codes without FP8 hardware are multiplied in FP32, of which this counts half.
         codes, cast = memory.aligned(arch, here, parallel.tensor, passed.itemsize)
     in_reference = config.algo.kl_coef > 0 and config.algo.reference_memory == "device"
     return Stage(

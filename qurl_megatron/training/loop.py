@@ -32,6 +32,7 @@ from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
 from qurl_megatron.rollout.transport.facts import settle_nccl
 from qurl_megatron.runtime.megatron import megatron_runtime, share
+from qurl_megatron.sync.drift import of_an_update
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
@@ -224,7 +225,8 @@ def _step(
         if lead and failure is None:
             lead.published(step)
 
-    measured = merge([measured, _over_ranks({**published, **timer.metrics()})])
+    sent = of_an_update(_over_ranks({**published, **timer.metrics()}))
+    measured = merge([measured, sent])
     if lead:
         noted = {**noted, **_throughput(measured, rollout), "optimizer/weight_norm": norm}
         lead.write(step, {**values(merge([measured, rollout.metrics])), **noted})

@@ -1,5 +1,6 @@
 """With ``train.align`` the policy computes with what the engines have, however it is split."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from qurl_megatron.config import QuantConfig
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.runtime.megatron import megatron_runtime
@@ -110,7 +112,7 @@ def test_layers_hold_the_published_codes_and_scales_bit_for_bit(layout, dtype, b
 
 def test_experts_hold_theirs_and_routers_none(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
-    config = aligned_recipe(folder, dict(tensor=2), "full", "int4")
+    config = aligned_recipe(folder, dict(tensor=2), "weights", "int4")
     run_on_ranks(check_codes, 2, backend, tmp_path, config, random_samples(16))
 
 
@@ -401,6 +403,35 @@ def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
     expected, actual = map(torch.load, loaded)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+# -- what cannot be aligned -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, size, refused", [("sglang", 2, False), ("sglang", 4, True), ("embedded", 1, True)]
+)
+def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
+    from qurl_megatron.model.aligned import Align
+    from qurl_megatron.rollout.engine import Engine
+    from qurl_megatron.sync.publisher import refuse_unlike
+
+    engines = [Engine("one", kind="sglang", tp=2), Engine("two", kind=kind, tp=size)]
+    refuse_unlike(Align("int8", engine_tensor=2), "sglang", engines)
+    full = Align("int8", activations=True, engine_tensor=2)
+    message = f"rollout.engine_tensor=2 does, and .* is {kind} with a tensor size of {size}"
+    with pytest.raises(ConfigError, match=message) if refused else nullcontext():
+        refuse_unlike(full, "sglang", engines)
+
+
+def test_experts_are_not_aligned_in_full(tmp_path):
+    from qurl_megatron.model.aligned import Align
+    from qurl_megatron.model.build import build_model
+    from qurl_megatron.weights import open_checkpoint
+
+    arch = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen3_moe")).arch
+    with pytest.raises(ConfigError, match="train.align=full cannot compute experts"):
+        build_model(arch, None, None, align=Align("int8", activations=True))
 
 
 # -- tokens as an engine's ranks see them ---------------------------------------------------------

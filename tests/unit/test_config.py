@@ -124,6 +124,16 @@ def test_engine_ranks_must_have_whole_parts_of_the_trainers_to_quantize_tokens_a
         load(recipe, [*sglang, "train.align=full"])
 
 
+def test_the_engines_tensor_size_is_part_of_what_a_fully_aligned_run_computes(recipe):
+    sglang = ["rollout.backend=sglang", "sync.transport=files", "parallel.tensor=2"]
+    for align, expected in (("weights", []), ("full", ["rollout.engine_tensor: 1 there, 2 here"])):
+        one, two = (
+            load(recipe, [*sglang, f"train.align={align}", f"rollout.engine_tensor={size}"])
+            for size in (1, 2)
+        )
+        assert differences(one, two) == expected
+
+
 def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
     message = "train.align=full computes with the nearest codes, and quant.rounding=dithered publ"
     with pytest.raises(ConfigError, match=message):

@@ -62,13 +62,15 @@ def test_sglangs_int8_kernel_rounds_halves_away_from_zero():
 
 
 def test_sglangs_fp8_kernel_multiplies_by_the_reciprocal_of_the_scale():
-    x = tokens()
+    # By hand: 448 / 448 = 1, so codes are the numbers, rounded to steps of 1 from 8 to 16. Of 3 the
+    # scale is 3 / 448, and 13.5 of those divided by it are 13.5, a tie, which goes to 14; times the
+    # reciprocal they are 13.499999, which goes to 13.
+    x = torch.tensor([[448.0, 13.25, -13.75], [3.0, 13.5 * 3 / 448, -1.5], [0.0, 0.0, 0.0]])
     codes, scale = quantize_tokens(x, "fp8", arithmetic="sglang")
-    expected = x.abs().amax(1, keepdim=True) / 448
-    inverse = torch.where(expected == 0, 0.0, 1 / expected)
-    assert torch.equal(scale, expected)
-    assert torch.equal(codes.float(), (x * inverse).clamp(-448, 448).to(codes.dtype).float())
-    assert (codes[0].float() == 0).all()
+    assert codes.float().tolist() == [[448, 13, -14], [448, 13, -224], [0, 0, 0]]
+    torch.testing.assert_close(scale, torch.tensor([[1.0], [3 / 448], [0.0]]))
+    ours, _ = quantize_tokens(x, "fp8")
+    assert ours.float().tolist()[1] == [448, 14, -224]
 
 
 @pytest.mark.parametrize("scheme", ROW_WISE)

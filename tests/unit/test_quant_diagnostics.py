@@ -13,11 +13,12 @@ from qurl_megatron.quant import (
     diagnostics,
     quant_metrics,
     quantize,
+    rounding_of,
     update_passed,
     weight_error,
     weight_update,
 )
-from qurl_megatron.sync.drift import Drift
+from qurl_megatron.sync.drift import Drift, of_an_update
 
 
 def test_code_flips_count_bytes():
@@ -155,12 +156,51 @@ def test_what_passes_is_that_of_the_whole_however_rows_and_columns_are_split():
     assert 0.8 < alone["quant/update_passed"] < 1.2 and 0 < alone["quant/update_cosine"] < 1
 
 
-def test_without_an_update_nothing_is_said_of_it():
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_without_an_update_nothing_is_said_of_it(rounding):
     weight, _ = versions(0.0)
-    every = slice(None)
-    (metrics,) = drift_of((weight, weight, every, every))
+    drift = Drift(QuantConfig(rounding=rounding))
+    for version in (0, 1):
+        drawn = rounding_of(
+            rounding,
+            seed=0,
+            version=version,
+            name="w",
+            shape=weight.shape,
+            split_dim=None,
+            offset=0,
+        )
+        drift.observe("w", weight, quantize(weight, "int8", rounding=drawn), version)
+    metrics = values(of_an_update(merge([drift.metrics(), {}])))
     assert not [name for name in metrics if name.startswith("quant/update_")]
-    assert metrics["quant/code_flip_rate"].value == 0
+    assert (metrics["quant/code_flip_rate"] > 0) == (rounding == "stochastic")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_version_that_is_sent_again_is_measured_once(every):
+    old, new = versions(1e-2)
+    shards = {"first": (old, new), "second": (old + 1, new + 1)}
+
+    def told(*publications):
+        drift = Drift(QuantConfig(diagnostics_every=every))
+        for version, names in publications:
+            for name in names:
+                weight = shards[name][version - 1]
+                drift.observe(name, weight, quantize(weight, "int8"), version)
+        return drift.metrics()
+
+    both = tuple(shards)
+    expected = told((1, both), (2, both))
+    assert expected["quant/code_flip_rate"].weight == 2 * old.numel()
+    assert told((1, both), (2, ["first"]), (2, both), (2, both)) == expected
+
+
+def test_what_was_held_of_an_older_version_is_not_compared_with():
+    old, new = versions(1e-2)
+    drift = Drift(QuantConfig())
+    for version, weight in ((1, old), (3, new)):
+        drift.observe("w", weight, quantize(weight, "int8"), version)
+    assert not drift.metrics()
 
 
 def test_an_update_that_no_code_shows_has_passed_nothing():
