@@ -98,7 +98,7 @@ class Publisher:
         self.rounding, self.seed = quant.rounding, seed
         self.stage = stage
         self.timeline = timeline
-        self._quant = quant
+        self._quant, self.drift = quant, Drift(quant)
         self._dtype = next(policy.gpt.parameters()).dtype
         self.publish_as(quant.scheme)
 
@@ -108,7 +108,8 @@ class Publisher:
         The engines must be those of this format (``Fleet.switch``) when the next version comes.
         """
         self.scheme = scheme
-        self.drift = Drift(self._quant)  # replicas get other tensors to send than they held
+        if self.policy.ranks.copies.size > 1:  # they get other tensors to send than they held
+            self.drift = Drift(self._quant)
         layout = self.policy.hf_layout()
         limit = int(self.sync.bucket_mb * MIB)
         items, sizes = [], []
