@@ -72,6 +72,12 @@ class RunConfig:
     warmstart: sections.WarmstartConfig = field(default_factory=sections.WarmstartConfig)
 
     def __post_init__(self) -> None:
+        self._check_step()
+        self._check_engines()
+        self._check_codes()
+
+    def _check_step(self) -> None:
+        """What one step samples, scores and trains."""
         responses = self.responses_per_step
         rows = self.train.micro_batch if not self.train.max_tokens else 1
         per_update = self.algo.minibatches * self.parallel.data * rows
@@ -114,6 +120,9 @@ class RunConfig:
             self.algo.kl_coef > 0 or not self.algo.reference,
             "algo.reference names a checkpoint, but algo.kl_coef is 0; set both or neither",
         )
+
+    def _check_engines(self) -> None:
+        """What engines must be able to do."""
         require(
             self.sync.pause == "retract"
             or self.rollout.backend == "sglang"
@@ -146,6 +155,9 @@ class RunConfig:
             f"quant.scheme={self.quant.scheme} is simulated by the embedded engine alone; set "
             "rollout.backend=embedded, or quant.scheme to int8 or fp8",
         )
+
+    def _check_codes(self) -> None:
+        """Codes that are drawn, and layers that compute with codes."""
         # Not the section's own check: after the guard's switch a run goes on with scheme none.
         require(
             self.quant.scheme != "none" or self.quant.rounding == "nearest",

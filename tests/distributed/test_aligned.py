@@ -20,7 +20,15 @@ from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights import is_quantized
 from tests.cases import all_but
 from tests.distributed import test_checkpoint, test_reference
-from tests.distributed.test_policy import build, delivered, gradient, recipe, relative, whole
+from tests.distributed.test_policy import (
+    build,
+    delivered,
+    gradient,
+    joined,
+    recipe,
+    relative,
+    whole,
+)
 from tests.distributed.test_transformer_engine import run_with_stand_in
 from tests.unit.engine_models import engine_for, finish, sequence
 
@@ -82,21 +90,12 @@ def counted(config, ranks) -> int:
 
 def whole_of(policy, held: dict) -> dict[str, torch.Tensor]:
     """What is held for some parameters, by Hugging Face name, joined from all ranks."""
-    parts = [
-        (s.name, s.split_dim, s.offset, s.value.to("cpu", copy=True))
+    return joined(
+        shard
         for index, (_, parameter) in enumerate(policy._parameters)
         if parameter in held
-        for s in policy.hf_parameter(index, lambda p: held[p].float())
-    ]
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, parts)
-    slices: dict[str, dict[int, tuple]] = {}
-    for rank_parts in gathered:
-        for name, split_dim, offset, value in rank_parts:
-            slices.setdefault(name, {})[offset] = (split_dim, value)
-    return {
-        name: torch.cat([by[o][1] for o in sorted(by)], dim=by[0][0]) for name, by in slices.items()
-    }
+        for shard in policy.hf_parameter(index, lambda p: held[p].float())
+    )
 
 
 @pytest.mark.crossed

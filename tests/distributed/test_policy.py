@@ -68,7 +68,12 @@ def build(config: RunConfig, ranks, **kwargs):
 
 def whole(policy, read=None) -> dict[str, torch.Tensor]:
     """Every Hugging Face tensor, joined from all ranks, on every rank."""
-    parts = [(s.name, s.split_dim, s.offset, s.value.cpu().clone()) for s in policy.hf_shards(read)]
+    return joined(policy.hf_shards(read))
+
+
+def joined(shards) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors of all ranks' shards, on every rank, in its host's memory."""
+    parts = [(s.name, s.split_dim, s.offset, s.value.to("cpu", copy=True)) for s in shards]
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     slices: dict[str, dict[int, tuple]] = {}
