@@ -90,6 +90,7 @@ def study(arguments: argparse.Namespace) -> int:
         jobs=arguments.jobs,
         only=arguments.only,
         mode=arguments.mode,
+        overrides=arguments.overrides,
     )
 
 
@@ -233,6 +234,9 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
 
 def _study_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")
+    command.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="of every run, e.g. train.steps=2"
+    )
     command.add_argument(
         "--out", type=Path, required=True, help="folder of its runs, tables and pictures"
     )

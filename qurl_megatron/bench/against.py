@@ -16,6 +16,7 @@ keys agree, and figures that are neither better high nor low are left out. Of ti
 where the yardsticks, or the rates at which memory was read, tell of two different machines.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -232,12 +233,21 @@ def _figure(
         verdict = "better" if high < 1 else "equal"
     else:
         verdict = "no verdict"
-        few = f"{min(len(old), len(new))} repeats are too few"
-        if math.isinf(high):
-            why = few
-        else:
-            why = f"{few} for {how_many(looked_at, 'figure')}" if not surely else "too noisy"
+        why = "too noisy" if surely else _too_few(min(len(old), len(new)), looked_at)
     return Compared(case, figure.name, verdict, ratio, low, high, why)
+
+
+def _too_few(repeats: int, figures: int) -> str:
+    enough = next(n for n in itertools.count(repeats + 1) if most_figures(n) >= figures)
+    return (
+        f"{repeats} repeats are too few for {how_many(figures, 'figure')}; "
+        f"{enough} in both records are enough"
+    )
+
+
+def most_figures(repeats: int) -> int:
+    """Of so many figures one can be a regression, where both records have ``repeats`` of each."""
+    return math.floor((1 - ALARM) / 2 * math.comb(2 * repeats, repeats))
 
 
 def _spread(logs: Sequence[float]) -> float:

@@ -4,7 +4,8 @@ The model is random, the prompts are short, and only decode steps count: prefill
 clock starts. All schemes of a batch size take turns. The limit is the larger of two times of a
 step: that of reading the weights and the keys and values once, at the rate at which this machine
 reads, and that of its products at the rate of its fastest ones. The prediction is that of
-``qurl plan``, from the same rates and the shares of them that it expects of an engine. With
+``qurl plan``, before the first repeat, from the same rates and the shares of them that it expects
+of an engine. With
 ``--transformers`` the float formats take turns with transformers' ``generate``, too.
 """
 
@@ -48,6 +49,15 @@ def run(options: argparse.Namespace) -> list[Case]:
     device = torch.device(options.device)
     found = []
     decoders = {scheme: random_decoder(arch, scheme, device) for scheme in options.schemes}
+    refusals = {scheme: native.refusal(decoder) for scheme, decoder in decoders.items()}
+    context = PROMPT + _new_tokens(options.steps, options.repeats) / 2  # mean over all repeats
+    foretold = {
+        (scheme, batch): bounds(
+            arch, scheme, batch, context, options.device, one_call=not refusals[scheme]
+        )
+        for scheme in options.schemes
+        for batch in options.batch
+    }
     for batch in options.batch:
         spans: dict[str, Callable[[], None]] = {
             scheme: Span(decoder, batch, options.steps, options.repeats)
@@ -61,10 +71,10 @@ def run(options: argparse.Namespace) -> list[Case]:
             }
         measured = interleaved(spans, repeats=options.repeats, warm_up=WARM_UP)
         for name, mine in measured.items():
-            refusal = native.refusal(decoders[name]) if name in decoders else None
-            case = _case(name, mine, arch, batch, options, one_call=not refusal)
+            own = foretold[name.removeprefix(PEER), batch]
+            case = _case(name, mine, own, batch, context, options)
             if name in decoders:
-                case.notes["decode step"] = refusal or "native"
+                case.notes["decode step"] = refusals[name] or "native"
             progress(f"{case.name}: {case.figures[0].median:.0f} tokens/s")
             found.append(case)
     return found
@@ -73,18 +83,19 @@ def run(options: argparse.Namespace) -> list[Case]:
 def _case(
     name: str,
     mine: Repeats[None],
-    arch: Arch,
+    foretold: tuple[float, str, float],
     batch: int,
+    context: float,
     options: argparse.Namespace,
-    *,
-    one_call: bool,
 ) -> Case:
-    """What a candidate reached at one batch size."""
+    """What a candidate reached at one batch size.
+
+    Args:
+        foretold: the ``bounds`` of its scheme.
+        context: tokens of a response, on average.
+    """
     scheme = name.removeprefix(PEER)
-    context = PROMPT + _new_tokens(options.steps, options.repeats) / 2  # mean over all repeats
-    limit, limit_of, predicted = bounds(
-        arch, scheme, batch, context, options.device, one_call=one_call
-    )
+    limit, limit_of, predicted = foretold
     figure = Figure(
         name="decode",
         unit="tokens/s",

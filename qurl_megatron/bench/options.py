@@ -41,7 +41,7 @@ def add_benchmarks(command: argparse.ArgumentParser) -> None:
 
 ALL = (
     "Run a short form of every benchmark that this machine can run; the others say why not. "
-    "The exit code is 0 where at least one ran, otherwise 1."
+    "The exit code is 0 where at least one ran, otherwise 2."
 )
 
 
@@ -327,6 +327,21 @@ BENCHMARKS = {
         model="h1024",
         schemes=("bf16", "int8", "fp8", "fp32"),
     ),
+    "decode": Benchmark(
+        "tokens/s of the embedded engine by scheme and batch",
+        _decode,
+        ("--steps", "4", "--batch", "1", "8"),
+        model="h1024",
+        schemes=("int8", "fp8", "bf16", "fp32"),
+    ),
+    "step": Benchmark(
+        "seconds and joules of a whole RL step, with rollouts in turn and ahead, and its scaling",
+        _step,
+        ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
+        # Of a case a step, five phases and its joules are compared: 21 figures by default, some 70
+        # with --layouts. Eight repeats cannot show that one of more than 64 is worse, nine of 243.
+        repeats=9,
+    ),
     "publish": Benchmark(
         "publishing a version to a real SGLang engine, beside gathering it",
         _publish,
@@ -353,25 +368,10 @@ BENCHMARKS = {
         ("--model", "0.1B", "--repeats", "3"),
         model="0.5B",
     ),
-    "decode": Benchmark(
-        "tokens/s of the embedded engine by scheme and batch",
-        _decode,
-        ("--steps", "4", "--batch", "1", "8"),
-        model="h1024",
-        schemes=("int8", "fp8", "bf16", "fp32"),
-    ),
     "scale": Benchmark(
         "what the leading rank's Python does for one step of a 32B model",
         _scale,
         ("--factor", "64", "--repeats", "5"),
-    ),
-    "step": Benchmark(
-        "seconds and joules of a whole RL step, with rollouts in turn and ahead, and its scaling",
-        _step,
-        ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
-        # Of a case a step, five phases and its joules are compared: 21 figures by default, some 70
-        # with --layouts. Eight repeats cannot show that one of more than 64 is worse, nine of 243.
-        repeats=9,
     ),
     "versions": Benchmark(
         "whether the engines of a run served what its checkpoints hold",
@@ -380,4 +380,5 @@ BENCHMARKS = {
         repeats=1,
     ),
 }
-"""By name; ``qurl bench all`` takes them in this order."""
+"""By name, what decides purchases first; so stand the help, ``qurl bench all`` and the page of
+results."""

@@ -3,7 +3,9 @@
 A **figure** is one measured quantity, all its repeats kept. A **case** is one setting (a scheme, a
 batch, an engine) with its figures. A **record** is one run of one benchmark on one machine, and the
 JSON file that it leaves. Repeat i of every case was measured in the same round, beside the
-yardstick's i-th time, so records can be compared pair by pair (``bench.against``).
+yardstick's i-th time, so cases of one record can be compared round by round. Two records share no
+rounds: each repeat is divided by its yardstick, and all of one are set against all of the other
+(``bench.against``).
 """
 
 import json

@@ -257,9 +257,20 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
             raise ConfigError(
                 f"--engine {engine} serves one scheme; say which one with --schemes, for its limit"
             )
-        tensors = options.tensor if engine != "embedded" else [1]
+        tensors = options.tensor if engine != "embedded" else [_alone(options)]
         found += [Subject(engine, s, t) for s in options.schemes for t in tensors]
     return found
+
+
+def _alone(options: argparse.Namespace) -> int:
+    """Ranks of an embedded engine: one, which must be asked for; other sizes are for others."""
+    more = [size for size in options.tensor if size != 1]
+    if more and (1 not in options.tensor or set(options.engine) == {"embedded"}):
+        raise ConfigError(
+            f"--tensor {more[0]} is not for --engine embedded, which is one process; leave it out, "
+            f"or give --engine embedded,sglang --tensor 1 {more[0]}, where SGLang takes both"
+        )
+    return 1
 
 
 def _folder(options: argparse.Namespace, subjects: Sequence[Subject], work: Path) -> Path:

@@ -10,7 +10,7 @@ bucket, less the padding. A test holds all of it to the byte against the dry run
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qurl_megatron.config import ParallelConfig
@@ -93,7 +93,7 @@ def held_from_shapes(
         itemsize: bytes of a weight; those of 4 are their own masters.
         critic: a head of one value takes the output layer's place.
     """
-    sizes = list(_parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic))
+    sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
     copies = parallel.data * parallel.context
     # Stages behind the first reduce outside the critical path, in one bucket.
     bucketed = overlap and stage == 0
@@ -114,9 +114,10 @@ def held_from_shapes(
     )
 
 
+@functools.cache
 def _parameters(
     arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: bool
-) -> Iterator[tuple[int, bool]]:
+) -> list[tuple[int, bool]]:
     """(numbers, whether another stage has a copy) of each parameter, as GPTModel registers them."""
     shapes = _shapes(arch)
     layers = arch.num_layers // pipeline
@@ -124,6 +125,7 @@ def _parameters(
     ops = stage_ops(
         arch, range(stage * layers, (stage + 1) * layers), first=first, last=last and not critic
     )
+    found = []
     for op in sorted(ops, key=lambda op: _place(op.megatron)):
         numbers = 0
         for part in op.hf:
@@ -131,9 +133,11 @@ def _parameters(
             if is_vocabulary(part.name):
                 shape = (_round_up(shape[0], tensor), *shape[1:])
             numbers += math.prod(shape) // (tensor if part.split_dim is not None else 1)
-        yield numbers, arch.tied and pipeline > 1 and not op.megatron.startswith("decoder.")
+        shared = arch.tied and pipeline > 1 and not op.megatron.startswith("decoder.")
+        found.append((numbers, shared))
     if critic and last:
-        yield from [(arch.hidden, False), (arch.hidden, False), (1, False)]  # norm; weight, bias
+        found += [(arch.hidden, False), (arch.hidden, False), (1, False)]  # norm; weight, bias
+    return found
 
 
 def _place(name: str) -> tuple[int, int, int]:

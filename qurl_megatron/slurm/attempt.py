@@ -146,7 +146,7 @@ def _run(
             here = reachable(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
             node = ["qurl", "slurm", "offer", str(job.run_dir), "--towards", here]
             step = rollout_step(layout, cluster, node, **where, nodes=engines)
-            stack.enter_context(beside(step))
+            stack.enter_context(beside(step, supervisor.spare_s))
         return supervisor.watch(training_step(layout, cluster, rank, **where))
 
 

@@ -6,8 +6,8 @@ length. What counts first is therefore not the time but whether a failure can be
     1  the traceback of a rank that names a reason of its own
     2  a rank that the system killed, or a node that was lost: srun alone says so; or a run that
        hung, which the supervisor says before it ends the ranks itself
-    3  the traceback, or the death, of an engine, or of the task that has those of a rollout node:
-       they may die without ending the run
+    3  the traceback, or the death, of an engine, or of the task that has those of a rollout node,
+       or of that node, unless Slurm ended the job for it: they may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone
     6  a rank that ended without a word
@@ -214,8 +214,9 @@ def first_cause(evidence: Evidence) -> Cause | None:
         if log.who not in told:
             events += _of_log(log, codes)
     events += _of_supervisor(srun)
-    events += _of_srun(engines, "rollout node", ENGINE)
-    events += _of_srun(srun, "rank", KILLED)
+    ended = any("DUE TO NODE FAILURE" in line for line in srun)  # as a heterogeneous job is
+    events += _of_srun(engines, "rollout node", ENGINE, lost=KILLED if ended else ENGINE)
+    events += _of_srun(srun, "rank", KILLED, lost=KILLED)
     if not events:
         events += _silent(srun)
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
@@ -304,13 +305,14 @@ def _of_head(line: str) -> Iterator[Event]:
         yield Event(kind, kind.weight or KILLED, "torchrun", said, node=node, code=int(code))
 
 
-def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
+def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iterator[Event]:
     """Up to where srun itself begins to end tasks.
 
     Args:
         lines: of one step.
         task: what one of its tasks is called.
         weight: of what ended one.
+        lost: of a node of the step that was lost.
     """
     for line in lines:
         if "Terminating StepId" in line or "Job step aborted" in line:
@@ -320,10 +322,9 @@ def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
             said, code = f"killed by {_name(number)}", 128 + number
             for one in tasks:
                 yield Event(kind_of(said), weight, f"{task} {one}", said, node=node, code=code)
-        elif lost := re.search(r"Node failure on (\S+)", line):
-            yield Event(
-                kind_of(line), KILLED, f"node {lost[1]}", line.partition("error: ")[2] or line
-            )
+        elif gone := re.search(r"Node failure on (\S+)", line):
+            said = line.partition("error: ")[2] or line
+            yield Event(kind_of(line), lost, f"node {gone[1]}", said)
         elif re.search(SLURMS, line):
             who = f"{task} {', '.join(tasks)}" if tasks else "srun"
             yield Event(kind_of(line), weight, who, line.partition("error: ")[2] or line, node=node)

@@ -6,23 +6,28 @@ Slurm, and a few seconds.
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import free, refusing
 from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.training.footprint import find_models, footprint
-from qurl_megatron.training.state import refuse_other_run
+from qurl_megatron.training.sources import sources
+from qurl_megatron.training.state import latest, refuse_other_run
 from qurl_megatron.weights.arch import Arch, read_arch, read_config
-from qurl_megatron.weights.places import description_of
+from qurl_megatron.weights.places import description_of, find_torch_dist, safetensors_files
 from qurl_megatron.weights.shapes import parameter_count
+from qurl_megatron.weights.sums import MEND, read_record, wrong_size
 
 GIB = 1 << 30
+THERE = "set it to a checkpoint that is there"
+SILENT_S = 45
+"""Of SlurmdTimeout: with what it takes to end the attempt, a minute."""
 
 
 def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
@@ -42,12 +47,16 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     check_writable(run_dir)
     check_engines(config)
     arch = check_model(config)
+    for key, path in others(config).items():
+        check_checkpoint(key, Path(path))
+    check_newest(run_dir)
     check_data(config)
+    check_paths(config, cluster, nodes=layout.whole.nodes)
     nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
     if layout.rollout:
         nodes += f", {layout.rollout.nodes} with {layout.engines} engines"
     found = [nodes, check_memory(config, cluster), check_disk(config, arch)]
-    return found + not_mounted(config, cluster.container)
+    return found + started_elsewhere(cluster) + not_mounted(config, cluster.container)
 
 
 def check_limits(job: JobConfig, facts: Mapping[str, str], pace: Pace) -> str:
@@ -73,8 +82,9 @@ def check_limits(job: JobConfig, facts: Mapping[str, str], pace: Pace) -> str:
     name = facts["PartitionName"]
     if int(grace) == 0:
         return (
-            f"preemption: partition {name} leaves no time to save; steps since the newest "
-            "checkpoint are done again"
+            f"preemption: partition {name} leaves no time to save (GraceTime=0): steps since the "
+            "newest checkpoint are done again; lower checkpoint.every, or set job.partition to one "
+            "that leaves some"
         )
     leaves = f"preemption: partition {name} leaves {grace} s to finish a step and save"
     if pace.stop_s is None:
@@ -87,6 +97,25 @@ def check_limits(job: JobConfig, facts: Mapping[str, str], pace: Pace) -> str:
         f"{leaves}, and this run may take {pace.stop_s:.0f}: steps since the newest checkpoint "
         "would be done again; lower checkpoint.every"
     )
+
+
+def silent_nodes(job: JobConfig, facts: Mapping[str, str]) -> list[str]:
+    """A line where a node that falls silent, without power say, is not noticed within a minute:
+    Slurm alone hears of nodes.
+
+    Args:
+        facts: of the site, as ``commands.site_facts`` has them; empty where Slurm tells nothing.
+    """
+    told = facts.get("SlurmdTimeout", "").split()
+    if not told or not told[0].isdecimal() or 0 < int(told[0]) <= SILENT_S:
+        return []
+    timeout = int(told[0])
+    gives = f"one up after {timeout} s (SlurmdTimeout" if timeout else "none up (SlurmdTimeout=0"
+    enough = f"{SILENT_S} or less" if timeout else SILENT_S
+    return [
+        f"silent nodes: Slurm gives {gives}, which the site sets; {enough} would end the attempt "
+        f"within a minute), and a run that stands still is ended after {job.hung_s} (job.hung_s)"
+    ]
 
 
 def check_container(cluster: ClusterConfig) -> None:
@@ -150,13 +179,47 @@ def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
             "site.shared is missing in the cluster file; set it to the folders that all nodes "
             'share, e.g. ["/home"]'
         )
-    real = path.resolve()
-    if not any(real.is_relative_to(Path(folder).resolve()) for folder in folders):
+    if not _is_shared(path, cluster):
         raise ConfigError(
-            f"{key}={path} is {real}, which lies in none of site.shared={list(folders)}: other "
-            f"nodes would not see it; submit from a shared folder, set {key}, or name the folder "
-            "in site.shared"
+            f"{key}={path} is {path.resolve()}, which lies in none of "
+            f"site.shared={list(folders)}: other nodes would not see it; submit from a shared "
+            f"folder, set {key}, or name the folder in site.shared"
         )
+
+
+def _is_shared(path: Path, cluster: ClusterConfig) -> bool:
+    real = path.resolve()
+    return any(real.is_relative_to(Path(folder).resolve()) for folder in cluster.site.shared)
+
+
+def check_paths(config: RunConfig, cluster: ClusterConfig, *, nodes: int) -> None:
+    """What the job reads, and the versions that it publishes, lie where all nodes see them.
+
+    Args:
+        nodes: of the job. On one, versions may go where no other node sees them, such as its
+            memory.
+    """
+    named = {"model.path": config.model.path, **others(config)}
+    named |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    if nodes > 1 and config.sync.transport in ("auto", "files"):
+        named["sync.dir"] = config.sync.dir
+    for key, path in named.items():
+        if path:
+            check_shared(key, Path(path), cluster)
+
+
+def started_elsewhere(cluster: ClusterConfig) -> list[str]:
+    """A line where the job's nodes may lack the folder that it is submitted from.
+
+    No more than a line: absolute paths are found from everywhere.
+    """
+    here = Path.cwd()
+    if _is_shared(here, cluster):
+        return []
+    return [
+        f"the working folder, {here}, lies in none of site.shared: on nodes that lack it the job "
+        "starts in /tmp, and finds nothing that site.prolog names by a relative path"
+    ]
 
 
 def check_writable(run_dir: Path) -> None:
@@ -186,21 +249,82 @@ def check_engines(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> Arch:
-    """The model's folder is readable, of a known family, and divides over the ranks."""
-    path = Path(config.model.path)
-    if not path.exists():
-        mend = "set it to a checkpoint that is there"
-        if config.warmstart.steps:
-            mend = "`qurl train RECIPE train.steps=0`, called here once, makes it"
-        raise ConfigError(
-            f"model.path={path} does not exist, and the ranks of a job do not make it: {mend}"
+    """The model is there, as ``check_checkpoint`` wants it, and divides over the ranks."""
+    mend = THERE
+    if config.warmstart.steps:
+        mend = (
+            "the ranks of a job do not make it: `qurl train RECIPE train.steps=0`, called here "
+            "once, makes it"
         )
-    description = description_of(path)
-    arch = read_arch(read_config(description))
-    if description == path and not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path={path} has no *.safetensors, only a description; copy them")
+    arch = check_checkpoint("model.path", Path(config.model.path), mend=mend)
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     return arch
+
+
+def others(config: RunConfig) -> dict[str, str]:
+    """The checkpoints beside the model that the run will read, by their keys in the recipe."""
+    begun = latest(Path(config.train.run_dir)) is not None
+    found = sources(config, resumed=begun)
+    return {key: path for key, path in found.items() if key != "model.path"}
+
+
+def check_checkpoint(key: str, path: Path, *, mend: str = THERE) -> Arch:
+    """A checkpoint of a known family, none of whose files is missing, cut off or unreadable.
+
+    Args:
+        key: of the recipe, which names it.
+        mend: what to do where there is nothing.
+    """
+    if not os.path.exists(path):  # pathlib's would raise where the user may not look
+        raise ConfigError(f"{key}={path} does not exist; {mend}")
+    try:
+        with reading(path):
+            description = description_of(path)
+        with reading(description / "config.json"):
+            arch = read_arch(read_config(description))
+        refuse_unreadable(_weights(path))
+    except ConfigError as error:
+        raise ConfigError(f"{key}={path}: {error}") from None
+    return arch
+
+
+def _weights(path: Path) -> list[Path]:
+    """The weight files of a checkpoint, by its index or record where it has one."""
+    megatron = find_torch_dist(path)
+    if megatron is None:
+        return safetensors_files(path)
+    if wrong := wrong_size(megatron, read_record(megatron) or {}):
+        raise ConfigError(f"{wrong}; {MEND}")
+    return _files(megatron)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def check_newest(run_dir: Path) -> None:
+    """What the run goes on from can be read; one that is damaged the ranks set aside."""
+    if newest := latest(run_dir):
+        try:
+            refuse_unreadable(_files(newest))
+        except ConfigError as error:
+            raise ConfigError(f"train.run_dir={run_dir}: {error}") from None
+
+
+def refuse_unreadable(files: Iterable[Path]) -> None:
+    """Read a byte of each: what file systems say of rights is not always what they do.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror}); let this user read it, or copy it again"
+            ) from None
 
 
 def check_data(config: RunConfig) -> None:

@@ -50,7 +50,8 @@ class JobConfig:
 
     layout: Literal["hetjob", "split"] = "hetjob"
     """How training nodes and rollout nodes come together where a recipe has both. hetjob: one job
-    of two components; split: one component that is cut in two, for sites that forbid the other."""
+    of two components; split: one component that is cut in two, for sites that forbid the other, and
+    for runs that are to outlive a rollout node: Slurm ends the other with any of its nodes."""
 
     again: Literal["requeue", "chain"] = "requeue"
     """How a run goes on whose time is up. requeue: the same job goes back to the queue; chain: jobs
@@ -198,7 +199,8 @@ class SiteConfig:
     """Files and environment of the site."""
 
     shared: tuple[str, ...] = ()
-    """Folders that all nodes share; runs must lie in one of them."""
+    """Folders that all nodes share, or have the same copy of; runs, models and data must lie in
+    them."""
 
     prolog: tuple[str, ...] = ()
     """Shell lines before the run, e.g. "module load cuda" and "source .venv/bin/activate"; the job

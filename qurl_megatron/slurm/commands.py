@@ -152,6 +152,14 @@ def partition_facts(name: str) -> dict[str, str]:
     return next((one for one in found if name or one.get("Default") == "YES"), {})
 
 
+def site_facts() -> dict[str, str]:
+    """How the site has set Slurm up, such as SlurmdTimeout, as the controller writes it."""
+    pairs = (
+        line.partition("=") for line in _run(["scontrol", "show", "config"]).stdout.splitlines()
+    )
+    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
+
+
 def _facts(said: str) -> dict[str, str]:
     """Of the first line of what scontrol says."""
     pairs = (word.partition("=") for word in said.partition("\n")[0].split())

@@ -131,7 +131,7 @@ def _submit_training(
     config = load(recipe, overrides)
     run_dir = Path(config.train.run_dir)
     _refuse_queued(run_dir)
-    from qurl_megatron.slurm.checks import check, check_limits
+    from qurl_megatron.slurm.checks import check, check_limits, silent_nodes
 
     for line in check(config, cluster):
         print(line)
@@ -140,6 +140,8 @@ def _submit_training(
     partition = commands.partition_facts(cluster.job.partition.partition(",")[0])
     if line := check_limits(cluster.job, partition, measured(run_dir, now())):
         print(line)
+    for line in silent_nodes(cluster.job, _site_facts()):
+        print(line)
     if dry_run:
         return _nothing_submitted()
     folder.write(run_dir, recipe, overrides, cluster, script)
@@ -147,6 +149,14 @@ def _submit_training(
     print(f"job {', '.join(map(str, jobs))}; run folder {run_dir}")
     print(f"follow it: tail -F {_followed(config)}")
     return 0
+
+
+def _site_facts() -> dict[str, str]:
+    """Nothing where the site does not show them: only advice rests on them."""
+    try:
+        return commands.site_facts()
+    except ConfigError:
+        return {}
 
 
 def _queue(run_dir: Path, script: str, count: int) -> list[int]:

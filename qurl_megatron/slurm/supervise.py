@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +38,8 @@ STACKS_S = 5.0
 """That ranks may take to write their stacks."""
 ENGINES_S = 30.0
 """That engines on nodes of their own may take to leave."""
+REQUEUE_S = 10.0
+"""Before the time limit by which all of a job has ended or been killed, to have it requeued."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +127,25 @@ def final_code(line: str) -> int:
 
 
 @contextlib.contextmanager
-def beside(argv: list[str]) -> Iterator[None]:
-    """Run the engines' step while the ranks run. Its end is no reason to end: engines may go."""
+def beside(argv: list[str], patience_s: Callable[[], float]) -> Iterator[None]:
+    """Run the engines' step while the ranks run. Its end is no reason to end: engines may go.
+
+    Args:
+        patience_s: asked once the ranks have ended, how many seconds the engines have to leave.
+    """
     step = Step(argv, ENGINES_SAY)
     try:
         yield
     finally:
         step.signal(signal.SIGUSR1)
-        if step.wait(ENGINES_S) is None:
+        if step.wait(patience_s()) is None:
             step.end()
             step.wait()
+
+
+def spare_s(end: float | None, at: float) -> float:
+    """Seconds that engines have to leave, of a job whose time is up at ``end``, in Unix seconds."""
+    return ENGINES_S if end is None else max(0.0, min(ENGINES_S, end - at - REQUEUE_S))
 
 
 @dataclass(frozen=True)
@@ -221,6 +232,12 @@ class Supervisor:
             say(f"SIG{heard} {left:.0f} s before the end; {needed:.0f} are needed, it goes on")
         self._heard = heard
         return why
+
+    def spare_s(self) -> float:
+        """``spare_s`` of this job, which is asked for its end again where that seems near."""
+        if spare_s(self._end, now()) < ENGINES_S:
+            self._end = end_of(facts_of(self.job)) or self._end
+        return spare_s(self._end, now())
 
     def _over(self) -> bool:
         """The job is about to run into its limit, which moves while a job is suspended."""

@@ -38,10 +38,12 @@ def main(
     jobs: int = 1,
     only: str = "*",
     mode: str | None = None,
+    overrides: Sequence[str] = (),
     qurl: Sequence[str] = QURL,
 ) -> int:
     """
     Args:
+        overrides: ``section.key=value`` for every run; what a method says itself wins.
         only: pattern of the names of cells to run or list; tables and pictures take all.
         mode: "background", "dry_run", "status" or "report"; None runs here.
 
@@ -51,7 +53,7 @@ def main(
     Raises:
         ConfigError: a mistake in the study file, in one of its recipes or in the arguments.
     """
-    study = read_study(file)
+    study = read_study(file, overrides)
     cells = matching(study, only)
     if jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
@@ -68,7 +70,7 @@ def main(
         print(write_report(study, out))
         return 0
     if mode == "background":
-        return _detach(file, out, jobs, only)
+        return _detach(file, out, jobs, only, overrides)
     drawn = time.monotonic()
     here = environment() if any(task_of(study, cell, out) for cell in cells) else None
 
@@ -123,13 +125,14 @@ def matching(study: Study, only: str) -> list[Cell]:
     return cells
 
 
-def _detach(file: Path, out: Path, jobs: int, only: str) -> int:
+def _detach(file: Path, out: Path, jobs: int, only: str, overrides: Sequence[str]) -> int:
     """Start the study again in a session of its own, and leave it alone once it is at work."""
     if at_work(out):
         raise ConfigError(f"a study is at work in {out} already; --status shows how far it is")
     out.mkdir(parents=True, exist_ok=True)
     log = out / "study.log"
-    arguments = [str(file), "--out", str(out), "--jobs", str(jobs), "--only", only]
+    arguments = [str(file), *overrides]
+    arguments += ["--out", str(out), "--jobs", str(jobs), "--only", only]
     with log.open("ab") as output:
         popen = subprocess.Popen(
             [sys.executable, "-m", "qurl_megatron.cli", "study", *arguments],

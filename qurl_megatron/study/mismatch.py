@@ -1,15 +1,19 @@
 """The tables of docs/mismatch.md, made from what its studies have measured.
 
-    python -m qurl_megatron.study.mismatch [OUT ...]
+    python -m qurl_megatron.study.mismatch [OUT ...] [--times OUT ...]
 
 keeps what ``qurl study`` has written to each OUT as docs/results/NAME.json, NAME being that of the
 study's file, and writes the tables anew between the two marks of the page; a test holds them
-equal. A record has one row for each method and scheme, in the order of the study file:
+equal. Seconds are worth nothing where something else ran beside a study: with ``--times`` they are
+those of another folder of the same study, whose runs had the machine to themselves. A record has
+one row for each method and scheme, in the order of the study file:
 
-    {"title": ..., "cpu": ..., "cores": ..., "steps": ..., "rows": [{"scheme": "int8",
-     "family": "Shape the weights", "label": "UAQ, s = 1.5", "kl_mean": 1.2e-5, ...}, ...]}
+    {"title": ..., "cpu": ..., "cores": ..., "steps": ..., "timed": {"steps": ..., ...} or null,
+     "rows": [{"scheme": "int8", "family": "Shape the weights", "label": "UAQ, s = 1.5",
+     "kl_mean": 1.2e-5, ...}, ...]}
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,19 +49,29 @@ COLUMNS: dict[str, tuple[str, str, Callable[[float], str]]] = {
 
 
 PASSED_STD = "update_passed_std"
+SECONDS = "step_seconds"
 
 
-def record(told: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+def record(
+    told: Mapping[str, Any], here: Mapping[str, Any], times: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What is kept of a study.json: rows without curves, and where they were measured.
 
     Args:
         here: ``bench.environment`` of this machine, in place of that of a study that names none;
             ``measured_there`` is false then, and nobody knows the commit.
+        times: the study.json that the seconds of a step are of; None for ``told`` itself.
+
+    Raises:
+        ConfigError: a setting has not been timed.
     """
     recipe = told["recipe"]
     there = told.get("environment")
     machine = there or {**here, "commit": None}
-    groups = {tuple(name.rsplit(",", 1)): group for name, group in told["groups"].items()}
+    groups = {
+        tuple(name.rsplit(",", 1)): group | _seconds(name, group, times)
+        for name, group in told["groups"].items()
+    }
     rows = [
         {
             "scheme": scheme,
@@ -79,6 +93,7 @@ def record(told: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
         "prompts": recipe["data"]["prompts_per_step"],
         "responses": recipe["rollout"]["samples_per_prompt"],
         "tokens": recipe["rollout"]["max_new_tokens"],
+        "timed": times and _timed(times),
         "rows": rows,
     }
 
@@ -114,6 +129,28 @@ def kept() -> dict[str, dict[str, Any]]:
     }
 
 
+def _seconds(
+    name: str, group: Mapping[str, Any], times: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Of a step, where other runs were timed; a setting that was not run needs none."""
+    if times is None or not group["done"]:
+        return {}
+    found = times["groups"].get(name, {}).get(SECONDS)
+    if found is None:
+        raise ConfigError(
+            f"--times: no run of {name} is done among those of {times['name']}; run them all, with "
+            "qurl study, or leave --times out"
+        )
+    return {SECONDS: found}
+
+
+def _timed(times: Mapping[str, Any]) -> dict[str, Any]:
+    """How the runs were made that were timed."""
+    machine = times.get("environment", {})
+    keys = ("cpu", "cores", "commit", "load_before")
+    return {"steps": times["recipe"]["train"]["steps"], **{key: machine.get(key) for key in keys}}
+
+
 def _taken(spread: Mapping[str, float] | None, what: str) -> float | None:
     return None if spread is None else float(f"{spread[what]:.6g}")
 
@@ -130,11 +167,22 @@ def _section(name: str, one: Mapping[str, Any]) -> str:
     )
     if undone:
         facts += f" {NOTHING} in a whole row: not run."
+    facts += f" {_about_the_times(one.get('timed'))}"
     lines = [f"### {one['title']}", "", facts, "", *_table(_merged(rows), _setting)]
     members = [row for row in rows if row["family"] == LOSS]
     if len(members) > len({row["scheme"] for row in members}):
         lines += ["", f"{LOSS}, one by one:", "", *_table([[row] for row in members], _label)]
     return "\n".join(lines) + "\n"
+
+
+def _about_the_times(timed: Mapping[str, Any] | None) -> str:
+    if timed is None:
+        return "Seconds are of the same runs, beside which other work may have run."
+    known = [f"{timed['cpu']}, {timed['cores']} cores"] if timed["cpu"] else []
+    if timed["load_before"] is not None:
+        known.append(f"load of {timed['load_before']:.2g} before")
+    about = f" ({'; '.join(known)})" if known else ""
+    return f"Seconds are of runs of {timed['steps']} steps made one after another, alone{about}."
 
 
 def _merged(rows: Iterable[Row]) -> list[list[Row]]:
@@ -191,35 +239,67 @@ def _passed(members: Sequence[Row]) -> str:
     return plus_minus(min(known), max(known), max(stds, default=None))
 
 
-def _keep(out: Path) -> None:
-    """
+def _told(out: Path) -> dict[str, Any]:
+    """What the study in a folder has written, with its name.
+
     Raises:
-        ConfigError: no study has written to the folder, or one of another name or version.
+        ConfigError: none has.
     """
     source = out / "study.json"
     if not source.is_file():
         raise ConfigError(f"{source} is missing; run qurl study STUDY.toml --out {out}")
-    told = json.loads(source.read_text(encoding="utf-8"))
-    target = RESULTS / f"{told.get('name', out.absolute().name)}.json"
-    if not target.match(NAMES):
+    return {"name": out.absolute().name} | json.loads(source.read_text(encoding="utf-8"))
+
+
+def _checked(out: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ConfigError: no study has written to the folder, or one of another name or version.
+    """
+    told, source = _told(out), out / "study.json"
+    if not Path(f"{told['name']}.json").match(NAMES):
         raise ConfigError(
-            f"{source} is of a study {target.stem}, and only those named like "
+            f"{source} is of a study {told['name']}, and only those named like "
             f"{NAMES.removesuffix('.json')} are kept; rename the study's file"
         )
     if not all(PASSED_STD in group for group in told["groups"].values()):
         raise ConfigError(
             f"{source} lacks {PASSED_STD}; renew it with qurl study STUDY.toml --out {out} --report"
         )
-    one = record(told, environment())
+    return told
+
+
+def _records(folders: Sequence[Path], times: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """By name of the study.
+
+    Raises:
+        ConfigError: a folder is not what it should be, or times are of a study that is not given.
+    """
+    studies = [_checked(folder) for folder in folders]
+    timed = {told["name"]: told for told in map(_told, times)}
+    for name in timed.keys() - {told["name"] for told in studies}:
+        raise ConfigError(f"--times has seconds of {name}; name the folder of its tables too")
+    here = environment()
+    return {told["name"]: record(told, here, timed.get(told["name"])) for told in studies}
+
+
+def _keep(name: str, one: dict[str, Any]) -> None:
     rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in one.pop("rows"))
     rest = json.dumps(one, indent=1, ensure_ascii=False).removesuffix("\n}")
-    write_whole(target, f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())
+    content = f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n'
+    write_whole(RESULTS / f"{name}.json", content.encode())
 
 
-def main(folders: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, nargs="*", help="folder of a qurl study")
+    parser.add_argument(
+        "--times", type=Path, nargs="+", default=[], metavar="OUT", help="folders with its seconds"
+    )
+    given = parser.parse_args(arguments)
     try:
-        for folder in folders:
-            _keep(Path(folder))
+        for name, one in _records(given.out, given.times).items():
+            _keep(name, one)
         text = page(PAGE.read_text(encoding="utf-8"), rendered(kept()))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -7,8 +7,8 @@ come to light after hours.
 import os
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +129,18 @@ class Study:
         return tomllib.loads(to_toml(load(self.recipe, self.settings.overrides)))
 
 
-def read_study(file: Path | str) -> Study:
+def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
     """
+    Args:
+        overrides: ``section.key=value`` for every run, behind those of the file.
+
     Raises:
         ConfigError: no such file or recipe, unknown key, or a cell whose recipe is not valid.
     """
     file = Path(file)
     values = read_tables(file, "study", "some ship in launch/studies")
     settings = build(Settings, values)
+    settings = replace(settings, overrides=(*settings.overrides, *overrides))
     methods = {
         name: _method(name, table, settings.schemes) for name, table in settings.methods.items()
     }

@@ -43,9 +43,10 @@ from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
+from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import TrainState, claim, tell_done
 from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
-from qurl_megatron.training.whole import refuse_damaged_together, sources
+from qurl_megatron.training.whole import refuse_damaged_together
 
 HEALS = 3  # times that one step waits for engines to come back
 

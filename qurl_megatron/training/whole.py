@@ -9,29 +9,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.files import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.weights.places import find_torch_dist
 from qurl_megatron.weights.sums import MEND, FileSum, damaged, read_record, wrong_size
-
-
-def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:
-    """The checkpoints whose weights a run uses, by their keys in the recipe.
-
-    Args:
-        resumed: it has a checkpoint of its own, which holds all weights but the reference's.
-    """
-    reference = config.algo.kl_coef > 0
-    found = {}
-    if not resumed or (reference and not config.algo.reference):
-        found["model.path"] = config.model.path
-    if reference and config.algo.reference:
-        found["algo.reference"] = config.algo.reference
-    if not resumed and config.algo.advantage == "gae" and config.critic.path:
-        found["critic.path"] = config.critic.path
-    return found
 
 
 def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:

@@ -13,9 +13,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.families import is_vocabulary
 from qurl_megatron.weights.ops import HfTensor, Op
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from qurl_megatron.weights.places import INDEX, safetensors_files
 
 # A file is opened anew after this many bytes: what was read stays mapped until it is closed.
 _MAPPED_BYTES = 256 << 20
@@ -132,32 +130,6 @@ class HfReader:
             self._mapped = 0
         self._mapped += stored.dtype.itemsize * torch.Size(stored.shape).numel()
         return self._open[1].get_slice(name)
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files of a Hugging Face folder.
-
-    Raises:
-        ConfigError: there are none, or the index names one that is missing.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        places = read_json(index).get("weight_map")
-        names = list(places.values()) if isinstance(places, dict) else [None]
-        if not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ConfigError(f"{index} has no weight_map from tensors to files beside it")
-        names = sorted(set(names))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ConfigError(f"{index} names {missing[0]}, which is not in {folder}")
-        return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    pickles = sorted(p.name for ending in ("bin", "pt", "pth") for p in folder.glob(f"*.{ending}"))
-    found = f"; pickle files ({pickles[0]}) are never loaded" if pickles else ""
-    raise ConfigError(
-        f"{folder} has no {SINGLE} and no {INDEX}{found}; save the model as safetensors"
-    )
 
 
 def _header(file: Path) -> Iterable[tuple[str, Stored]]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.hf_reader import DTYPES, INDEX, SINGLE
+from qurl_megatron.weights.hf_reader import DTYPES
+from qurl_megatron.weights.places import INDEX, SINGLE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -3,12 +3,17 @@
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.arch import read_json
 
 DESCRIPTION = "hf"
 """The folder inside a Megatron checkpoint that holds config.json and the tokenizer."""
 
 METADATA = ".metadata"
 """The file of a ``torch_dist`` checkpoint that lists its tensors."""
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+"""What a Hugging Face folder has of the two says which files its weights are in."""
 
 
 def description_of(folder: str | Path) -> Path:
@@ -58,3 +63,29 @@ def find_torch_dist(folder: Path) -> Path | None:
 def is_torch_dist(folder: Path) -> bool:
     """True where a folder holds a checkpoint of this format."""
     return (folder / METADATA).is_file() and (folder / "metadata.json").is_file()
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a Hugging Face folder.
+
+    Raises:
+        ConfigError: there are none, or the index names one that is missing.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        places = read_json(index).get("weight_map")
+        names = list(places.values()) if isinstance(places, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ConfigError(f"{index} has no weight_map from tensors to files beside it")
+        names = sorted(set(names))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(f"{index} names {missing[0]}, which is not in {folder}")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(p.name for ending in ("bin", "pt", "pth") for p in folder.glob(f"*.{ending}"))
+    found = f"; pickle files ({pickles[0]}) are never loaded" if pickles else ""
+    raise ConfigError(
+        f"{folder} has no {SINGLE} and no {INDEX}{found}; save the model as safetensors"
+    )

@@ -13,6 +13,7 @@ from qurl_megatron.config import QuantConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
+from qurl_megatron.rollout.embedded.model import Matrix
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
@@ -30,7 +31,7 @@ from tests.distributed.test_policy import (
     whole,
 )
 from tests.distributed.test_transformer_engine import run_with_stand_in
-from tests.unit.engine_models import engine_for, finish, sequence
+from tests.unit.engine_models import decoding_by, engine_for, finish, sequence
 
 LAYOUTS = {
     "alone": {},
@@ -209,10 +210,41 @@ def test_so_they_do_where_tokens_are_quantized_too(layout, backend, tmp_path):
 # -- the engine's log-probs -----------------------------------------------------------------------
 
 
-def generated(folder: Path, scheme: str, *, prompts: int = 4, group: int = 4) -> list[Sample]:
-    """What an embedded engine samples with the weights it quantizes from a checkpoint."""
+class Halves(Matrix):
+    """A matrix as an engine of two tensor ranks multiplies by it: each quantizes its half of a
+    token by itself, and their products are summed."""
+
+    def __init__(self, whole: Matrix) -> None:
+        super().__init__(whole.scheme, whole.weight_OI, whole.scale_O)
+        self.halves = [
+            Matrix(self.scheme, half_OI.contiguous(), self.scale_O)
+            for half_OI in self.weight_OI.chunk(2, dim=1)
+        ]
+        for half in self.halves:
+            half.pack()
+
+    def __call__(self, x_TI: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+        for half, part_TI in zip(self.halves, x_TI.chunk(2, dim=1), strict=True):
+            addend = half(part_TI.contiguous(), addend)
+        return addend
+
+
+def generated(
+    folder: Path, scheme: str, *, prompts: int = 4, group: int = 4, tensor: int = 1
+) -> list[Sample]:
+    """What an embedded engine samples with the weights it quantizes from a checkpoint.
+
+    Args:
+        tensor: over how many ranks the engine is split, 1 or 2.
+    """
     made = random_samples(prompts, seed=3)
     engine = engine_for(folder, scheme=scheme)
+    if tensor == 2:
+        decoder = engine.decoder
+        decoder.layers = [
+            replace(layer, out=Halves(layer.out), down=Halves(layer.down))
+            for layer in decoder.layers
+        ]
     asked = [
         sequence(list(made[i].prompt.input_ids), 12, seed=i * group + k)
         for i in range(prompts)
@@ -289,6 +321,32 @@ def test_it_has_them_however_it_is_split_and_laid_out(case, backend, tmp_path):
     # 1.7e-4 without. A sum in another order may round a token to another code, and then whatever
     # depends on it too: 1e-6 where that happened.
     assert found["rollout/kl_k3"] < 1e-5
+
+
+def measure_each(device, configs, samples, folder) -> None:
+    for name, config in configs.items():
+        measure(device, config, samples, folder / f"{name}.pt")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_trainer_ranks_have_the_log_probs_of_an_engine_of_one_rank_and_of_two(
+    size, backend, tmp_path
+):
+    """With its ``rollout.engine_tensor``; with the other one as little as with ``weights``."""
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    with decoding_by("torch"):  # the native step knows no halves
+        samples = generated(folder, "int8", tensor=size)
+    aligned = {"full": ("full", size), "other": ("full", 3 - size)}
+    aligned |= {align: (align, size) for align in ("weights", "none")}
+    configs = {}
+    for name, (align, engine_tensor) in aligned.items():
+        config = aligned_recipe(folder, dict(tensor=2), align)
+        engines = dict(backend="sglang", engine_tensor=engine_tensor, temperature=1.0)
+        configs[name] = replace(config, rollout=replace(config.rollout, **engines))
+    run_on_ranks(measure_each, 2, backend, tmp_path, configs, samples, tmp_path)
+    kl = {name: torch.load(tmp_path / f"{name}.pt")["rollout/kl_k3"] for name in configs}
+    assert all(20 * kl["full"] < kl[name] for name in configs if name != "full"), kl
+    assert kl["full"] < 1e-6, kl  # see above
 
 
 # -- who is not aligned, and when no longer -------------------------------------------------------

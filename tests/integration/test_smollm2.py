@@ -9,6 +9,7 @@ from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import HfReader, is_quantized
 from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
+from tests.unit.engine_models import engine_for, finish, sequence
 from tests.unit.test_convert_mistakes import tool
 
 TEXT = (
@@ -89,3 +90,52 @@ def check_codes(weights: HfReader, plain: HfReader, folded: HfReader) -> None:
         moved += int((before != after).sum())
         count += before.numel()
     assert moved / count < 2e-3
+
+
+# -- what alignment cannot reach ------------------------------------------------------------------
+
+
+def prefill_log_probs(decoder, ids: list[int], nudge: float = 0.0):
+    """Of each token behind the first, computed at once, with each embedding off by about ``nudge``
+    of itself."""
+    import torch
+    from torch.nn import functional as F
+
+    def attend(_layer, q, kv):  # [T, heads, D]
+        heads = (x.transpose(0, 1)[None] for x in (q, *kv.chunk(2, dim=1)))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return mixed[0].transpose(0, 1).flatten(1)
+
+    embedding = decoder.embedding
+    noise = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(1))
+    decoder.embedding = embedding * (1 + nudge * noise)
+    hidden = decoder.forward(torch.tensor(ids), torch.arange(len(ids)), attend)
+    decoder.embedding = embedding
+    return decoder.logits(hidden).log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "none"])
+def test_int8_amplifies_a_change_of_1e_7_and_the_order_of_sums_to_a_kl_of_a_hundredth(
+    smollm2, scheme
+):
+    """So no trainer can have those of the engine. ``-s`` shows the numbers of the page."""
+    import torch
+
+    engine, tokenizer = engine_for(smollm2, scheme=scheme, cache_gb=0.5), Tokenizer(smollm2)
+    asked = [
+        sequence(tokenizer.encode(f"Q: What is {a} + {b}? A:"), 24, seed=seed)
+        for seed, (a, b) in enumerate(((3, 4), (8, 9), (2, 7), (6, 5)))
+    ]
+    finish(engine, *asked)
+    of_order, of_nudge = [], []
+    for one in asked:
+        ids, behind = [*one.prompt, *one.output_ids], len(one.prompt) - 1
+        prefilled = prefill_log_probs(engine.decoder, ids)[behind:]
+        of_order.append(prefilled - torch.tensor(one.log_probs))
+        of_nudge.append(prefilled - prefill_log_probs(engine.decoder, ids, 1e-7)[behind:])
+    order, nudge = (
+        (log_ratio.exp() - 1 - log_ratio).mean().item()
+        for log_ratio in (torch.cat(parts).double() for parts in (of_order, of_nudge))
+    )
+    print(f"{scheme}: prefill and decoding {order:.2g}, embeddings x (1 + 1e-7) {nudge:.2g}")
+    assert min(order, nudge) > 1e-3 if scheme == "int8" else max(order, nudge) < 1e-8

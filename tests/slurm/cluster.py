@@ -112,12 +112,13 @@ class Cluster:
         done = self.call("scontrol", "reconfigure")
         assert done.returncode == 0, done.stderr
 
-    def facts(self, job: int) -> dict[str, str]:
-        """What the controller knows of a job; nothing once it has forgotten it."""
+    def facts(self, job: int | str) -> dict[str, str]:
+        """What the controller knows of a job, or of one of an array such as 7_0; nothing once it
+        has forgotten it."""
         said = self.call("scontrol", "--oneliner", "show", "job", job).stdout
         return dict(word.partition("=")[::2] for word in said.split())
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         """Such as PENDING, RUNNING or COMPLETED."""
         return self.facts(job).get("JobState", "")
 
@@ -127,7 +128,7 @@ class Cluster:
             assert time.monotonic() < end, f"{what or condition} not within {seconds} s"
             time.sleep(0.2)
 
-    def ended(self, job: int, seconds: float = 240.0) -> str:
+    def ended(self, job: int | str, seconds: float = 360.0) -> str:
         """Wait for a job's last state."""
         moving = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
         self.wait(lambda: self.state(job) not in moving, seconds, f"the end of job {job}")

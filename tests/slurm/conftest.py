@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.leftovers import MARK, Footprint
@@ -29,6 +30,7 @@ class User:
 
     def __init__(self, slurm: Cluster, folder: Path, model: Path) -> None:
         self.slurm, self.folder = slurm, folder
+        self.shared = json.dumps([str(folder), str(model)])
         self.footprint = Footprint()
         self.overrides = [*SMALL, f"model.path={model}"]
         self.cluster_file = folder / "cluster.toml"
@@ -47,7 +49,7 @@ class User:
         mark = self.footprint.env[MARK]
         self.cluster_file.write_text(
             f"[job]\n{_toml(values)}[node]\n{_toml(nodes)}"
-            f'[site]\nshared = ["{self.folder}"]\nprolog = ["export PATH={bin}:$PATH"]\n'
+            f'[site]\nshared = {self.shared}\nprolog = ["export PATH={bin}:$PATH"]\n'
             f'[site.environment]\nPYTHONPATH = "{ROOT}"\nOMP_NUM_THREADS = "1"\n'
             f'{MARK} = "{mark}"\n'
         )
@@ -76,14 +78,25 @@ class User:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def assert_no_command_has_key(self, meeting: Path) -> None:
+        """The engines' key is in no command line of the run's processes, which all users see."""
+        key = (meeting / "key").read_text()
+        commands = []
+        for process in self.footprint.look():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                commands.append(" ".join(process.cmdline()))
+        for part in ("slurm attempt", "srun", "slurm task", "slurm offer"):
+            assert any(part in command for command in commands), f"{part} does not run"
+        assert [command for command in commands if key in command] == []
+
     def assert_key_is_kept(self, job: int, run_dir: Path, meeting: Path) -> None:
         """The engines' key is in one file, for its owner; and no engine is offered any more."""
         assert list(meeting.glob("*.json")) == []
-        key = (meeting / "key").read_text()
+        key = (meeting / "key").read_bytes()
         assert (meeting / "key").stat().st_mode & 0o777 == 0o600
-        for path in (run_dir / "slurm").rglob("*"):
-            assert not path.is_file() or key not in path.read_text()
-        assert key not in self.slurm.call("scontrol", "show", "job", job).stdout
+        written = [path for path in run_dir.rglob("*") if path.is_file()]
+        assert {path for path in written if key in path.read_bytes()} == {meeting / "key"}
+        assert key.decode() not in self.slurm.call("scontrol", "show", "job", job).stdout
 
     def log(self, run_dir: Path) -> str:
         """What an operator reads when something is wrong."""

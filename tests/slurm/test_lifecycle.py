@@ -151,7 +151,7 @@ def test_where_slurm_tells_the_job_of_its_preemption_no_metric_is_lost_and_cance
     assert user.footprint.left(run_dir) == []
 
 
-def test_a_rollout_node_that_goes_down_leaves_the_run_to_the_others(user: User):
+def test_a_rollout_node_that_goes_down_ends_nothing_and_a_training_node_the_attempt(user: User):
     meeting = user.folder / "down/engines"
     user.describe(layout="split", node={"gpus": 1})  # a node for each rank and engine
     (job,), run_dir = user.submit(
@@ -159,15 +159,29 @@ def test_a_rollout_node_that_goes_down_leaves_the_run_to_the_others(user: User):
     )
     reaches(user, run_dir, 3)
     assert user.slurm.facts(job)["NumNodes"] == "4"
-    user.footprint.look()
+    trains = rank(user, 1).environ()["SLURMD_NODENAME"]
     node = sorted(path.name.partition("-")[0] for path in meeting.glob("*.json"))[-1]
-    user.slurm.update(f"NodeName={node}", "State=DOWN", "Reason=a test")
+    goes_down(user, node)
     user.slurm.wait(lambda: user.slurm.facts(job)["NumNodes"] == "3", 30)
+    reaches(user, run_dir, max(6, steps_done(run_dir) + 2))
+    assert folder.attempts(run_dir) == []
+
+    goes_down(user, trains)
+    user.slurm.wait(lambda: folder.attempts(run_dir) != [], 60, "the attempt's record")
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    (only,) = folder.attempts(run_dir)
-    assert (only.decision, only.step_after) == ("done", STEPS)
+    assert user.slurm.facts(job)["Restarts"] == "1"
+    first, second = folder.attempts(run_dir)
+    assert (first.signal, first.decision, second.decision) == ("", "retry", "done")
+    assert first.step_after >= 5 and second.step_after == STEPS
+    assert f"job {job} has 2 of its 4 nodes left" in said(run_dir)
+    told = user.told("logs", run_dir, "--attempt", 1)
+    assert f"First cause: the node is lost: node {trains}" in told
     assert sorted(measured(run_dir)) == list(range(STEPS + 1))
     assert user.footprint.left(run_dir) == []
+
+
+def goes_down(user: User, node: str) -> None:
+    user.slurm.update(f"NodeName={node}", "State=DOWN", "Reason=a test")
 
 
 def test_a_disk_that_is_full_ends_the_job_with_a_sentence_and_with_room_it_goes_on(

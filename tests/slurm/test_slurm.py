@@ -8,6 +8,8 @@ import pytest
 
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.ready import FOLDER, READY
+from qurl_megatron.training.state import TrainState, latest
+from qurl_megatron.weights.sums import refuse_damaged
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, User
 from tests.slurm.runs import (
@@ -122,6 +124,7 @@ def test_engines_on_a_node_of_their_own_meet_the_trainer_before_and_after_a_requ
         "apart", *OPTIONS, f"rollout.rendezvous={meeting}", "rollout.engines=2"
     )
     reaches(user, run_dir, 3)
+    user.assert_no_command_has_key(meeting)
     time_is_up(user, job)  # all components go back to the queue, and come from there
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     assert steps_done(run_dir) == STEPS
@@ -130,6 +133,22 @@ def test_engines_on_a_node_of_their_own_meet_the_trainer_before_and_after_a_requ
     assert re.search(r"engine-0 listens at http://127\.0\.0\.1:\d+", said_there)
     user.assert_key_is_kept(job, run_dir, meeting)
     assert user.footprint.left(run_dir) == []
+
+
+def test_a_run_that_scancel_ends_at_once_leaves_a_checkpoint_to_go_on_from(user: User):
+    endless = ("train.steps=100000", "checkpoint.every=1")  # it may be in the midst of a save
+    (job,), run_dir = user.submit("killed", *endless, ONE_RANK)
+    reaches(user, run_dir, 3)
+    user.footprint.look()
+    assert user.slurm.call("scancel", job).returncode == 0
+    assert user.slurm.ended(job) == "CANCELLED"
+    refuse_damaged(latest(run_dir))
+    step = TrainState.read(latest(run_dir)).step
+    assert 2 <= step <= steps_done(run_dir)
+    assert user.footprint.left(run_dir) == []
+    (job,), _ = user.submit("killed", f"train.steps={step + 1}", "checkpoint.every=1", ONE_RANK)
+    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
+    assert sorted(measured(run_dir)) == list(range(step + 2))
 
 
 def _words(user: User, run_dir: Path) -> list[str]:

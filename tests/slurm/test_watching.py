@@ -35,7 +35,7 @@ def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User
     assert "attempt 1" in user.told("hours", run_dir)
 
 
-def test_converters_evaluations_and_studies_run_as_jobs_of_their_own(user: User):
+def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(user: User):
     model = user.overrides[-1].partition("=")[2]
     (user.folder / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
     python = user.folder / "bin/python"  # as `source .venv/bin/activate` in site.prolog finds it
@@ -43,18 +43,25 @@ def test_converters_evaluations_and_studies_run_as_jobs_of_their_own(user: User)
     python.chmod(0o755)
     problems = [{"prompt": f"{n} + 2 =", "answer": str(n + 2)} for n in range(4)]
     (user.folder / "sums.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
-    converted, results, study = (user.folder / name for name in ("converted", "results", "study"))
+    converted, results, bench, study = (
+        user.folder / name for name in ("converted", "results", "bench", "study")
+    )
+    short = ("--model", "tiny", "--schemes", "int8", "--batch", "2", "--steps", "2", "--repeats", 1)
     asked = ("--k", "1", "--max-new-tokens", "4", "--dtype", "float32", "--reward", "exact")
     jobs = [
         _submit(user, "convert", "hf_to_megatron", "--hf", model, "--out", converted),
         _submit(user, "eval", "sums.jsonl", "--model", model, *asked, "--out", results),
-        _submit(user, "study", _study(user.folder, model), study),
     ]
+    array = _submit(user, "study", _study(user.folder, model), study)
+    jobs += [f"{array}_{cell}" for cell in (0, 1)]
+    jobs += [_submit(user, "bench", "decode", *short, "--out", bench)]  # once a node is free
     for job in jobs:
         assert user.slurm.ended(job, 120) == "COMPLETED", _logs(user)
     assert list(converted.rglob(".metadata")), _logs(user)
     measured = json.loads((results / "results.json").read_text())["benchmarks"]
     assert measured["sums"]["problems"] == 4
+    (case,) = json.loads((bench / "decode.json").read_text())["cases"]
+    assert case["name"] == "int8, batch 2"
     cells = sorted(study.glob("runs/*/metrics.jsonl"))
     assert [max(one.step for one in read_metrics(cell)) for cell in cells] == [2, 2]
 

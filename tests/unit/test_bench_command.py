@@ -2,14 +2,15 @@ import argparse
 import dataclasses
 import importlib
 import json
+import random
 
 import pytest
 
 from qurl_megatron import cli
-from qurl_megatron.bench import command, environment, random_model
+from qurl_megatron.bench import command, decode, environment, random_model
 from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.bench.random_model import config_of
-from qurl_megatron.bench.record import read
+from qurl_megatron.bench.record import Case, Figure, read
 from qurl_megatron.errors import ConfigError
 
 DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
@@ -44,6 +45,31 @@ def test_too_few_repeats_against_an_older_record_are_no_verdict(tmp_path, capsys
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
     assert cli.main([*words, "--against", str(tmp_path / "decode.json")]) == 3
     assert "no verdict" in capsys.readouterr().out
+
+
+def planted(factor: float, seed: int):
+    """A decode benchmark whose repeats take ``factor`` times as long, with 2 % of noise."""
+
+    def run(options) -> list[Case]:
+        draw = random.Random(seed)
+        rates = [100 / factor * draw.lognormvariate(0, 0.02) for _ in range(10)]
+        figure = Figure(name="decode", unit="tokens/s", better="higher", repeats=rates)
+        return [Case(name="int8", keys={}, figures=[figure], yardsticks=[1.0] * 10)]
+
+    return run
+
+
+@pytest.mark.parametrize(("factor", "codes"), [(1.1, {1}), (1.0, {0, 3})])
+def test_a_tenth_slower_leaves_with_exit_code_1_and_noise_never_does(
+    factor, codes, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(decode, "run", planted(1.0, seed=0))
+    assert cli.main([*DECODE, "--out", str(tmp_path)]) == 0
+    for seed in range(1, 6):
+        monkeypatch.setattr(decode, "run", planted(factor, seed))
+        assert cli.main([*DECODE, "--against", str(tmp_path / "decode.json")]) in codes
+    told = "regression: 1 figure compared" in capsys.readouterr().out
+    assert told == (codes == {1})
 
 
 def test_no_limit_is_0_however_slow_the_machine_is(monkeypatch):
@@ -112,12 +138,15 @@ def test_all_goes_on_where_one_cannot_be_run(tmp_path, capsys, monkeypatch):
     assert "publish: rollout.backend=sglang needs SGLang" in capsys.readouterr().err
 
 
-def test_all_fails_where_not_one_could_be_run(tmp_path, capsys, monkeypatch):
+def test_all_that_could_not_run_at_all_leaves_with_2_and_not_with_the_code_of_a_regression(
+    tmp_path, capsys, monkeypatch
+):
     short = {name: BENCHMARKS[name] for name in ("publish", "versions")}
     monkeypatch.setattr(command, "BENCHMARKS", short)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "all"]) == 1
-    assert "versions: left out" in capsys.readouterr().err
+    assert cli.main(["bench", "all"]) == 2
+    said = capsys.readouterr().err
+    assert "versions: left out" in said and "not one benchmark could be run here" in said
 
 
 def test_a_file_that_is_not_ours_costs_neither_the_verdict_nor_the_page(tmp_path, capsys):

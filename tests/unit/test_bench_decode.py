@@ -80,6 +80,24 @@ def test_a_native_step_is_told_and_nothing_is_remarked(monkeypatch):
     assert not any("Decoded by" in line for line in _remarks([case]))
 
 
+def test_every_prediction_is_made_before_the_first_repeat(monkeypatch):
+    events = []
+    foretell, measure = decode.bounds, Span.__call__
+
+    def bounds(*given, **named):
+        events.append("prediction")
+        return foretell(*given, **named)
+
+    def call(span):
+        events.append("repeat")
+        measure(span)
+
+    monkeypatch.setattr(decode, "bounds", bounds)
+    monkeypatch.setattr(Span, "__call__", call)
+    cases(monkeypatch, "--schemes", "int8,fp32", "--batch", "1", "2")
+    assert events == ["prediction"] * 4 + ["repeat"] * 8  # each with its warm-up
+
+
 def test_transformers_takes_turns_with_the_floats_alone_and_no_plan_is_made_for_it(monkeypatch):
     found = cases(monkeypatch, "--schemes", "int8,fp32", "--transformers")
     assert [case.name for case in found] == [

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 from qurl_megatron.bench.performance import PAGE, RESULTS, rendered
@@ -30,6 +31,67 @@ def test_sections_of_one_benchmark_have_headings_of_their_own(tmp_path: Path):
     for page in (rendered(tmp_path), rendered()):
         headings = [line for line in page.splitlines() if line.startswith("## ")]
         assert len(headings) == len(set(headings)) > 1
+
+
+def kept(folder: Path, name: str, benchmark: str, *cases: Case) -> None:
+    Record(
+        benchmark=benchmark,
+        command=f"qurl bench {benchmark}",
+        started="2026-11-22T12:00:00+00:00",
+        environment={"cpu": "some", "cores": 2},
+        cases=list(cases),
+    ).write(folder / f"{name}.json")
+
+
+SPEED = Figure(name="tokens/s", unit="1/s", better="higher", repeats=[1.0])
+
+
+def test_engines_and_decoding_stand_first_and_converters_behind(tmp_path: Path):
+    for name in ("convert", "decode", "loss", "publish", "rollout", "step"):
+        kept(tmp_path, f"{name}_cpu", name, Case(name="ours", keys={}, figures=[SPEED]))
+    found = re.findall(r"results/(\w+)_cpu.json", rendered(tmp_path))
+    assert found == ["rollout", "decode", "step", "publish", "loss", "convert"]
+
+
+def test_loads_of_engines_are_told_apart_by_what_was_set(tmp_path: Path):
+    load = {"model": "h1024", "samples": 4, "clients": "closed", "publish": None}
+    for name, own in (
+        ("rollout_8_cpu", {"prompts": 2}),
+        ("rollout_publish_cpu", {"prompts": 8, "publish": "half"}),
+        ("rollout_rate_cpu", {"prompts": 1, "samples": 1, "clients": "poisson:4"}),
+    ):
+        keys = {**load, **own}
+        kept(tmp_path, name, "rollout", Case(name="embedded int8", keys=keys, figures=[SPEED]))
+    page = rendered(tmp_path)
+    assert "grouped responses: rollout_8_cpu\n" in page
+    assert "Shape h1024, 8 responses to 2 prompts, all at once:" in page
+    assert "Shape h1024, 32 responses to 8 prompts, all at once, new weights at half:" in page
+    assert "Shape h1024, 1 response to 1 prompt, poisson:4:" in page
+
+
+def test_what_an_engine_calls_itself_stands_under_its_table(tmp_path: Path):
+    def engine(name: str, kind: str, **identity: str) -> Case:
+        return Case(name=name, keys={"engine": kind}, figures=[SPEED], notes={"identity": identity})
+
+    kept(
+        tmp_path,
+        "rollout_cpu",
+        "rollout",
+        engine("embedded int8", "embedded", engine="qurl-embedded", version="0.1.0"),
+        engine("sglang int8", "sglang", version="0.5.23", dtype="bfloat16"),
+        engine("http://h:1 int8", "http://h:1", engine="vllm", version="0.32.0", model="m"),
+        engine("http://h:2 int8", "http://h:2", version="0.32.0", model="m"),  # an older record
+    )
+    assert (
+        "- Engines: qurl-embedded 0.1.0 (embedded int8); sglang 0.5.23 (sglang int8); "
+        "vllm 0.32.0 (http://h:1 int8); m, version 0.32.0 (http://h:2 int8).\n"
+    ) in rendered(tmp_path)
+
+
+def test_the_page_says_how_many_repeats_a_baseline_needs():
+    page = rendered()
+    assert "| repeats in each record | 5 | 6 | 7 | 8 | 9 | 10 |" in page
+    assert "| figures compared, at most | 1 | 4 | 17 | 64 | 243 | 923 |" in page
 
 
 def test_a_cell_has_median_spread_share_and_prediction_and_a_star_where_it_cannot_be_compared(

@@ -102,6 +102,19 @@ def test_every_engine_is_measured_in_every_scheme_and_only_sglang_at_several_ran
     ]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--engine", "embedded", "--tensor", "2"),
+        ("--engine", "embedded", "--tensor", "1", "2"),
+        ("--engine", "embedded,sglang", "--tensor", "2"),
+    ],
+)
+def test_a_tensor_size_that_an_embedded_engine_does_not_have_is_refused(words):
+    with pytest.raises(ConfigError, match="--tensor 2 is not for --engine embedded, which is one"):
+        rollout.subjects_of(options(*words))
+
+
 def test_an_engine_at_a_url_has_one_scheme():
     asked = options("--engine", "http://127.0.0.1:1", "--schemes", "bf16,int8")
     with pytest.raises(ConfigError, match="--engine http://127.0.0.1:1 serves one scheme"):
@@ -356,11 +369,12 @@ def test_an_engine_of_openais_protocol_that_changed_says_so():
         version = "0.1"
 
         def get(self, path):
-            models = {"data": [{"id": "m"}]}
+            models = {"data": [{"id": "m", "owned_by": "vllm"}]}
             return models if path == "/v1/models" else {"version": self.version}
 
     server = Server()
     before = _told_by_openai(server)
+    assert before == {"model": "m", "engine": "vllm", "version": "0.1"}
     server.version = "0.2"
     seen = replace(target(), identity=lambda: _told_by_openai(server))
     assert rollout.changed_since(before, seen) == "version was 0.1, is 0.2"

@@ -223,6 +223,18 @@ def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_
     assert case.notes["energy"].startswith("the machine reports no energy: ")
 
 
+def test_the_overlap_of_a_case_is_a_figure_in_percent_that_is_told_and_not_compared():
+    runs = [
+        Usual(seconds=TOOK, engines=4.0, overlap=share, length=3.0, accepted=5.0, joules=None)
+        for share in (0.5, 0.625)
+    ]
+    setting = Setting(name="q", keys={}, own=Own(QUICKSTART, (), GPUS["h100"], node=8))
+    figure = case_of(setting, Repeats(results=runs, yardsticks=[1.0] * 2), Foretold(), "").figure(
+        "overlap"
+    )
+    assert (figure.repeats, figure.unit, figure.better) == ([50.0, 62.5], "%", None)
+
+
 def test_what_follows_from_other_figures_is_not_compared_with_an_older_record():
     usual = Usual(seconds=TOOK, engines=4.0, overlap=0.0, length=3.0, accepted=5.0, joules=10.0)
     own = Own(QUICKSTART, (), GPUS["h100"], node=8)

@@ -513,6 +513,14 @@ It scales up to 8 GPUs, the most that were simulated.
 """  # noqa: E501
 
 
+def test_the_page_tells_what_the_command_prints_for_32b_on_32_256_and_up_to_1024_gpus(capsys):
+    page = (RECIPES.parents[1] / "docs/planning.md").read_text(encoding="utf-8")
+    recipe = RECIPES / "grpo_qwen2.5_32b.toml"
+    for options in (["32"], ["256", "--up-to", "0", "--top", "6"]):
+        code, out, _ = call(capsys, recipe, "--gpu", "h100", "--gpus", *options)
+        assert code == 0 and f"```\n{out}```\n" in page, out
+
+
 def test_the_command_prints_everything_as_json(capsys):
     code, out, _ = call(capsys, SMALL, "--gpus", "4", "--up-to", "0", "--json")
     found = json.loads(out)

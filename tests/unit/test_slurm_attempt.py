@@ -181,10 +181,11 @@ def test_where_ranks_that_were_killed_had_met_is_not_left_in_the_runs_folder(slu
     assert (tmp_path / "seen").read_text() == ""
 
 
-def ends_in(slurm, seconds: float) -> None:
+def ends_in(slurm, seconds: float) -> datetime:
     """The job's time is up then, as Slurm says."""
     end = datetime.now() + timedelta(seconds=seconds)
     slurm("scontrol", f"echo JobId=5 NumNodes=1 EndTime={end.isoformat('T', 'seconds')}")
+    return end
 
 
 def test_a_run_whose_steps_are_long_is_told_before_slurms_signal(slurm, measured_run, capfd):
@@ -204,6 +205,26 @@ def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run,
     assert [one.decision for one in folder.attempts(measured_run)] == ["done"]
     said = capfd.readouterr().out
     assert re.search(r"SIGUSR1 \d+ s before the end; 75 are needed, it goes on", said)
+
+
+def test_engines_that_do_not_leave_in_time_do_not_keep_the_job_from_the_queue(
+    slurm, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "r1")
+    run_dir = submitted(tmp_path / "run")
+    words = ["parallel.data=1", "rollout.engines=1", f"rollout.rendezvous={run_dir}/engines"]
+    cluster = ClusterConfig(job=JobConfig(examine_s=0), node=NodeConfig(gpus=1))
+    folder.write(run_dir, QUICK, [*words, "train.steps=7"], cluster, "")
+    end = ends_in(slurm, 11)
+    told = f"told() {{ {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
+    both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
+    ranks = f"{told}; {both}; kill -USR1 $PPID; while :; do sleep 0.02; done"
+    engines = "trap '' USR1; exec sleep 60"
+    slurm("srun", f'case "$*" in *offer*) {engines};; *) {ranks};; esac')
+    assert attempt(run_dir) == 0
+    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    assert datetime.now() < end
 
 
 def test_a_failed_attempt_is_followed_by_another_in_the_same_job(slurm, tmp_path, capfd):

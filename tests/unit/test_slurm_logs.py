@@ -108,6 +108,20 @@ def test_of_a_heterogeneous_job_the_node_that_was_lost_is_named_not_the_one_that
     assert (cause.first.who, cause.first.kind.name) == ("node train1", "the node is lost")
 
 
+@pytest.mark.parametrize(
+    ("line", "who"),
+    [
+        ("srun: error: Node failure on roll2", "node roll2"),
+        ("srun: error: roll2: task 1: Killed", "rank 1"),
+    ],
+)
+def test_a_rollout_node_that_was_lost_before_is_not_what_ended_a_run_that_went_on(line, who):
+    before = "engines: srun: error: Node failure on train2"
+    cause = first_cause(Evidence(srun=(before, line)))
+    assert cause.first.who == who
+    assert [one.who for one in cause.followed] == ["node train2"]
+
+
 def test_a_rank_that_was_killed_is_the_cause_though_a_rollout_task_was_too():
     lines = ("engines: srun: error: roll1: task 0: Killed", KILLED[1])
     assert first_cause(Evidence(srun=lines)).first.who == "rank 1"

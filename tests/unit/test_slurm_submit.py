@@ -22,6 +22,7 @@ from qurl_megatron.slurm.cluster import (
 from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.slurm.ready import FOLDER, ROOT
 from qurl_megatron.testing.models import tiny_checkpoint
+from qurl_megatron.weights.sums import write_record
 from tests.programs import Programs
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
@@ -34,10 +35,16 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A shared folder with a cluster file."""
+    """A shared folder with a cluster file; the model's lies beside it, and is shared as well."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cluster.toml").write_text(f'[site]\nshared = ["{tmp_path}"]\n')
+    shares(tmp_path, tmp_path.parent)
     return tmp_path
+
+
+def shares(here: Path, *folders: Path) -> None:
+    """Write the cluster file: these are what all nodes see."""
+    listed = json.dumps([str(folder) for folder in folders])
+    (here / "cluster.toml").write_text(f"[site]\nshared = {listed}\n")
 
 
 @pytest.fixture
@@ -84,7 +91,8 @@ def test_a_submitted_run_leaves_all_that_its_job_will_read(here, slurm, model, c
         (
             {"GraceTime": "0", "PreemptMode": "REQUEUE"},
             Pace((10.0,), (5.0,)),
-            "main leaves no time to save; steps since the newest checkpoint are done again",
+            "main leaves no time to save (GraceTime=0): steps since the newest checkpoint are done "
+            "again; lower checkpoint.every, or set job.partition to one that leaves some",
         ),
         (
             {"GraceTime": "60", "PreemptMode": "REQUEUE"},
@@ -109,6 +117,40 @@ def test_what_preemption_would_cost_is_said_before_the_queue(facts, pace, said):
     assert bool(said) == bool(line)
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, []),
+        ({"SlurmdTimeout": "45 sec"}, []),
+        (
+            {"SlurmdTimeout": "300 sec"},
+            [
+                "silent nodes: Slurm gives one up after 300 s (SlurmdTimeout, which the site sets; "
+                "45 or less would end the attempt within a minute), and a run that stands still "
+                "is ended after 1800 (job.hung_s)"
+            ],
+        ),
+        (
+            {"SlurmdTimeout": "0 sec"},
+            [
+                "silent nodes: Slurm gives none up (SlurmdTimeout=0, which the site sets; 45 would "
+                "end the attempt within a minute), and a run that stands still is ended after "
+                "1800 (job.hung_s)"
+            ],
+        ),
+    ],
+)
+def test_when_a_node_that_falls_silent_is_noticed_is_said_before_the_queue(facts, said):
+    assert checks.silent_nodes(JobConfig(), facts) == said
+
+
+def test_a_site_that_does_not_show_its_configuration_is_submitted_to(here, slurm, model):
+    slurm(
+        "scontrol", '[ "$2" = config ] && exit 1; echo PartitionName=main Default=YES GraceTime=60'
+    )
+    assert submit(model, "train.run_dir=run") == 0
+
+
 def test_a_time_limit_that_the_partition_does_not_have_is_refused():
     facts = {"PartitionName": "short", "MaxTime": "04:00:00"}
     with pytest.raises(ConfigError) as error:
@@ -129,7 +171,11 @@ def test_a_chain_is_submitted_at_once(here, slurm, model, capsys):
 def test_a_dry_run_writes_and_submits_nothing(here, slurm, model, capsys):
     assert submit(model, "train.run_dir=run", "--dry-run") == 0
     assert "nothing was submitted" in capsys.readouterr().out
-    assert slurm.called == ["sbatch --test-only", "scontrol --oneliner show partition"]
+    assert slurm.called == [
+        "sbatch --test-only",
+        "scontrol --oneliner show partition",
+        "scontrol show config",
+    ]
     assert not (here / "run").exists()
 
 
@@ -229,7 +275,147 @@ def test_what_would_fail_in_the_first_minute_is_said_at_once(
 def test_a_model_without_weights_is_named(here, slurm, model, capsys):
     shutil.copytree(model, here / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     assert submit(here / "empty", "train.run_dir=run") == 2
-    assert "has no *.safetensors" in capsys.readouterr().err
+    assert f"model.path={here}/empty: {here}/empty has no model.safetensors" in (
+        capsys.readouterr().err
+    )
+
+
+CRITIC = ("algo.advantage=gae", "critic.path={}")
+REFERENCE = ("algo.kl_coef=0.1", "algo.reference={}")
+
+
+def elsewhere(model: Path, here: Path, *words: str) -> tuple[Path, list[str]]:
+    """A copy of the model that nothing but its damage makes unfit, and the words that name it."""
+    copy = here / "other"
+    shutil.copytree(model, copy)
+    return copy, [word.format(copy) for word in words]
+
+
+@pytest.mark.parametrize("words", [("model.path={}",), CRITIC, REFERENCE], ids=lambda w: w[-1])
+def test_every_checkpoint_of_the_recipe_must_have_all_its_weights(
+    words, here, slurm, model, capsys
+):
+    copy, named = elsewhere(model, here, *words)
+    assert submit(model, "train.run_dir=run", *named, "--dry-run") == 0
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    assert submit(model, "train.run_dir=run", *named) == 2
+    said = f"{named[-1]}: {copy}/model.safetensors.index.json names model-2.safetensors, which"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("words", [("model.path={}",), CRITIC, REFERENCE], ids=lambda w: w[-1])
+def test_a_file_of_a_checkpoint_that_cannot_be_read_is_named(
+    words, file, here, slurm, model, capsys
+):
+    copy, named = elsewhere(model, here, *words)
+    (copy / file).unlink()
+    (copy / file).symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+    assert submit(model, "train.run_dir=run", *named) == 2
+    assert f"{named[-1]}: {copy}/{file} cannot be read (Input/output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [CRITIC, REFERENCE], ids=lambda w: w[-1])
+def test_a_critic_or_reference_that_is_not_there_is_named_though_its_shapes_are_known(
+    words, here, slurm, model, capsys
+):
+    named = [word.format("Qwen2.5-14B") for word in words]
+    assert submit(model, "train.run_dir=run", *named) == 2
+    assert f"{named[-1]} does not exist; set it to a checkpoint that is there" in (
+        capsys.readouterr().err
+    )
+
+
+def megatron_checkpoint(model: Path, folder: Path) -> Path:
+    """What of a Megatron checkpoint is looked at before the queue, with a record of its files."""
+    shutil.copytree(model, folder / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in (".metadata", "metadata.json", "__0_0.distcp"):
+        (folder / name).write_text("weights")
+    write_record(folder, {})
+    return folder
+
+
+def test_a_file_that_a_megatron_checkpoint_lacks_is_named(here, slurm, model, capsys):
+    given = megatron_checkpoint(model, here / "megatron")
+    assert submit(given, "train.run_dir=run", "--dry-run") == 0
+    (given / "__0_0.distcp").write_text("weig")
+    assert submit(given, "train.run_dir=run") == 2
+    assert f"model.path={given}: {given}/__0_0.distcp has 4 bytes where 7 were written; copy" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_checkpoint_that_a_run_goes_on_from_must_be_readable(here, slurm, model, capsys):
+    newest = megatron_checkpoint(model, here / "run/checkpoints/step_000003")
+    (newest / "state.json").write_text('{"step": 3}')
+    (newest / "__0_0.distcp").write_text("weig")  # ranks set it aside, and take an older one
+    assert submit(model, "train.run_dir=run", "--dry-run") == 0
+    (newest / "__0_0.distcp").unlink()
+    (newest / "__0_0.distcp").symlink_to("/proc/self/mem")
+    assert submit(model, "train.run_dir=run") == 2
+    assert "train.run_dir=run: run/checkpoints/step_000003/__0_0.distcp cannot be read (Input" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_run_that_goes_on_reads_its_own_critic_and_not_the_recipes(here, slurm, model):
+    newest = megatron_checkpoint(model, here / "run/checkpoints/step_000003")
+    (newest / "state.json").write_text('{"step": 3}')
+    copy, named = elsewhere(model, here, *CRITIC)
+    (copy / "model.safetensors").unlink()
+    assert submit(model, "train.run_dir=run", *named, "--dry-run") == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.path={}/other",),
+        ("algo.advantage=gae", "critic.path={}/other"),
+        ("algo.kl_coef=0.1", "algo.reference={}/other"),
+        ('data.task=""', "data.path={}/prompts.jsonl"),
+        ("data.eval_path={}/prompts.jsonl",),
+        ("rollout.backend=sglang", "rollout.rendezvous=run/engines", "sync.dir={}"),
+    ],
+    ids=lambda words: words[-1],
+)
+def test_what_the_recipe_names_must_lie_where_all_nodes_see_it(
+    words, here, slurm, model, tmp_path_factory, capsys
+):
+    local = tmp_path_factory.mktemp("local")
+    shutil.copytree(model, local / "other")
+    (local / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    shares(here, here, model.parent, local)
+    named = [word.format(local) for word in words]
+    assert submit(model, "train.run_dir=run", *named, "--dry-run") == 0
+    shares(here, here, model)
+    assert submit(model, "train.run_dir=run", *named) == 2
+    assert f"{named[-1]} is {local}" in (said := capsys.readouterr().err)
+    assert "which lies in none of site.shared=" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sync.dir=/dev/shm",),  # on one node its memory will do
+        ("critic.path=/nowhere",),  # no critic is trained
+    ],
+    ids=lambda words: words[-1],
+)
+def test_what_the_job_does_not_read_may_lie_anywhere(words, here, slurm, model):
+    shares(here, here, model)
+    assert submit(model, "train.run_dir=run", *words, "--dry-run") == 0
+
+
+def test_a_working_folder_that_is_not_shared_is_told_of(
+    here, slurm, model, monkeypatch, tmp_path_factory, capsys
+):
+    away = tmp_path_factory.mktemp("away")
+    shares(away, here, model)
+    monkeypatch.chdir(away)
+    assert submit(model, f"train.run_dir={here}/run", "--dry-run") == 0
+    assert f"the working folder, {away}, lies in none of site.shared" in capsys.readouterr().out
 
 
 def test_a_model_of_an_unknown_family_is_named(here, slurm, model, capsys):

@@ -8,7 +8,21 @@ from datetime import datetime
 import psutil
 import pytest
 
-from qurl_megatron.slurm.supervise import Step, Times, beside, end_of, final_code, preempted
+from qurl_megatron.slurm.pace import MARGIN_S
+from qurl_megatron.slurm.supervise import (
+    ENGINES_S,
+    LAST_S,
+    POLL_S,
+    REQUEUE_S,
+    WATCH_S,
+    Step,
+    Times,
+    beside,
+    end_of,
+    final_code,
+    preempted,
+    spare_s,
+)
 from tests.waiting import wait_until
 
 END = 10_000.0
@@ -81,10 +95,31 @@ def test_a_program_ended_by_a_signal_ends_with_128_and_it():
 def test_what_the_engines_srun_says_is_told_from_what_the_ranks_says(tmp_path, capfd):
     line = "srun: error: roll1: task 1: Killed"
     Step(["sh", "-c", f"echo '{line}' >&2"]).wait(10)
-    with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"]):
+    with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"], lambda: 10.0):
         while not (tmp_path / "said").exists():
             time.sleep(0.01)
     assert capfd.readouterr().err == f"{line}\nengines: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("left", "patience"),
+    [(None, ENGINES_S), (600.0, ENGINES_S), (25.0, 25.0 - REQUEUE_S), (5.0, 0.0), (-1.0, 0.0)],
+)
+def test_engines_may_take_no_longer_to_leave_than_leaves_time_to_requeue(left, patience):
+    assert spare_s(left, 0.0) == patience
+
+
+def test_what_follows_on_ranks_that_are_ended_fits_before_the_time_limit():
+    notices = WATCH_S + POLL_S
+    assert notices + REQUEUE_S < LAST_S  # and the engines have what is left of it
+    assert LAST_S < MARGIN_S  # ranks that take what was measured are not ended
+
+
+def test_engines_that_do_not_leave_are_killed_once_their_time_is_over():
+    began = time.monotonic()
+    with beside(["sh", "-c", "trap '' USR1; exec sleep 60"], lambda: 0.1):
+        pass
+    assert time.monotonic() - began < ENGINES_S
 
 
 # ---- a rank's stacks

@@ -129,6 +129,18 @@ def test_mistakes_are_found_before_the_first_run(root, old, new, message):
     assert not (root / "calls.jsonl").exists()
 
 
+def test_overrides_of_the_command_hold_for_every_run_but_where_a_method_says_otherwise(
+    root, capsys
+):
+    given = ("train.steps=7", "quant.uaq_scale=1.25")
+    assert qurl_study(root, mode="dry_run", overrides=given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(CELLS) and all("train.steps=7" in line for line in lines)
+    cells = read_study(root / "study.toml", given).cells
+    assert {cell.steps for cell in cells} == {7}
+    assert [cell.uaq_scale for cell in cells[:2]] == [1.25, 1.5]
+
+
 def test_a_pattern_that_matches_nothing_says_how_cells_are_named(root):
     with pytest.raises(ConfigError, match="named like bf16,none,seed=0"):
         qurl_study(root, only="grpo*")

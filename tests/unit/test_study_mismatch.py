@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from qurl_megatron.algo.objective import OBJECTIVES
+from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.study import mismatch
@@ -58,6 +59,7 @@ def row(scheme: str, family: str, label: str, **measured: float) -> dict:
 
 def hand_made(*rows: dict) -> dict:
     about = {"title": "A model", "steps": 3, "prompts": 4, "responses": 2, "tokens": 32}
+    about["timed"] = None
     return about | MACHINE | {"measured_there": True, "rows": list(rows)}
 
 
@@ -90,12 +92,16 @@ def test_the_tables_of_the_page_are_made_of_the_records():
     assert text == page(text, rendered(kept()))
 
 
-def test_the_page_and_its_study_have_every_objective():
+@pytest.mark.parametrize("study", ["mismatch_quickstart", "mismatch_smollm2"])
+def test_the_page_and_its_studies_have_every_objective_and_a_rejection_at_int8(study):
     text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[0]
-    study = read_study(STUDIES / "mismatch_quickstart.toml")
-    losses = [name for name, method in study.methods.items() if method.family == LOSS]
-    assert sorted(losses) == sorted(OBJECTIVES)
-    assert not [name for name in OBJECTIVES if f"`{name}`" not in text]
+    made = read_study(STUDIES / f"{study}.toml")
+    cells = [cell for cell in made.cells if cell.scheme == "int8"]
+    configs = {cell.method: load(made.recipe, cell.overrides) for cell in cells}
+    for name in OBJECTIVES:  # a method is called like its objective
+        assert configs[name].algo.objective == name and not configs[name].correction.rejects
+        assert f"`{name}`" in text
+    assert configs["rejection"].correction.rejects and "`correction.reject_low`" in text
 
 
 @pytest.mark.parametrize("study", ["mismatch_quickstart", "mismatch_smollm2"])
@@ -173,7 +179,8 @@ def test_corrections_of_the_loss_share_one_row_and_have_their_own_below():
     assert lines[0] == "### A model"
     assert lines[2] == (
         "3 steps of 4 prompts x 2 responses of up to 32 tokens; some CPU, 2 cores; "
-        "[mismatch_x.json](results/mismatch_x.json). – in a whole row: not run."
+        "[mismatch_x.json](results/mismatch_x.json). – in a whole row: not run. Seconds are of the "
+        "same runs, beside which other work may have run."
     )
     assert lines[4:] == [
         "| Rollouts | Setting | KL | Largest ρ | Flips | Update passed | Step, s |",
@@ -197,6 +204,36 @@ def test_one_correction_in_place_of_all_has_its_name_and_no_second_table():
     one = hand_made(*(row(scheme, LOSS, "ACR", kl_mean=0.1) for scheme in ("int8", "fp8")))
     text = rendered({"mismatch_x.json": one})
     assert "| FP8 | Correct the loss: ACR | 0.100 |" in text and "one by one" not in text
+
+
+def timed(root: Path, **seconds: float) -> dict:
+    """What another folder of the study tells: as many steps as it likes, and only their seconds."""
+    recipe = {"train": {"steps": 9}}
+    groups = {f"{name},int8": {"step_seconds": {"mean": s}} for name, s in seconds.items()}
+    told = {"name": "study", "recipe": recipe, "groups": groups}
+    return told | {"environment": MACHINE | {"load_before": 0.04}}
+
+
+def test_seconds_of_a_step_are_those_of_runs_made_alone_where_there_are_some(root):
+    measure(root, "tis,int8,seed=0", 0.1)
+    measure(root, "acr,int8,seed=0", 0.2)
+    study = read_study(root / "study.toml")
+    told = to_json(study, read_results(study, root / "out"))
+    made = record(told | {"environment": MACHINE}, ELSEWHERE, timed(root, tis=0.5, acr=0.75))
+    found = {one["label"]: one for one in made["rows"] if one["runs"]}
+    assert [found[label]["step_seconds"] for label in ("TIS", "ACR")] == [0.5, 0.75]
+    assert [found[label]["kl_mean"] for label in ("TIS", "ACR")] == [0.2, 0.4]
+    assert (
+        "Seconds are of runs of 9 steps made one after another, alone (some CPU, 2 cores; load of "
+        "0.04 before)."
+    ) in rendered({"mismatch_x.json": made})
+
+    with pytest.raises(ConfigError) as error:
+        record(told, ELSEWHERE, timed(root, tis=0.5))
+    assert str(error.value) == (
+        "--times: no run of acr,int8 is done among those of study; run them all, with qurl study, "
+        "or leave --times out"
+    )
 
 
 def test_a_study_that_names_no_machine_is_not_said_to_have_run_on_this_one(root):
@@ -229,6 +266,15 @@ def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, 
     assert text.endswith(f"\n{END}\nMore words\n") and "old" not in text
     assert json.loads((tmp_path / "mismatch_tiny.json").read_text())["rows"] == []
     assert text == page(text, rendered(kept()))
+
+    alone = tmp_path / "runs/alone"
+    alone.mkdir()
+    (alone / "study.json").write_text(json.dumps(told | {"study": "Alone"}))
+    assert mismatch.main([str(out), "--times", str(alone)]) == 0
+    assert "### Tiny\n" in (tmp_path / "mismatch.md").read_text()
+    assert json.loads((tmp_path / "mismatch_tiny.json").read_text())["timed"]["steps"] == 3
+    assert mismatch.main(["--times", str(alone)]) == 2
+    assert "--times has seconds of mismatch_tiny; name" in capsys.readouterr().err
 
     (tmp_path / "mismatch.md").write_text("# Words\n")
     assert mismatch.main([]) == 2

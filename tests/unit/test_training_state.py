@@ -9,9 +9,9 @@ import pytest
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.training.finite import Growth
+from qurl_megatron.training.sources import sources
 from qurl_megatron.training.start import _already_done
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, claim, folders, latest
-from qurl_megatron.training.whole import sources
 from tests.disks import fill, small_disk
 from tests.unit.test_damaged_files import RECIPE_TEXT
 

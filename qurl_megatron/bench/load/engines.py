@@ -153,7 +153,10 @@ def _told(client: EngineClient) -> dict[str, object]:
 
 
 def _told_by_openai(client: EngineClient) -> dict[str, object]:
-    told: dict[str, object] = {"model": client.get("/v1/models")["data"][0]["id"]}
+    model = client.get("/v1/models")["data"][0]
+    told: dict[str, object] = {"model": model["id"]}
+    if "owned_by" in model:  # "vllm", "sglang": the model's owner is who serves it
+        told["engine"] = model["owned_by"]
     with contextlib.suppress(EngineError):  # vLLM tells it, others need not
         told["version"] = client.get("/version").get("version")
     return told

@@ -48,9 +48,8 @@ def case_of(
         )
 
     names = [name for name in ("step", *PHASES) if name in runs.results[0].seconds]
-    shares = [run.overlap for run in runs.results]
+    overlap = only_told("overlap", "%", [100 * run.overlap for run in runs.results])
     notes = {
-        "overlap": round(statistics.median(shares), 3),
         "accepted": round(statistics.fmean(run.accepted for run in runs.results), 1),
         "energy": next((f"no joules: {r.no_joules}" for r in runs.results if r.no_joules), energy),
     }
@@ -61,7 +60,7 @@ def case_of(
     return Case(
         name=setting.name,
         keys=setting.keys,
-        figures=[*map(phase, names), *_costs(setting.own, runs.results)],
+        figures=[*map(phase, names), overlap, *_costs(setting.own, runs.results)],
         yardsticks=runs.yardsticks,
         reasons=runs.reasons,
         notes={name: note for name, note in notes.items() if note != ""},
