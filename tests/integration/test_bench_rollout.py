@@ -24,17 +24,17 @@ NOISE = {"another load", "client-bound"}  # of a machine that has other work to 
 
 
 def test_an_engine_that_it_starts_is_published_to_in_the_middle_of_its_load(tmp_path):
-    # So long that the first publications are over long before it ends, on any machine; the last
-    # one may still come too late for a token.
-    long = ["--mean", "40", "--max", "200"]
-    words = [*long, "--schemes", "int8", "--repeats", "2", "--publish-every", "40tokens"]
+    # Some 50 times as long as a publication, so that the first ones are over before the load ends
+    # even on a machine with other work; the last one may still come too late for a token.
+    long = ["--mean", "600", "--max", "2400"]
+    words = [*long, "--schemes", "int8", "--repeats", "2", "--publish-every", "600tokens"]
     command = [*QURL, "bench", "rollout", *LOAD, *words, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
     (case,) = read(tmp_path / "rollout.json").cases
     assert set(case.reasons) <= NOISE
-    assert case.keys["tokens"] == 6 * 40
+    assert case.keys["tokens"] == 6 * 600
     assert case.figure("paused to publish").median > 0
     assert case.figure("first valid token").median > 0
     assert case.figure("preemptions").median == 0  # a publication's are not counted

@@ -93,6 +93,17 @@ def submitted(run_dir: Path, **job) -> Path:
     return run_dir
 
 
+def of_two_components(tmp_path: Path, monkeypatch, rollout: list[str], **job) -> Path:
+    """A heterogeneous job that trains on node t1 and has an engine on each of ``rollout``."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", ",".join(rollout))
+    run_dir = tmp_path / "run"
+    engines = [f"rollout.engines={len(rollout)}", f"rollout.rendezvous={run_dir}/engines"]
+    cluster = ClusterConfig(job=JobConfig(**job), node=NodeConfig(gpus=1))
+    folder.write(run_dir, QUICK, ["train.steps=7", "parallel.data=1", *engines], cluster, "")
+    return run_dir
+
+
 def saves(run_dir: Path, step: int) -> str:
     """Shell lines that leave a checkpoint."""
     checkpoint = f"{run_dir}/checkpoints/step_{step:06d}"
@@ -210,12 +221,7 @@ def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run,
 def test_engines_that_do_not_leave_in_time_do_not_keep_the_job_from_the_queue(
     slurm, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "r1")
-    run_dir = submitted(tmp_path / "run")
-    words = ["parallel.data=1", "rollout.engines=1", f"rollout.rendezvous={run_dir}/engines"]
-    cluster = ClusterConfig(job=JobConfig(examine_s=0), node=NodeConfig(gpus=1))
-    folder.write(run_dir, QUICK, [*words, "train.steps=7"], cluster, "")
+    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=0)
     end = ends_in(slurm, 11)
     told = f"told() {{ {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
     both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
@@ -476,12 +482,7 @@ def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(slurm, tmp_path, m
 def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
     slurm, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "r1")
-    run_dir = submitted(tmp_path / "run")
-    words = ["parallel.data=1", "rollout.engines=1", f"rollout.rendezvous={run_dir}/engines"]
-    cluster = ClusterConfig(job=JobConfig(examine_s=1), node=NodeConfig(gpus=1))
-    folder.write(run_dir, QUICK, [*words, "train.steps=7"], cluster, "")
+    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=1)
     slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
     slurm("sbatch", "echo it would start")
     slurm("srun", "exec sleep 60")
@@ -496,13 +497,7 @@ def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
 def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
     slurm, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "r1,r2")
-    run_dir = submitted(tmp_path / "run")
-    rendezvous = f"rollout.rendezvous={run_dir}/engines"
-    cluster = ClusterConfig(job=JobConfig(examine_s=1), node=NodeConfig(gpus=1))
-    words = ["parallel.data=1", "rollout.engines=2", rendezvous, "train.steps=7"]
-    folder.write(run_dir, QUICK, words, cluster, "")
+    run_dir = of_two_components(tmp_path, monkeypatch, ["r1", "r2"], examine_s=1)
     bad = {"r2": "its GPU is slow"}
     monkeypatch.setattr(examination, "judge", lambda reports, wanted: bad)
     slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
