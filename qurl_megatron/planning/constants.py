@@ -210,7 +210,7 @@ class Constants:
     publish_over: float = _constant(
         2.0,
         "times this model",
-        "docs/performance-notes.md: 1.7 to 3.3 on CPUs; --measured: likewise, its publications",
+        "docs/performance-notes.md: 1.9 to 3.0 on CPUs; --measured: likewise, its publications",
     )
     mean_response: float = _constant(
         0.3, "share of rollout.max_new_tokens", "estimate; --mean-tokens says better"
@@ -247,17 +247,17 @@ _IN_ONE_CALL = f"{_DECODED}: INT8 steps in one native call"
 
 CPU_SAYS: dict[str, tuple[float, str]] = {
     "gemm": (
-        0.52,
+        0.54,
         f"{_STEPS}, scores and updates by layout: small passes, norms and SwiGLU",
     ),
     "attention": (0.2, "docs/performance-notes.md: 3 to 5 % of a training rank's time"),
     "layer_launch": (
-        1.7e-3,
+        1.1e-3,
         f"{_STEPS}: scores and updates; 50 to 70 operators, more for each prompt shared",
     ),
     "launch_overlap": (0.0, "operators run one after the other"),
     "training_latency": (
-        2.8e-3,
+        2.4e-3,
         f"{_STEPS}, TP2: gloo over the loopback, ranks waiting for a core",
     ),
     "decode_latency": (0.5e-3, "estimate: gloo over the loopback, among an engine's ranks"),
@@ -268,7 +268,7 @@ CPU_SAYS: dict[str, tuple[float, str]] = {
     "decode_step": (0.66e-3, _BY_TORCH),
     "decode_row": (22e-6, _BY_TORCH),
     "request": (
-        0.26e-3,
+        0.21e-3,
         f"{_STEPS}: what rollouts took beside their steps, HTTP and JSON",
     ),
 }
