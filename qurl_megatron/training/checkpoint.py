@@ -268,12 +268,24 @@ def _is_fp8_state(name: str) -> bool:
     return name.endswith("_extra_state")
 
 
+_GIVEN = ("max_lr", "min_lr", "betas", "eps")
+"""What the optimizer saves of itself, and the recipe says all the same; the schedule, which follows
+the recipe too, computes the rest from these."""
+
+
 def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     fp8 = {name: nothing for name in trained.gpt.state_dict() if _is_fp8_state(name)}
     trained.gpt.load_state_dict({**loaded["model"], **fp8})
+    groups = [
+        {key: group[key] for key in _GIVEN if key in group}
+        for group in trained.optimizer.param_groups
+    ]
     trained.optimizer.load_state_dict(loaded["optimizer"])
+    for group, given in zip(trained.optimizer.param_groups, groups, strict=True):
+        group.update(given)
     _unshare_adam_step(trained.optimizer)
+    trained.scheduler.num_steps = 0  # what is loaded is added to it
     trained.scheduler.load_state_dict(loaded["scheduler"])
     trained.weights_changed()
 

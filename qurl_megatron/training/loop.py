@@ -44,7 +44,7 @@ from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.sources import sources
-from qurl_megatron.training.state import TrainState, claim, tell_done
+from qurl_megatron.training.state import TrainState, after, claim, tell_done
 from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
 from qurl_megatron.training.whole import refuse_damaged_together
 
@@ -61,17 +61,19 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
     if config.sync.transport == "group":
         settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
-        lock = claim(run_dir, config) if ranks.leads else nullcontext()
+        claimed = claim(run_dir, config) if ranks.leads else None
         newest = newest_whole(run_dir, ranks)
         if newest and newest[1].step >= config.train.steps:
             if ranks.leads:
                 tell_done(run_dir, newest[1])
             return True
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
+        if ranks.leads:
+            print(f"loading {config.model.path if newest is None else newest[0]}", flush=True)
         policy = Policy.build(
             config.model,
             config.parallel,
-            config.optimizer,
+            config.policy_optimizer,
             ranks,
             uaq_scale=config.quant.uaq_scale,
             reference=Reference(config.algo.reference, config.algo.reference_memory)
@@ -80,11 +82,15 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             align=alignment(config, ranks.device),
         )
         critic = (
-            Critic.build(config.model, config.parallel, config.critic, config.optimizer, ranks)
+            Critic.build(
+                config.model, config.parallel, config.critic, config.critic_optimizer, ranks
+            )
             if config.algo.advantage == "gae"
             else None
         )
         state = _resume(newest, policy, critic)
+        if claimed:
+            state = after(claimed.changes, state)
         scheme = state.scheme(config.quant.scheme)
         if scheme == "none":
             policy.unalign()
@@ -96,10 +102,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             print(f"train.share_prefix does not apply here: {why}", flush=True)
         norm = _sound(policy, critic)
         _make_room()
-        with (
-            lock,
-            Lead(config, run_dir, stop, state, norm) if ranks.leads else nullcontext() as lead,
-        ):
+        with Lead(config, claimed, stop, state, norm) if claimed else nullcontext() as lead:
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
                 policy,
@@ -245,7 +248,8 @@ def _step(
 
 def _end(parts: _Parts, state: TrainState, saved: int | None, failure: Exception | None) -> None:
     """Save what is not saved yet, and raise what ended the run, unless a person did."""
-    if saved != state.step:
+    # A run without a step is left as it was: it begins anew, with whatever settings it likes.
+    if saved != state.step and (state.step or not parts.config.train.steps):
         try:
             parts.save(state)
         except ConfigError as error:
@@ -256,7 +260,8 @@ def _end(parts: _Parts, state: TrainState, saved: int | None, failure: Exception
     if lead and isinstance(failure, Collapse):
         lead.finish(state)  # the report says more than one sentence
     if failure is not None and not isinstance(failure, Interrupted):
-        raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
+        saved = f"step {state.step} is saved, start again to go on from it"
+        raise type(failure)(f"{failure}; {saved if state.step else 'no step was done'}")
 
 
 def _improved(
