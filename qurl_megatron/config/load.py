@@ -37,6 +37,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_step()
+        self._check_reference()
         self._check_schedule()
         self._check_engines()
         self._check_codes()
@@ -81,10 +82,15 @@ class RunConfig:
             "algo.bypass skips the policy's own log-probs, which are needed by "
             f"{', '.join(read_by)}; leave it out, or change these",
         )
-        require(
-            self.algo.kl_coef > 0 or not self.algo.reference,
-            "algo.reference names a checkpoint, but algo.kl_coef is 0; set both or neither",
-        )
+
+    def _check_reference(self) -> None:
+        """A reference that nothing is held against."""
+        for key in ("reference", "reference_every"):
+            require(
+                self.algo.kl_coef > 0 or not getattr(self.algo, key),
+                f"algo.{key}={getattr(self.algo, key)} needs a penalty, but algo.kl_coef is 0; set "
+                "both or neither",
+            )
 
     def _check_schedule(self) -> None:
         """Learning rates that fall have updates left to fall in."""

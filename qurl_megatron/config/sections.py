@@ -273,6 +273,10 @@ class AlgoConfig:
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
 
+    reference_every: int = 0
+    """Steps after which the reference becomes the actor as it is then, again and again; 0: never.
+    Checkpoints hold it then, 2 bytes a parameter in BF16."""
+
     reference_memory: Literal["device", "host"] = "device"
     """Where the reference weights wait until they are swapped in."""
 
@@ -326,6 +330,10 @@ class AlgoConfig:
         )
         require(
             self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
+        )
+        require(
+            self.reference_every >= 0,
+            f"algo.reference_every must be 0 or more, got {self.reference_every}",
         )
         require(
             self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}"

@@ -216,6 +216,8 @@ def _step(
     if config.rollout.colocate:
         _make_room()  # for engines that take their memory back, or are started anew
     state = replace(state, step=step)
+    if config.algo.reference_every and step % config.algo.reference_every == 0:
+        parts.policy.move_reference()
 
     judged = values(merge([measured, rollout.metrics]))
     state, noted, failure = _guarded(lead, publisher, state, judged, timer)
@@ -249,7 +251,8 @@ def _step(
 def _end(parts: _Parts, state: TrainState, saved: int | None, failure: Exception | None) -> None:
     """Save what is not saved yet, and raise what ended the run, unless a person did."""
     # A run without a step is left as it was: it begins anew, with whatever settings it likes.
-    if saved != state.step and (state.step or not parts.config.train.steps):
+    done = not parts.config.train.steps and failure is None
+    if saved != state.step and (state.step or done):
         try:
             parts.save(state)
         except ConfigError as error:
@@ -260,8 +263,21 @@ def _end(parts: _Parts, state: TrainState, saved: int | None, failure: Exception
     if lead and isinstance(failure, Collapse):
         lead.finish(state)  # the report says more than one sentence
     if failure is not None and not isinstance(failure, Interrupted):
-        saved = f"step {state.step} is saved, start again to go on from it"
-        raise type(failure)(f"{failure}; {saved if state.step else 'no step was done'}")
+        raise _ending(failure, state.step)
+
+
+def _ending(failure: Exception, step: int) -> Exception:
+    """What ended the run, and what to do; a request that engines refuse is a mistake in the input.
+
+    Args:
+        step: the newest that is saved; 0: none.
+    """
+    refused = isinstance(failure, EngineError) and failure.ours
+    then = "start again to go on from it"
+    if refused:
+        then = "change what the engines refuse before you start again"
+    saved = f"step {step} is saved, {then}" if step else "no step was done"
+    return (ConfigError if refused else type(failure))(f"{failure}; {saved}")
 
 
 def _improved(

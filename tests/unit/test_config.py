@@ -170,3 +170,10 @@ def test_a_warm_up_as_long_as_the_schedule_is_refused(recipe):
     load(recipe, ["train.steps=5", "optimizer.warmup_steps=10"])  # constant behind it
     with pytest.raises(ConfigError, match="critic.warmup_steps=10 must be below the 10 updates"):
         load(recipe, [*run, "algo.advantage=gae", "critic.warmup_steps=10"])
+
+
+@pytest.mark.parametrize("key", ["reference=ref", "reference_every=5"])
+def test_a_reference_without_a_penalty_is_refused(recipe, key):
+    load(recipe, [f"algo.{key}", "algo.kl_coef=0.1"])
+    with pytest.raises(ConfigError, match=rf"algo.{key} needs a penalty, but algo.kl_coef is 0"):
+        load(recipe, [f"algo.{key}"])

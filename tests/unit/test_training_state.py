@@ -10,8 +10,10 @@ import pytest
 
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.lead import _stopped
+from qurl_megatron.training.loop import _ending
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.start import _already_done, _missing
 from qurl_megatron.training.state import (
@@ -235,3 +237,18 @@ def test_who_stops_a_run_is_told_what_is_saved_and_how_it_goes_on():
     assert _stopped(by_job, 0, 60) == (
         "stopped by SIGTERM before its first step was done: nothing is saved"
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "kind", "then"),
+    [
+        (None, 3, EngineError, "step 3 is saved, start again to go on from it"),
+        (400, 3, ConfigError, "step 3 is saved, change what the engines refuse before you start"),
+        (400, 0, ConfigError, "no step was done"),
+        (503, 0, EngineError, "no step was done"),
+    ],
+)
+def test_who_asked_for_what_cannot_be_is_not_told_to_start_again(status, step, kind, then):
+    error = _ending(EngineError("7 + 100000 tokens > 1024", status=status), step)
+    assert type(error) is kind
+    assert str(error).startswith(f"7 + 100000 tokens > 1024; {then}")
