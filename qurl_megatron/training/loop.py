@@ -301,10 +301,7 @@ def _improved(
     except NotFinite as error:
         mend = "start again with a smaller optimizer.lr"
         if saved is not None:
-            mend = (
-                f"step {saved} is the newest checkpoint: model.path={config.train.run_dir} with a "
-                "smaller optimizer.lr and another train.run_dir begins with its weights"
-            )
+            mend += f", to go on from step {saved}"
         raise Collapse(
             f"step {step} broke the policy: {error}; nothing of it is published or saved; {mend}"
         ) from error
