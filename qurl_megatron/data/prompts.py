@@ -91,7 +91,7 @@ class PromptStream:
             prompt = self._prompt(question, 0)
             if prompt is not None and len(prompt.input_ids) > limit:
                 raise ConfigError(
-                    f"the prompt {question.text:.40!r} has {len(prompt.input_ids)} tokens, and the "
+                    f"prompt {question.text[:40]!r} has {len(prompt.input_ids)} tokens, and the "
                     f"model has room for {limit} beside a response of rollout.max_new_tokens; set "
                     f"data.max_prompt_tokens={limit} to leave such prompts out, or lower "
                     "rollout.max_new_tokens"

@@ -103,7 +103,7 @@ def test_held_out_prompts_are_the_same_whenever_they_are_asked_for(make):
 def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_it_comes(make):
     stream = make(5, max_prompt_tokens=5)
     stream.refuse_longer(5)
-    message = r"the prompt 'dddd' has 4 tokens.*room for 3 .*data.max_prompt_tokens=3 to leave such"
+    message = r"prompt 'dddd' has 4 tokens.*room for 3 .*data.max_prompt_tokens=3 to leave such"
     with pytest.raises(ConfigError, match=message):
         stream.refuse_longer(3)
     make(5, max_prompt_tokens=3).refuse_longer(3)  # longer ones are dropped, as ever
