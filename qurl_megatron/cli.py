@@ -7,13 +7,14 @@ import warnings
 from pathlib import Path
 
 from qurl_megatron import __version__
+from qurl_megatron.config.arguments import parse
 from qurl_megatron.errors import ConfigError
 
 SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = parse(_parser(), argv)
     try:
         return arguments.run(arguments)
     except ConfigError as error:
@@ -27,10 +28,12 @@ def train(arguments: argparse.Namespace) -> int:
     """Train a policy with quantized rollouts; resumes where the run directory left off."""
     from qurl_megatron.config import load
 
-    config = load(arguments.recipe, arguments.overrides)
+    # What changes in a fork names no folder: the run to fork is the recipe's, or train.run_dir.
+    named_by = None if arguments.fork is None else ()
+    config = load(arguments.recipe, arguments.overrides, named_by=named_by)
     from qurl_megatron.training.start import start
 
-    return start(config)
+    return start(config, arguments.fork)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -201,6 +204,17 @@ def _recipe_options(command: argparse.ArgumentParser, nargs: str | None = None) 
     )
 
 
+def _train_options(command: argparse.ArgumentParser) -> None:
+    _recipe_options(command)
+    command.add_argument(
+        "--fork",
+        type=Path,
+        metavar="NEW_RUN_DIR",
+        help="go on there from the newest checkpoint of the recipe's run, with settings that may "
+        "not change in the run itself",
+    )
+
+
 def _show_options(command: argparse.ArgumentParser) -> None:
     _recipe_options(command, nargs="?")
     command.add_argument(
@@ -326,7 +340,7 @@ def _slurm_options(command: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "train": (train, _recipe_options),
+    "train": (train, _train_options),
     "show": (show, _show_options),
     "report": (report, _report_options),
     "plan": (plan, _plan_options),

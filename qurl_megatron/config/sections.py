@@ -1,13 +1,20 @@
 """One frozen dataclass per section of a recipe; a component receives its own section and no other.
 
+``on_resume`` says what its keys may do where a run goes on (``config.resume``).
 A section checks what it can check alone. Checks that need two sections live in ``RunConfig``,
 checks that need the model's own ``config.json`` in ``weights.arch``.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Literal
 
 from qurl_megatron.errors import ConfigError
+
+OnResume = Literal["change", "fork", "never"]
+"""What a key may do where a run goes on from its checkpoint: change, and the report says so; change
+in a fork of the run alone; or neither, as the checkpoint's tensors have its value in them."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -16,6 +23,33 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def on_resume(
+    rule: OnResume,
+    *,
+    change: tuple[str, ...] = (),
+    fork: tuple[str, ...] = (),
+    never: tuple[str, ...] = (),
+) -> Callable[[type], type]:
+    """Write into the metadata of a section's fields what they may do on resume.
+
+    Args:
+        rule: of all fields but the ones named behind it.
+    """
+    exceptions = {name: "change" for name in change}
+    exceptions |= {name: "fork" for name in fork} | {name: "never" for name in never}
+
+    def mark(section: type) -> type:
+        known = {f.name for f in fields(section)}
+        assert exceptions.keys() <= known, f"{section.__name__} lacks {exceptions.keys() - known}"
+        for f in fields(section):
+            marked = {**f.metadata, "on_resume": exceptions.get(f.name, rule)}
+            f.metadata = MappingProxyType(marked)
+        return section
+
+    return mark
+
+
+@on_resume("fork", change=("recompute",), never=("dtype",))
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which policy is trained."""
@@ -46,6 +80,7 @@ class ModelConfig:
         )
 
 
+@on_resume("change")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks share one copy of the model; the rest of the ranks are data-parallel."""
@@ -75,15 +110,27 @@ class ParallelConfig:
         return self.tensor * self.pipeline * self.context * self.data
 
 
+@on_resume("change", never=("distributed",))
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW on the FP32 master weights."""
 
     lr: float = 1e-6
-    """Learning rate after warm-up; constant from there on."""
+    """Learning rate after warm-up."""
 
     warmup_steps: int = 0
     """Optimizer updates over which the learning rate rises linearly from 0."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up: stays, or falls in a line or half a cosine. The
+    critic's does the same with critic.lr and critic.warmup_steps."""
+
+    decay_steps: int = 0
+    """Optimizer updates, warm-up included, at whose end the learning rate has fallen; 0: those of
+    all train.steps, so that more steps make another schedule."""
+
+    decay_to: float = 0.0
+    """Share of the learning rate that it falls to, and stays at."""
 
     weight_decay: float = 0.0
     """Decoupled weight decay; norms and biases are exempt."""
@@ -103,13 +150,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}")
+        for key in ("warmup_steps", "decay_steps"):
+            value = getattr(self, key)
+            require(value >= 0, f"optimizer.{key} must be 0 or more, got {value}")
         require(
-            self.warmup_steps >= 0,
-            f"optimizer.warmup_steps must be 0 or more, got {self.warmup_steps}",
+            0 <= self.decay_to <= 1, f"optimizer.decay_to must lie in [0, 1], got {self.decay_to}"
         )
         require(self.clip_grad > 0, f"optimizer.clip_grad must be positive, got {self.clip_grad}")
 
 
+@on_resume("fork", change=("diagnostics_every",), never=("uaq_scale",))
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """How rollout weights are quantized before they are sent to the fleet."""
@@ -139,6 +189,7 @@ class QuantConfig:
         )
 
 
+@on_resume("fork", change=("reference_memory",))
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
     """The objective: which ratio is clipped where, and what is averaged over what.
@@ -222,6 +273,10 @@ class AlgoConfig:
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
 
+    reference_every: int = 0
+    """Steps after which the reference becomes the actor as it is then, again and again; 0: never.
+    Checkpoints hold it then, 2 bytes a parameter in BF16."""
+
     reference_memory: Literal["device", "host"] = "device"
     """Where the reference weights wait until they are swapped in."""
 
@@ -277,11 +332,16 @@ class AlgoConfig:
             self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
         )
         require(
+            self.reference_every >= 0,
+            f"algo.reference_every must be 0 or more, got {self.reference_every}",
+        )
+        require(
             self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}"
         )
         require(self.epochs >= 1, f"algo.epochs must be 1 or more, got {self.epochs}")
 
 
+@on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """Off-policy correction beside algo.objective: how rho is formed, and what is dropped."""
@@ -326,6 +386,7 @@ class CorrectionConfig:
         return bool(self.reject_low or self.reject_high or self.veto)
 
 
+@on_resume("fork", change=("lr", "warmup_steps"))
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The value model of algo.advantage=gae: the policy's shape with one output, its own
@@ -350,6 +411,7 @@ class CriticConfig:
             require(value >= 0, f"critic.{key} must be 0 or more, got {value}")
 
 
+@on_resume("change")
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """What counts as a collapse, and what is done about it. A threshold of 0 is not watched."""
@@ -377,6 +439,10 @@ class GuardConfig:
         require(self.patience >= 1, f"guard.patience must be 1 or more, got {self.patience}")
 
 
+@on_resume(
+    "change",
+    fork=("backend", "samples_per_prompt", "max_new_tokens", "temperature", "max_staleness"),
+)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How responses are generated, and by which engines."""
@@ -531,6 +597,7 @@ class RolloutConfig:
         return self.health_timeout_s or (300.0 if kind == "sglang" else 60.0)
 
 
+@on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
@@ -573,6 +640,7 @@ class DataConfig:
         require(self.task_size >= 1, f"data.task_size must be 1 or more, got {self.task_size}")
 
 
+@on_resume("change", fork=("kind",))
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """How a response is scored: 1.0 for the right answer, else 0.0."""
@@ -604,6 +672,7 @@ class RewardConfig:
         require(self.timeout_s > 0, f"reward.timeout_s must be positive, got {self.timeout_s}")
 
 
+@on_resume("change", fork=("align", "seed"))
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length and shape of the run."""
@@ -666,6 +735,7 @@ class TrainConfig:
         require(self.max_tokens >= 0, f"train.max_tokens must be 0 or more, got {self.max_tokens}")
 
 
+@on_resume("change")
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the training state is saved; a run always resumes from the newest whole checkpoint.
@@ -685,6 +755,7 @@ class CheckpointConfig:
         require(self.keep >= 1, f"checkpoint.keep must be 1 or more, got {self.keep}")
 
 
+@on_resume("change")
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """How a new weight version reaches the engines."""
@@ -727,6 +798,7 @@ class SyncConfig:
         require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
 
 
+@on_resume("change")
 @dataclass(frozen=True, kw_only=True)
 class WarmstartConfig:
     """A small model made on the spot, for machines that have no checkpoint at hand.

@@ -74,6 +74,29 @@ class PromptStream:
             raise self._all_too_long()
         return kept
 
+    def refuse_longer(self, limit: int, held_out: int = 0) -> None:
+        """Look at all prompts, where data.max_prompt_tokens lets some pass that are too long.
+
+        Args:
+            limit: tokens of a prompt that leave room for its response.
+            held_out: how many prompts an evaluation asks.
+
+        Raises:
+            ConfigError: one is longer, and is not dropped either.
+        """
+        if self.config.max_prompt_tokens <= limit:
+            return
+        asked = held_out_questions(self.config, held_out) if held_out else []
+        for question in (*self.questions, *asked):
+            prompt = self._prompt(question, 0)
+            if prompt is not None and len(prompt.input_ids) > limit:
+                raise ConfigError(
+                    f"prompt {question.text[:40]!r} has {len(prompt.input_ids)} tokens, and the "
+                    f"model has room for {limit} beside a response of rollout.max_new_tokens; set "
+                    f"data.max_prompt_tokens={limit} to leave such prompts out, or lower "
+                    "rollout.max_new_tokens"
+                )
+
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands; JSON can hold it."""
         return {

@@ -204,7 +204,7 @@ def _rollout_speed(history: History) -> float | None:
 def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
     """(step, time of day, what happened)."""
     alarms = ("guard", "sampling", "weights", "rollout", "reward")
-    lanes = {"fleet": "", **{lane: f"{lane}: " for lane in alarms}}
+    lanes = {"fleet": "", "run": "", **{lane: f"{lane}: " for lane in alarms}}
     return [
         (
             span.step,

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +35,11 @@ from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
+from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
-from qurl_megatron.training.state import TrainState
+from qurl_megatron.training.state import Claim, TrainState
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
@@ -63,18 +65,19 @@ class Lead:
     def __init__(
         self,
         config: RunConfig,
-        run_dir: Path,
+        claimed: Claim,
         stop: StopRequest,
         state: TrainState,
         weight_norm: float,
     ) -> None:
         """
         Args:
+            claimed: the run's directory, given back on leaving.
             state: what the run goes on from; what metrics.jsonl says of later steps is dropped.
             weight_norm: of the weights it goes on with.
         """
         self.config = config
-        self.run_dir = run_dir
+        self.claimed, self.run_dir = claimed, claimed.run_dir
         self.stop = stop
         self.start_step = state.step
         self.unquantized_since = state.unquantized_since
@@ -84,6 +87,10 @@ class Lead:
         self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.tokenizer = Tokenizer(description_of(config.model.path))
         self.prompts = PromptStream(config.data, self.tokenizer, seed=config.train.seed)
+        arch = read_arch(read_config(description_of(config.model.path)))
+        self._vocabulary, longest = arch.vocab, longest_prompt(config.rollout, arch)
+        if longest is not None:
+            self.prompts.refuse_longer(longest, config.train.eval_prompts)
         if state.cursor:
             self.prompts.load_state_dict(state.cursor)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
@@ -93,6 +100,8 @@ class Lead:
     def __enter__(self) -> "Lead":
         config = self.config
         with ExitStack() as stack:
+            stack.enter_context(self.claimed)
+            print(self._engines_to_come(), flush=True)
             self.fleet = stack.enter_context(
                 Fleet(
                     config.rollout,
@@ -103,7 +112,7 @@ class Lead:
                     scheme=self.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",
-                    vocabulary=read_arch(read_config(description_of(config.model.path))).vocab,
+                    vocabulary=self._vocabulary,
                     owner=Owner.of(self.run_dir),
                     trainer_ranks=ranks_here(os.environ),
                 )
@@ -128,6 +137,13 @@ class Lead:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    def _engines_to_come(self) -> str:
+        rollout = self.config.rollout
+        if where := rollout.rendezvous or ", ".join(rollout.urls):
+            return f"looking for engines at {where}"
+        engines = how_many(rollout.engines, f"{rollout.backend} engine")
+        return f"starting {engines}; logs are in {self.run_dir / 'logs'}"
+
     def _open_logs(self, stack: ExitStack) -> None:
         resume = self.start_step + 1 if self.start_step else 0
         path = self.run_dir / "metrics.jsonl"
@@ -146,6 +162,11 @@ class Lead:
             )
         self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
         stack.callback(self.timeline.close)
+        if self.claimed.changes:
+            told = f"settings changed: {', '.join(one.told for one in self.claimed.changes)}"
+            self.timeline.event("run", told, self.start_step)
+            print(told, flush=True)
+            self.claimed.keep_recipe()
 
     @property
     def refused(self) -> ConfigError | None:
@@ -176,6 +197,7 @@ class Lead:
             end = now()
             self.timeline.add(Span("trainer", phase, step, end - seconds, end))
 
+        self.progress.begin()
         return Timer(self.progress.phase, record=record)
 
     def published(self, version: int) -> None:
@@ -369,6 +391,8 @@ class Lead:
 
         self.progress.close()
         print(state.summary())
+        if self.stop and state.step < self.config.train.steps:
+            print(_stopped(self.stop, state.step, self.config.train.steps))
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
             with refusing(self.run_dir / "report.html", key="train.run_dir"):
                 path = write_report(self.run_dir)
@@ -413,6 +437,14 @@ class Lead:
             replace(sample, text=text, reward=reward)
             for sample, text, reward in zip(samples, texts, rewards, strict=True)
         ]
+
+
+def _stopped(stop: StopRequest, step: int, steps: int) -> str:
+    """What a person who stopped a run wants to know."""
+    by = "Ctrl-C" if stop.signal == signal.SIGINT else signal.Signals(stop.signal).name
+    if not step:
+        return f"stopped by {by} before its first step was done: nothing is saved"
+    return f"stopped by {by}: step {step} of {steps} is saved; the same command goes on from there"
 
 
 def save_samples(path: Path, samples: Sequence[Sample]) -> None:

@@ -4,10 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config import differences, load, to_toml
+from qurl_megatron.config import changes, load, refused, to_toml
 from qurl_megatron.errors import ConfigError
 
 RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[rollout]\nsamples_per_prompt = 8\n'
+
+
+def other_run(before, now) -> list[str]:
+    """What keeps a run of ``before`` from going on as ``now``."""
+    return [str(change) for change in refused(changes(before, now))]
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def test_group_is_refused_where_both_ends_would_be_on_one_gpu(recipe):
 
 def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(recipe):
     drawn = load(recipe, ["quant.rounding=stochastic"])
-    assert differences(load(recipe), drawn) == ["quant.rounding: nearest there, stochastic here"]
+    assert other_run(load(recipe), drawn) == ["quant.rounding: nearest there, stochastic here"]
     message = "quant.rounding=dithered has no codes to choose from with quant.scheme=none; leave it"
     with pytest.raises(ConfigError, match=message):
         load(recipe, ["quant.scheme=none", "quant.rounding=dithered"])
@@ -93,6 +98,7 @@ def test_files_that_are_no_recipe(tmp_path):
 
 
 def test_the_run_directory_follows_from_recipe_and_overrides(recipe):
+    assert load(recipe, ["quant.scheme=fp8"], named_by=()).train.run_dir == "runs/r"
     assert load(recipe).train.run_dir == "runs/r"
     variant = load(recipe, ["quant.scheme=fp8", "train.steps=7", "model.path=a/b"])
     assert variant.train.run_dir == "runs/r,model.path=a_b,quant.scheme=fp8"
@@ -102,9 +108,9 @@ def test_the_run_directory_follows_from_recipe_and_overrides(recipe):
 def test_length_and_place_of_a_run_may_change_but_not_what_it_computes(recipe):
     before = load(recipe)
     longer = load(recipe, ["train.steps=500", "parallel.tensor=2", "rollout.engines=2"])
-    assert differences(before, longer) == []
+    assert other_run(before, longer) == []
     other = load(recipe, ["quant.scheme=fp8"])
-    assert differences(before, other) == ["quant.scheme: int8 there, fp8 here"]
+    assert other_run(before, other) == ["quant.scheme: int8 there, fp8 here"]
 
 
 @pytest.mark.parametrize("align", ["weights", "full"])
@@ -131,7 +137,7 @@ def test_the_engines_tensor_size_is_part_of_what_a_fully_aligned_run_computes(re
             load(recipe, [*sglang, f"train.align={align}", f"rollout.engine_tensor={size}"])
             for size in (1, 2)
         )
-        assert differences(one, two) == expected
+        assert other_run(one, two) == expected
 
 
 def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
@@ -142,4 +148,32 @@ def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
 
 def test_another_alignment_is_another_run(recipe):
     before, now = load(recipe), load(recipe, ["train.align=full"])
-    assert differences(before, now) == ["train.align: none there, full here"]
+    assert other_run(before, now) == ["train.align: none there, full here"]
+
+
+def test_a_schedule_that_falls_takes_all_updates_of_the_run_or_as_many_as_it_names(recipe):
+    run = ["train.steps=10", "algo.minibatches=4", "algo.epochs=2", "optimizer.schedule=cosine"]
+    assert load(recipe, run).policy_optimizer.decay_steps == 80
+    assert load(recipe, [*run, "optimizer.decay_steps=60"]).policy_optimizer.decay_steps == 60
+    critic = ["algo.advantage=gae", "critic.ahead_steps=3", "critic.lr=1e-3"]
+    both = load(recipe, [*run, *critic])
+    assert (both.policy_optimizer.decay_steps, both.critic_optimizer.decay_steps) == (56, 80)
+    assert both.critic_optimizer.lr == 1e-3
+
+
+def test_a_warm_up_as_long_as_the_schedule_is_refused(recipe):
+    run = ["train.steps=5", "optimizer.schedule=linear"]  # of 2 updates each
+    assert load(recipe, [*run, "optimizer.warmup_steps=9"]).optimizer.warmup_steps == 9
+    message = r"optimizer.warmup_steps=10 must be below the 10 updates .*schedule=linear.*; lower"
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, [*run, "optimizer.warmup_steps=10"])
+    load(recipe, ["train.steps=5", "optimizer.warmup_steps=10"])  # constant behind it
+    with pytest.raises(ConfigError, match="critic.warmup_steps=10 must be below the 10 updates"):
+        load(recipe, [*run, "algo.advantage=gae", "critic.warmup_steps=10"])
+
+
+@pytest.mark.parametrize("key", ["reference=ref", "reference_every=5"])
+def test_a_reference_without_a_penalty_is_refused(recipe, key):
+    load(recipe, [f"algo.{key}", "algo.kl_coef=0.1"])
+    with pytest.raises(ConfigError, match=rf"algo.{key} needs a penalty, but algo.kl_coef is 0"):
+        load(recipe, [f"algo.{key}"])

@@ -98,3 +98,20 @@ def test_held_out_prompts_are_the_same_whenever_they_are_asked_for(make):
     assert stream.held_out(3) == first
     assert texts(first) == ["a", "bb", "ccc"]
     assert [prompt.index for prompt in first] == [0, 1, 2]
+
+
+def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_it_comes(make):
+    stream = make(5, max_prompt_tokens=5)
+    stream.refuse_longer(5)
+    message = r"prompt 'dddd' has 4 tokens.*room for 3 .*data.max_prompt_tokens=3 to leave such"
+    with pytest.raises(ConfigError, match=message):
+        stream.refuse_longer(3)
+    make(5, max_prompt_tokens=3).refuse_longer(3)  # longer ones are dropped, as ever
+
+
+def test_held_out_prompts_need_room_too(make, tmp_path):
+    stream = make(2, max_prompt_tokens=9)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "eeeee", "answer": "5"}')
+    stream.refuse_longer(3)
+    with pytest.raises(ConfigError, match="'eeeee' has 5 tokens"):
+        stream.refuse_longer(3, held_out=1)
