@@ -603,10 +603,16 @@ class DataConfig:
     """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
 
     path: str = ""
-    """JSONL or parquet file with the columns ``prompt`` and ``answer``."""
+    """JSONL or parquet file of prompts and answers; docs/data.md says which layouts are read."""
 
     eval_path: str = ""
     """The same for held-out prompts."""
+
+    prompt_key: str = ""
+    """Where a row of these files has its prompt, a dotted path; empty: found by the usual names."""
+
+    answer_key: str = ""
+    """Where it has its answer, e.g. reward_model.ground_truth; empty: found by the usual names."""
 
     task: str = ""
     """Name of a reasoning-gym task, e.g. chain_sum; train and held-out seeds differ."""
@@ -618,12 +624,13 @@ class DataConfig:
     """How many training prompts the task generates before they repeat (reshuffled each epoch)."""
 
     chat: bool = False
-    """Wrap each prompt in the tokenizer's chat template as one user turn."""
+    """Make each prompt that is text one user turn of the tokenizer's chat template; prompts that
+    are lists of turns go through the template anyway."""
 
     prompts_per_step: int = 32
 
     max_prompt_tokens: int = 512
-    """Longer prompts are dropped and counted."""
+    """Longer prompts are left out, counted and reported."""
 
     shuffle: bool = True
 
@@ -632,6 +639,12 @@ class DataConfig:
             bool(self.path) != bool(self.task),
             "data needs exactly one of data.path (a JSONL or parquet file) and data.task "
             "(a reasoning-gym task)",
+        )
+        keys = [key for key in ("prompt_key", "answer_key") if getattr(self, key)]
+        require(
+            not (self.task and keys),
+            f"data.{' and data.'.join(keys)} is for files, and data.task={self.task} has none; "
+            "leave it out",
         )
         require(
             self.prompts_per_step >= 1,

@@ -15,7 +15,7 @@ from typing import Any
 
 from qurl_megatron import __version__
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
-from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import AnswerFile
@@ -86,8 +86,11 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
     """
     plan = make_plan(arguments, defaults or Defaults())
-    keys = {f"{what}_key": getattr(arguments, f"{what}_key") for what in ("prompt", "answer", "id")}
+    names = ("prompt_key", "answer_key", "id_key")
+    keys = {name: getattr(arguments, name) or "" for name in names}
     benchmarks = read_benchmarks(arguments.benchmarks, **keys)
+    for benchmark in benchmarks:
+        print(benchmark.summary, flush=True)
     if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
         print(f"comparing the checksums of {checkpoint}", flush=True)
         refuse_damaged(checkpoint)  # once, where each engine would for itself
@@ -95,6 +98,9 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     asked = [
         (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
     ]
+    first = [problem.question.prompt for problem in benchmarks[0].problems[:COMPARED]]
+    if other := tokenizer.disagreement(first, chat=plan.chat):
+        print(other, flush=True)
     fleet = Fleet(
         plan.rollout,
         plan.model,

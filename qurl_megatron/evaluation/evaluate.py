@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.data.rows import Question
+from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark
@@ -76,11 +77,19 @@ def as_prompts(
 ) -> list[Prompt]:
     """What the engines are asked, in the order of the file; ``suffix`` is a line of its own."""
     end = f"\n{suffix}" if suffix else ""
-    texts = [problem.text + end for problem in benchmark.problems]
+    asked = [_ending(problem.question, end) for problem in benchmark.problems]
     return [
-        Prompt(index, tokenizer.encode(text, chat=chat), text, problem.answer)
-        for index, (text, problem) in enumerate(zip(texts, benchmark.problems, strict=True))
+        Prompt(index, ids_of(one, tokenizer, chat=chat), one.text, one.answer, one.metadata)
+        for index, one in enumerate(asked)
     ]
+
+
+def _ending(question: Question, end: str) -> Question:
+    """The question with a text at its end; of a chat, at the end of the last turn."""
+    turns = question.turns
+    if turns:
+        turns = (*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end})
+    return replace(question, text=question.text + end, turns=turns)
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -100,10 +109,10 @@ def check_lengths(
     mend = "leave it out, or take an engine with a longer context"
     if longest < limit:
         mend = f"give at most {limit - longest:.0f}"
+    place = benchmark.problems[lengths.index(longest)].question.place
     raise ConfigError(
-        f"{benchmark.problems[lengths.index(longest)].place}: the longest prompt, {longest} "
-        f"tokens, and --max-new-tokens {max_new_tokens} exceed the {limit:.0f} tokens that the "
-        f"engine takes; {mend}"
+        f"{place}: the longest prompt, {longest} tokens, and --max-new-tokens {max_new_tokens} "
+        f"exceed the {limit:.0f} tokens that the engine takes; {mend}"
     )
 
 

@@ -86,13 +86,20 @@ class Lead:
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.tokenizer = Tokenizer(description_of(config.model.path))
-        self.prompts = PromptStream(config.data, self.tokenizer, seed=config.train.seed)
+        self.prompts = PromptStream(
+            config.data,
+            self.tokenizer,
+            seed=config.train.seed,
+            held_out=config.train.eval_prompts,
+        )
         arch = read_arch(read_config(description_of(config.model.path)))
         self._vocabulary, longest = arch.vocab, longest_prompt(config.rollout, arch)
         if longest is not None:
-            self.prompts.refuse_longer(longest, config.train.eval_prompts)
+            self.prompts.refuse_longer(longest)
         if state.cursor:
             self.prompts.load_state_dict(state.cursor)
+        for remark in self.prompts.remarks():
+            print(remark, flush=True)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
         self._told = 0, 0  # of the rewards: timeouts and crashes
         self._drawing, self._grading = threading.Lock(), threading.Lock()
@@ -231,7 +238,7 @@ class Lead:
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
         metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
-        metrics |= self._unjudged(step)
+        metrics |= self._unjudged(step) | self._left_out()
         if self.config.reward.overlong_fraction > 0:
             limit = self.config.rollout.max_new_tokens
             metrics["reward/overlong_penalty"] = _overlong(samples, limit, self.config.reward)
@@ -261,6 +268,13 @@ class Lead:
                 step,
             )
         return {"reward/timeouts": Sum(timeouts), "reward/crashes": Sum(crashes)}
+
+    def _left_out(self) -> dict[str, Metric]:
+        """Prompts of the whole data that are too long."""
+        found = {"data/too_long": Max(len(self.prompts.too_long))}
+        if self.config.train.eval_prompts:
+            found["data/held_out_too_long"] = Max(self.prompts.held_out_too_long)
+        return found
 
     def recover(self) -> None:
         """No engine is left: wait until one can take the weights in again.
@@ -370,7 +384,7 @@ class Lead:
         """Accuracy on held-out prompts, by the engines as they are: at rollout precision."""
         train = self.config.train
         self.progress.phase("evaluate")
-        prompts = self.prompts.held_out(train.eval_prompts)
+        prompts = self.prompts.held_out
         if train.eval_samples == 1:
             samples = greedy(self.fleet, prompts, self.config.rollout.max_new_tokens)
         else:
@@ -452,7 +466,8 @@ def save_samples(path: Path, samples: Sequence[Sample]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     with aside.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(_record(sample)) + "\n" for sample in samples)
+        # A table's metadata may hold what JSON has no word for, such as dates.
+        file.writelines(json.dumps(_record(sample), default=str) + "\n" for sample in samples)
     aside.rename(path)
 
 

@@ -65,7 +65,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         newest = newest_whole(run_dir, ranks)
         if newest and newest[1].step >= config.train.steps:
             if ranks.leads:
-                tell_done(run_dir, newest[1])
+                tell_done(run_dir, newest[1], config.data)
             return True
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
         if ranks.leads:

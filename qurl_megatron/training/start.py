@@ -116,7 +116,7 @@ def _already_done(config: RunConfig) -> bool:
         return False  # the ranks look for an older one, and say so
     if state.step < config.train.steps:
         return False
-    tell_done(run_dir, state)
+    tell_done(run_dir, state, config.data)
     return True
 
 

@@ -17,7 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
+from qurl_megatron.config import Change, DataConfig, RunConfig, changes, load, refused, to_toml
+from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.runtime.files import refusing
 
@@ -128,9 +129,14 @@ def after(changed: Sequence[Change], state: TrainState) -> TrainState:
     return state
 
 
-def tell_done(run_dir: Path, state: TrainState) -> None:
-    """Tell that the run directory holds all the steps the recipe asks for."""
+def tell_done(run_dir: Path, state: TrainState, data: DataConfig) -> None:
+    """Tell that the run directory holds all the steps the recipe asks for, and of which data."""
     print(f"{run_dir} has all {state.step} steps: {state.summary()}")
+    for file in changed_files(data, (state.cursor or {}).get("files", {})):
+        print(
+            f"{file} has changed since this run read it, and nothing was trained on what it holds "
+            "now; restore the file, or train on it in another train.run_dir"
+        )
     print(f"report: {run_dir / 'report.html'}", flush=True)
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.folders import new_folder
-from qurl_megatron.data.questions import Question, held_out_questions, training_questions
+from qurl_megatron.data.questions import held_out_questions, training_questions
+from qurl_megatron.data.rows import Question
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM

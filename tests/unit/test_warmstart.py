@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from qurl_megatron.config import DataConfig, WarmstartConfig
-from qurl_megatron.data.questions import Question, held_out_questions, training_questions
+from qurl_megatron.data.questions import held_out_questions, training_questions
+from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.training.warmstart import accuracy, build_model, build_tokenizer, warmstart
 from qurl_megatron.weights import read_eos
