@@ -1,7 +1,7 @@
 """Recipes: TOML sections become frozen dataclasses; a key that no dataclass knows is an error."""
 
 from qurl_megatron.config.algorithms import ALGORITHMS, Algorithm
-from qurl_megatron.config.load import RunConfig, differences, load, to_toml
+from qurl_megatron.config.load import RunConfig, differences, from_elsewhere, load, to_toml
 from qurl_megatron.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -40,6 +40,7 @@ __all__ = [
     "TrainConfig",
     "WarmstartConfig",
     "differences",
+    "from_elsewhere",
     "load",
     "to_toml",
 ]

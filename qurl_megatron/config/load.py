@@ -43,6 +43,10 @@ SAME_RUN = (
     "rollout.health_",
     "rollout.max_restarts",
     "reward.workers",
+    "reward.memory_gb",
+    "reward.on_failure",
+    "reward.url",
+    "reward.key_env",
     "warmstart.",
 )
 """Keys a run may change between two starts: how long and where it runs, not what it computes.
@@ -228,10 +232,22 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
     for key, value in [*_preset(chosen).items(), *given]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
+    config = dataclasses.replace(config, reward=config.reward.beside(path.parent))
     if config.train.run_dir:
         return config
     train = dataclasses.replace(config.train, run_dir=_default_run_dir(path, overrides))
     return dataclasses.replace(config, train=train)
+
+
+def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
+    """The overrides with which a copy of a recipe in another folder is the same recipe."""
+    reward = load(path, overrides).reward
+    found = list(overrides)
+    if reward.file:
+        found.append(f"reward.function={_toml_value(reward.function)}")
+    if any(part.file for part in reward.mix.values()):
+        found.append(f"reward.mix={_toml_value(reward.mix)}")
+    return found
 
 
 def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
@@ -359,6 +375,11 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{key} must be a list, got {value!r}")
         return tuple(_convert(v, item, key) for v in value)
+    if typing.get_origin(hint) is dict:
+        (_, item) = typing.get_args(hint)
+        if not (isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())):
+            raise ConfigError(f"{key} must be a table of tables [{key}.NAME], got {value!r}")
+        return {name: build(item, table, f"{key}.{name}.") for name, table in value.items()}
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -367,6 +388,8 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _toml_value(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
