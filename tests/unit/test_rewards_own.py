@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -117,10 +118,9 @@ def test_only_finite_numbers_are_scores(value, expected):
     assert found == expected if expected is not None else found.cause == "invalid"
 
 
-def test_arrays_and_tensors_of_one_value_are_numbers():
-    torch = pytest.importorskip("torch")
-    assert as_score(torch.tensor(0.25)) == 0.25
-    assert as_score(torch.tensor(math.nan)).cause == "invalid"
+def test_numbers_of_other_libraries_are_numbers():
+    assert as_score(np.float32(0.25)) == as_score(np.array(0.25)) == 0.25
+    assert as_score(np.array(math.nan)).cause == as_score(np.ones(2)).cause == "invalid"
 
 
 def test_a_reason_fits_on_a_line_and_does_nothing_to_a_terminal():
@@ -168,14 +168,14 @@ def test_a_function_is_called_with_lists_where_the_recipe_says_so(own):
 
 
 def test_one_response_does_not_spoil_the_others_of_its_call(own):
-    config = RewardConfig(function=f"{own}:lengths", timeout_s=1.0, batch=4)
+    config = RewardConfig(function=f"{own}:lengths", timeout_s=1.0, batch=2)
     texts = ["1", "22", "hang", "333", "die", "4444", "raise", "55555", "1234567"]
     with RewardPool(config) as pool:
         grades = pool.grade(items(*texts))
         together = pool.grade(items("1", "22", "333")).scores
     assert [int(score) for score in grades.scores] == [1, 2, 0, 3, 0, 4, 0, 5, 7]
     assert grades.tally.causes == {"timeouts": 1, "crashes": 1, "exceptions": 1}
-    assert together == pytest.approx([1.03, 2.03, 3.03])  # of one call, with three responses
+    assert together == pytest.approx([1.02, 2.02, 3.01])  # two calls
 
 
 def test_too_few_values_are_no_scores(own):
