@@ -1,7 +1,7 @@
 """Recipes: TOML sections become frozen dataclasses; a key that no dataclass knows is an error."""
 
 from qurl_megatron.config.algorithms import ALGORITHMS, Algorithm
-from qurl_megatron.config.load import RunConfig, load, to_toml
+from qurl_megatron.config.load import RunConfig, from_elsewhere, load, to_toml
 from qurl_megatron.config.resume import Change, changes, refused
 from qurl_megatron.config.sections import (
     AlgoConfig,
@@ -42,6 +42,7 @@ __all__ = [
     "TrainConfig",
     "WarmstartConfig",
     "changes",
+    "from_elsewhere",
     "load",
     "refused",
     "to_toml",

@@ -238,11 +238,23 @@ def load(
     for key, value in [*_preset(chosen).items(), *given]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
+    config = dataclasses.replace(config, reward=config.reward.beside(path.parent))
     if config.train.run_dir:
         return config
     default = _default_run_dir(path, overrides if named_by is None else named_by)
     train = dataclasses.replace(config.train, run_dir=default)
     return dataclasses.replace(config, train=train)
+
+
+def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
+    """The overrides with which a copy of a recipe in another folder is the same recipe."""
+    reward = load(path, overrides).reward
+    found = list(overrides)
+    if reward.file:
+        found.append(f"reward.function={_toml_value(reward.function)}")
+    if any(part.file for part in reward.mix.values()):
+        found.append(f"reward.mix={_toml_value(reward.mix)}")
+    return found
 
 
 def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
@@ -357,6 +369,11 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{key} must be a list, got {value!r}")
         return tuple(_convert(v, item, key) for v in value)
+    if typing.get_origin(hint) is dict:
+        (_, item) = typing.get_args(hint)
+        if not (isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())):
+            raise ConfigError(f"{key} must be a table of tables [{key}.NAME], got {value!r}")
+        return {name: build(item, table, f"{key}.{name}.") for name, table in value.items()}
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -365,6 +382,8 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _toml_value(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

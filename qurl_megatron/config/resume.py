@@ -31,13 +31,16 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
     # An aligned policy computes as engines of one rollout.engine_tensor do.
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
+    weighed = before.reward.scorers == now.reward.scorers  # the same rewards
+    moved = {"reward.mix", "reward.url"} if weighed else set()
     found = []
     for section in fields(RunConfig):
         old, new = getattr(before, section.name), getattr(now, section.name)
         for f in fields(old):
             key, a, b = f"{section.name}.{f.name}", getattr(old, f.name), getattr(new, f.name)
             if a != b and key != "train.run_dir":
-                found.append(Change(key, a, b, "fork" if key in computed else _rule(f)))
+                rule = "fork" if key in computed else "change" if key in moved else _rule(f)
+                found.append(Change(key, a, b, rule))
     return found
 
 

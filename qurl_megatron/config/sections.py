@@ -5,10 +5,14 @@ A section checks what it can check alone. Checks that need two sections live in 
 checks that need the model's own ``config.json`` in ``weights.arch``.
 """
 
+import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from qurl_megatron.errors import ConfigError
 
@@ -653,14 +657,113 @@ class DataConfig:
         require(self.task_size >= 1, f"data.task_size must be 1 or more, got {self.task_size}")
 
 
-@on_resume("change", fork=("kind",))
+LARGEST_SCORE = 1e6
+"""In size, of a score and of a weight: squares of their products are finite in FP32."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """How a response is scored: 1.0 for the right answer, else 0.0."""
+class RewardSource:
+    """Where a score comes from: a function or a server of one's own, else one of our kinds."""
 
     kind: Literal["math", "last_number", "exact"] = "math"
     """math: math-verify on the boxed or last expression; last_number: the last number in the text
-    equals the answer; exact: the whole text, stripped, equals the answer."""
+    equals the answer; exact: the whole text, stripped, equals the answer. Each gives 1.0 or 0.0."""
+
+    function: str = ""
+    """Your own in place of kind: "package.module:name", or "file.py:name" with the file relative to
+    the recipe's folder. docs/rewards.md says how it is called."""
+
+    batched: bool = False
+    """The function takes lists and returns one; so does one with an attribute batched = True."""
+
+    url: str = ""
+    """A server in place of kind: it gets responses by POST, and answers with their scores."""
+
+    key_env: str = ""
+    """Environment variable that holds the server's key, which is sent as a bearer token."""
+
+    @property
+    def file(self) -> str:
+        """The Python file that holds the function; empty where it is in a module."""
+        target = self.function.rpartition(":")[0]
+        return target if target.endswith(".py") else ""
+
+    @property
+    def described(self) -> str:
+        """What scores, in a word."""
+        return self.function or self.url or self.kind
+
+    def beside(self, folder: Path) -> Self:
+        """The same, with a file's path no longer relative to ``folder``."""
+        if not self.file:
+            return self
+        name = self.function.rpartition(":")[2]
+        return replace(self, function=f"{os.path.abspath(folder / self.file)}:{name}")
+
+    def check(self, key: str) -> None:
+        """
+        Args:
+            key: of this source in the recipe.
+
+        Raises:
+            ConfigError: its keys do not go together, or one is malformed.
+        """
+        target, _, name = self.function.rpartition(":")
+        require(
+            not self.function or bool(target) and name.isidentifier(),
+            f"{key}.function must look like package.module:name or file.py:name, got "
+            f"{self.function!r}",
+        )
+        require(not (self.function and self.url), f"{key} needs one of function and url, not both")
+        require(
+            not self.batched or bool(self.function),
+            f"{key}.batched is for {key}.function; set that, or leave it out",
+        )
+        require(
+            not self.key_env or bool(self.url),
+            f"{key}.key_env is for {key}.url; set that, or leave it out",
+        )
+        if self.url:
+            _check_url(f"{key}.url", self.url)
+
+
+def _check_url(key: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises where it is no number
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        usable = False
+    require(usable, f"{key} must be like https://host:port/path, got {url!r}")
+    require(
+        "@" not in parts.netloc,
+        f"{key} holds a user name or a password, which recipes and logs would show; put the key "
+        "into an environment variable, and name that in key_env",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedReward(RewardSource):
+    """One of the rewards that reward.mix adds up."""
+
+    weight: float = 1.0
+    """What its score is multiplied by."""
+
+
+@on_resume("change", fork=("kind", "function", "batched", "url", "mix"))
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(RewardSource):
+    """How a response is scored."""
+
+    mix: dict[str, MixedReward] = field(default_factory=dict)
+    """Several rewards by name, in place of one: the score is the sum of weight times score."""
+
+    failed: float = 0.0
+    """The score of a response that could not be scored: the function raised, took too long, ended
+    its worker or returned no finite number, or the server did not answer."""
+
+    on_failure: Literal["score", "stop"] = "score"
+    """What such a response leads to: "score" gives it reward.failed, "stop" ends the run."""
 
     overlong_fraction: float = 0.0
     """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
@@ -671,18 +774,85 @@ class RewardConfig:
     over a wrong one: DAPO's penalty of 1 with its rewards of 1 and -1 is 0.5."""
 
     workers: int = 1
-    """Processes that check answers."""
+    """Processes that score, for each reward of a mix; of a server, requests under way at once."""
 
     timeout_s: float = 10.0
-    """Seconds after which one check counts as wrong and its worker is replaced."""
+    """Seconds after which one check, call or request has failed; a worker is replaced then."""
+
+    memory_gb: float = 4.0
+    """Address space of one worker, GiB."""
+
+    batch: int = 64
+    """Responses of one call of a batched function, and of one request to a server."""
+
+    url_retries: int = 3
+    """Times that a request is sent again, after 1, 2, 4, ... seconds."""
+
+    url_deadline_s: float = 300.0
+    """Seconds for all that a server is asked at once, retries included; what it has not scored by
+    then has failed."""
+
+    @property
+    def parts(self) -> dict[str, "RewardConfig"]:
+        """The section of each reward of the mix, by its key; without a mix, this one."""
+        names = [f.name for f in fields(RewardSource)]
+        return {
+            f"reward.mix.{name}": replace(self, mix={}, **{n: getattr(part, n) for n in names})
+            for name, part in self.mix.items()
+        } or {"reward": self}
+
+    @property
+    def scorers(self) -> dict[str, tuple[Any, ...]]:
+        """What scores, by key, apart from weights and from where a server is."""
+        return {
+            key: (part.kind, part.function, part.batched, bool(part.url))
+            for key, part in self.parts.items()
+        }
+
+    @property
+    def described(self) -> str:
+        summands = (f"{p.weight:g} * {p.described}" for p in self.mix.values())
+        return " + ".join(summands) or super().described
+
+    def beside(self, folder: Path) -> Self:
+        mix = {name: part.beside(folder) for name, part in self.mix.items()}
+        return replace(super().beside(folder), mix=mix)
 
     def __post_init__(self) -> None:
+        self.check("reward")
+        require(
+            not (self.mix and (self.function or self.url)),
+            "reward.mix stands in place of reward.function and reward.url; make them one of it",
+        )
+        for name, part in self.mix.items():
+            require(
+                re.fullmatch("[A-Za-z0-9_-]+", name) is not None,
+                f"reward.mix.{name}: a name has letters, digits, _ and - alone: it names a metric",
+            )
+            part.check(f"reward.mix.{name}")
+            _check_score(f"reward.mix.{name}.weight", part.weight)
+        _check_score("reward.failed", self.failed)
         require(
             0 <= self.overlong_fraction <= 1,
             f"reward.overlong_fraction must lie in [0, 1], got {self.overlong_fraction}",
         )
-        require(self.workers >= 1, f"reward.workers must be 1 or more, got {self.workers}")
-        require(self.timeout_s > 0, f"reward.timeout_s must be positive, got {self.timeout_s}")
+        for name in ("workers", "batch"):
+            value = getattr(self, name)
+            require(value >= 1, f"reward.{name} must be 1 or more, got {value}")
+        for name in ("timeout_s", "memory_gb", "url_deadline_s"):
+            value = getattr(self, name)
+            require(value > 0, f"reward.{name} must be positive, got {value}")
+        require(
+            self.url_retries >= 0, f"reward.url_retries must be 0 or more, got {self.url_retries}"
+        )
+
+
+def _check_score(key: str, value: float) -> None:
+    # NaN is in no range.
+    require(
+        -LARGEST_SCORE <= value <= LARGEST_SCORE,
+        f"{key} must be a number of at most {LARGEST_SCORE:.0f} in size, got {value}",
+    )
 
 
 @on_resume("change", fork=("align", "seed"))

@@ -26,7 +26,7 @@ from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark
-from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.rewards import RewardPool, items_of
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -198,8 +198,7 @@ class Evaluator:
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
-        pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
-        rewards = self.rewards.score(pairs)
+        rewards = self.rewards.grade(items_of(samples, texts)).scores
         return [
             replace(sample, text=text, reward=reward)
             for sample, text, reward in zip(samples, texts, rewards, strict=True)

@@ -111,8 +111,9 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
     rest = parser.add_argument_group("what becomes of the answers")
     rest.add_argument(
         "--reward",
-        choices=("math", "last_number", "exact"),
-        help="how they are checked (default math)",
+        metavar="KIND",
+        help="how they are scored: math (default), last_number, exact, or a function of your own, "
+        "file.py:name or package.module:name",
     )
     rest.add_argument(
         "--out",

@@ -18,13 +18,13 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
-from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
+from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
-from qurl_megatron.rewards import RewardPool, overlong_penalty
-from qurl_megatron.rewards.pool import TRIES
+from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
+from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -101,7 +101,7 @@ class Lead:
         for remark in self.prompts.remarks():
             print(remark, flush=True)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
-        self._told = 0, 0  # of the rewards: timeouts and crashes
+        self._told: set[str] = set()  # why responses had no score
         self._drawing, self._grading = threading.Lock(), threading.Lock()
 
     def __enter__(self) -> "Lead":
@@ -138,6 +138,7 @@ class Lead:
                     max_staleness=config.rollout.max_staleness,
                 )
             )
+            stack.callback(self.rewards.leave)  # else a slow server would be waited for
             self._stack = stack.pop_all()
         return self
 
@@ -219,6 +220,7 @@ class Lead:
             Interrupted: a stop was requested while the engines generated; nothing is lost, because
                 the same prompts come again after a restart.
             EngineError: no engine is left.
+            ConfigError: a response has no score, and the recipe wants the run to end then.
         """
         self.progress.phase("rollout")
         self._ahead.admit(step - 1)
@@ -238,7 +240,8 @@ class Lead:
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
         metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
-        metrics |= self._unjudged(step) | self._left_out()
+        metrics |= draft.graded.metrics() | self._left_out()
+        self._tell_unscored(draft.graded, step)
         if self.config.reward.overlong_fraction > 0:
             limit = self.config.rollout.max_new_tokens
             metrics["reward/overlong_penalty"] = _overlong(samples, limit, self.config.reward)
@@ -255,19 +258,16 @@ class Lead:
             self._keep(path, lambda: save_samples(path, samples))
         return Rollout(Responses.of(samples), metrics, draft.generated_tokens, draft.generating_s)
 
-    def _unjudged(self, step: int) -> dict[str, Metric]:
-        """How many answers count as wrong without a verdict, since the last call; also said."""
-        before, self._told = self._told, (self.rewards.timeouts, self.rewards.crashes)
-        timeouts, crashes = (seen - then for seen, then in zip(self._told, before, strict=True))
-        if timeouts or crashes:
+    def _tell_unscored(self, tally: Tally, step: int) -> None:
+        """Say why responses have no score, each cause once in a run; metrics go on counting."""
+        if new := tally.causes.keys() - self._told:
+            self._told |= new
             self.alarm(
                 "reward",
-                f"{how_many(timeouts + crashes, 'answer')} could not be checked and counted as "
-                f"wrong: {timeouts} took longer than reward.timeout_s="
-                f"{self.config.reward.timeout_s:g}, {crashes} brought down {TRIES} workers",
+                f"{tally.failed} of {how_many(tally.responses, 'response')} could not be scored "
+                f"and got reward.failed={self.config.reward.failed:g}: {tally.said(new)}",
                 step,
             )
-        return {"reward/timeouts": Sum(timeouts), "reward/crashes": Sum(crashes)}
 
     def _left_out(self) -> dict[str, Metric]:
         """Prompts of the whole data that are too long."""
@@ -366,7 +366,8 @@ class Lead:
                 self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
             )
             generated = now()
-            samples = self._graded(samples)
+            samples, tally = self._graded(samples)
+            draft.graded.add(tally)
             end = now()
             self.timeline.add(Span("engines", "rollout", step, start, generated))
             self.timeline.add(Span("engines", "reward", step, generated, end))
@@ -391,8 +392,11 @@ class Lead:
             sampling = replace(self.config.rollout, samples_per_prompt=train.eval_samples)
             # One seed for all evaluations: they differ by the policy, not by luck.
             samples = collect(self.fleet, prompts, sampling, seed=train.seed, step=EVALUATION)
-        accuracy = sum(s.reward for s in self._graded(samples)) / len(samples)
-        self._log(step, {"eval/accuracy": accuracy})
+        samples, tally = self._graded(samples)
+        self._tell_unscored(tally, step)
+        accuracy = sum(sample.reward for sample in samples) / len(samples)
+        unscored = {"eval/failed_fraction": tally.failed / len(samples)} if tally.failed else {}
+        self._log(step, {"eval/accuracy": accuracy, **unscored})
         return accuracy
 
     def finish(self, state: TrainState) -> None:
@@ -442,15 +446,15 @@ class Lead:
                 self.progress.alarm(f"fleet, step {step}: {what.strip()}")
         return metrics
 
-    def _graded(self, samples: list[Sample]) -> list[Sample]:
+    def _graded(self, samples: list[Sample]) -> tuple[list[Sample], Tally]:
         texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
-        pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
         with self._grading:  # the workers take one batch at a time
-            rewards = self.rewards.score(pairs)
-        return [
+            grades = self.rewards.grade(items_of(samples, texts))
+        graded = [
             replace(sample, text=text, reward=reward)
-            for sample, text, reward in zip(samples, texts, rewards, strict=True)
+            for sample, text, reward in zip(samples, texts, grades.scores, strict=True)
         ]
+        return graded, grades.tally
 
 
 def _stopped(stop: StopRequest, step: int, steps: int) -> str:

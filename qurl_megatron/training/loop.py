@@ -422,7 +422,7 @@ def _rollout(
         return rollout, None
     except Interrupted:
         return None, None
-    except EngineError as error:
+    except (EngineError, ConfigError) as error:
         return None, error
 
 
@@ -436,11 +436,11 @@ def _evaluated(
         if lead:
             try:
                 state = replace(state, accuracy=lead.evaluate(state.step))
-            except EngineError as error:
+            except (EngineError, ConfigError) as error:
                 failure = error
         _, failure = _share((None, failure))
-        if failure is None:
-            return state, None
+        if failure is None or isinstance(failure, ConfigError):
+            return state, failure
         _, unhealed = _publish(lead, publisher, state.step, failure)
         if unhealed is not None:
             return state, unhealed

@@ -10,6 +10,7 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.text import how_many
+from qurl_megatron.rewards import check_rewards
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
@@ -44,8 +45,10 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         refuse_other_run(Path(config.train.run_dir), config)
         if _already_done(config):
             return 0
-        if not path.exists() and config.warmstart.steps:
-            _make_model(config, path)
+    if not placed or os.environ["RANK"] == "0":
+        check_rewards(config.reward)
+    if not placed and not path.exists() and config.warmstart.steps:
+        _make_model(config, path)
     if not path.exists():
         raise ConfigError(_missing(config))
     arch = read_arch(read_config(description_of(path)))

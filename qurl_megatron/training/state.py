@@ -123,7 +123,8 @@ def set_aside(checkpoint: Path) -> Path:
 
 def after(changed: Sequence[Change], state: TrainState) -> TrainState:
     """What of a state still holds after changes: accuracies on other prompts do not compare."""
-    measures = ("train.eval_prompts", "train.eval_samples", "data.", "reward.kind")
+    rewards = ("reward.kind", "reward.function", "reward.url", "reward.mix", "reward.failed")
+    measures = ("train.eval_prompts", "train.eval_samples", "data.", *rewards)
     if any(one.key.startswith(measures) for one in changed):
         return replace(state, accuracy=None, accuracy_before=None)
     return state

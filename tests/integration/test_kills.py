@@ -65,8 +65,8 @@ def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_o
         assert run.left() == []
     (told,) = re.findall(r"\*\*\* reward, step (\d+): (.*)", run.stdout())
     assert told[1] == (
-        "1 answer could not be checked and counted as wrong: 1 took longer than "
-        "reward.timeout_s=5, 0 brought down 2 workers"
+        "1 of 64 responses could not be scored and got reward.failed=0: 1 took too long "
+        "(reward.timeout_s=5)"
     )
     seen = metrics(run)
     assert {step: m["reward/timeouts"] for step, m in seen.items() if m["reward/timeouts"]} == {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config import changes, load, refused, to_toml
+from qurl_megatron.config import changes, from_elsewhere, load, refused, to_toml
 from qurl_megatron.errors import ConfigError
 
 RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[rollout]\nsamples_per_prompt = 8\n'
@@ -67,6 +67,27 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("data.path=x.jsonl", "exactly one of data.path"),
         ("data.prompts_per_step=33", "264 responses must be a multiple of"),
         ("rollout.samples_per_prompt=1", "must be 2 or more for algo.advantage=grpo"),
+        ("reward.function=score", "must look like package.module:name or file.py:name, got 'sco"),
+        ("reward.function='a:b c'", "must look like package.module:name or file.py:name, got 'a:"),
+        ("reward.batched=true", "reward.batched is for reward.function; set that, or leave it out"),
+        ("reward.key_env=KEY", "reward.key_env is for reward.url; set that, or leave it out"),
+        ("reward.url=localhost:80", "reward.url must be like https://host:port/path, got 'localh"),
+        ("reward.url=http://a:b/", "reward.url must be like https://host:port/path, got 'http://a"),
+        ("reward.url=http://me:pw@a/", "reward.url holds a user name or a password, which recipes"),
+        ("reward.failed=nan", "reward.failed must be a number of at most 1000000 in size, got nan"),
+        ("reward.memory_gb=0", "reward.memory_gb must be positive, got 0.0"),
+        ("reward.mix=1", "reward.mix must be a table of tables [reward.mix.NAME], got 1"),
+        ("reward.mix={a=1}", "reward.mix must be a table of tables [reward.mix.NAME], got {'a'"),
+        (
+            "reward.mix={a={wieght=1}}",
+            "unknown key reward.mix.a.wieght; did you mean reward.mix.a.w",
+        ),
+        ("reward.mix={a={weight=inf}}", "reward.mix.a.weight must be a number of at most"),
+        (
+            "reward.mix={a={url='x'}}",
+            "reward.mix.a.url must be like https://host:port/path, got 'x",
+        ),
+        ("reward.mix={'a b'={}}", "reward.mix.a b: a name has letters, digits, _ and - alone: it"),
     ],
 )
 def test_mistakes_name_key_value_and_mend(recipe, override, message):
@@ -177,3 +198,52 @@ def test_a_reference_without_a_penalty_is_refused(recipe, key):
     load(recipe, [f"algo.{key}", "algo.kl_coef=0.1"])
     with pytest.raises(ConfigError, match=rf"algo.{key} needs a penalty, but algo.kl_coef is 0"):
         load(recipe, [f"algo.{key}"])
+
+
+def test_a_file_of_rewards_lies_beside_its_recipe_wherever_the_recipe_is_copied(recipe, tmp_path):
+    given = ["reward.function=own.py:score"]
+    config = load(recipe, given)
+    assert config.reward.function == f"{tmp_path}/own.py:score"
+    assert load(recipe, ["reward.function=/a/own.py:score"]).reward.function == "/a/own.py:score"
+    assert load(recipe, ["reward.function=own:score"]).reward.function == "own:score"
+
+    mix = ["reward.mix={b={function='../own.py:score', weight=2}, a={kind='exact'}}"]
+    mixed = load(recipe, mix)
+    assert list(mixed.reward.parts) == ["reward.mix.b", "reward.mix.a"]
+    assert mixed.reward.parts["reward.mix.b"].function == f"{tmp_path.parent}/own.py:score"
+
+    copy = tmp_path / "elsewhere" / "r.toml"
+    copy.parent.mkdir()
+    copy.write_text(recipe.read_text())
+    for options, whole in ((given, config), (mix, mixed)):
+        assert (
+            load(copy, from_elsewhere(recipe, options)).reward == whole.reward != load(copy).reward
+        )
+        (tmp_path / "resolved.toml").write_text(to_toml(whole))
+        assert load(tmp_path / "resolved.toml") == whole
+    assert from_elsewhere(recipe, ["reward.function=own:score"]) == ["reward.function=own:score"]
+
+
+def test_a_mix_stands_alone(recipe):
+    with pytest.raises(ConfigError, match="reward.mix stands in place of reward.function and rewa"):
+        load(recipe, ["reward.mix={a={}}", "reward.function=own:score"])
+    with pytest.raises(ConfigError, match="reward needs one of function and url, not both"):
+        load(recipe, ["reward.url=http://a", "reward.function=own:score"])
+
+
+def test_a_server_may_move_and_another_reward_is_another_run(recipe):
+    before = load(recipe, ["reward.url=http://a"])
+    moved = ["reward.url=https://b:1/c", "reward.key_env=KEY", "reward.on_failure=stop"]
+    assert other_run(before, load(recipe, moved)) == []
+    assert other_run(load(recipe), before) == ["reward.url: '' there, http://a here"]
+    told = other_run(load(recipe), load(recipe, ["reward.function=own:score"]))
+    assert told == ["reward.function: '' there, own:score here"]
+
+
+def test_weights_of_a_mix_may_change_and_what_it_adds_up_may_not(recipe):
+    mixed, heavier, other = (
+        load(recipe, [f"reward.mix={{a={{kind='exact', weight={weight}}}, b={{{more}}}}}"])
+        for weight, more in ((1, ""), (2, ""), (1, "function='own:score'"))
+    )
+    assert other_run(mixed, heavier) == [] and len(changes(mixed, heavier)) == 1
+    assert len(other_run(mixed, other)) == len(other_run(mixed, load(recipe))) == 1

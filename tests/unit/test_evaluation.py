@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qurl_megatron.cli import main
-from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.config.sections import MixedReward, RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
@@ -452,6 +452,44 @@ def test_a_run_on_sglang_engines_can_be_evaluated_by_an_embedded_one(bench, mode
         "embedded", 1, 1, "none",
     )  # fmt: skip
     assert not used.engine_args and not used.colocate
+
+
+def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def score(prompt, response, **others):\n"
+        "    if prompt == '7 7':\n        raise ValueError('too short')\n"
+        "    return len(response.split()) / 8\n"
+    )
+    with FakeEngine() as engine:
+        options = [*urls(engine), "--k", "1", "--reward", f"{own}:score"]
+        assert run(bench, model, tmp_path / "out", *options) == 0
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert found["settings"]["reward"] == f"{own}:score"
+    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == pytest.approx(5 * 0.5 / 6)
+    assert (
+        "1 response could not be scored and got reward.failed=0: 1 raised (ValueError: too short "
+        "(own.py, line 3))\n" in capsys.readouterr().out
+    )
+
+
+def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
+    theirs = RewardConfig(mix={"a": MixedReward(function="a:b"), "b": MixedReward(weight=0.5)})
+    assert theirs.described == "1 * a:b + 0.5 * math"
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none",))
+
+    def planned(*options: str) -> RewardConfig:
+        given = ["--url", "http://a", "--k", "1", *options]
+        arguments = parser.parse_args([str(bench), *given])
+        return make_plan(arguments, Defaults(model=model, reward=theirs)).reward
+
+    assert planned() == theirs
+    assert planned("--reward", "exact") == RewardConfig(kind="exact")
+    with pytest.raises(
+        ConfigError, match="--reward exakt is none of math, last_number, exact; giv"
+    ):
+        planned("--reward", "exakt")
 
 
 def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
