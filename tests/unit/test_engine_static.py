@@ -106,20 +106,24 @@ def test_a_full_cache_has_no_idle_rows_to_round_up_to(folder, device):
     assert_same(work, expected)
 
 
-def test_a_recut_cache_and_more_stop_ids_are_seen(folder, device):
-    """Both change what a graph has captured: rows become longer, and a column moves."""
-    short = [sequence([5 + i, 6], 30, seed=i) for i in range(2)]
-    long = sequence(range(2, 90), 40, seed=3, stop_ids=frozenset({95, 94, 93}))
-    work = [*short, long]
+@pytest.mark.parametrize("new,stop_ids", [(370, ()), (290, range(40, 90))], ids=["recut", "stops"])
+def test_what_a_graph_has_captured_may_be_laid_out_anew(folder, device, new, stop_ids):
+    """A longer request recuts the cache, more stop ids move their column; the shape stays."""
+    work = [sequence([5, 6], 290, seed=1), sequence([6, 7], 6, seed=2)]
+    work.append(sequence([8, 9], new, seed=3, stop_ids=frozenset(stop_ids)))
     expected = copy.deepcopy(work)
     for static, (*first, last) in ((True, work), (False, expected)):
         engine = engine_for(folder, device=device, static=static)
         engine.add(first)
-        for _ in range(6):
+        while len(engine.running) != 1:
             engine.step()
         before = engine.cache.length
-        finish(engine, last)
-        assert engine.cache.length > before
+        engine.add([last])
+        for _ in range(60):
+            engine.step()
+        engine.abort(lambda _: True, "enough")
+        assert (engine.cache.length > before) == (not stop_ids)
+    assert expected[-1].finish_reason["type"] == ("stop" if stop_ids else "abort")
     assert_same(work, expected)
 
 

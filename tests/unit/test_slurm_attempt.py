@@ -138,12 +138,16 @@ def test_a_run_that_has_all_its_steps_starts_nothing(slurm, tmp_path):
 
 def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, tmp_path):
     run_dir = submitted(tmp_path / "run")
-    told = f"told() {{ {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
-    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
+
+    def ranks(step: int) -> str:  # they ask for the signal, and save when it has come
+        told = f"told() {{ {saves(run_dir, step)}; exit 0; }}; trap told USR1"
+        return f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done"
+
+    slurm("srun", ranks(3))
     assert attempt(run_dir) == 0
     assert "scontrol requeue 5" in (tmp_path / "called").read_text()
     slurm("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
-    slurm("srun", f"kill -USR1 $PPID; sleep 0.2; {saves(run_dir, 4)}")
+    slurm("srun", ranks(4))
     with pytest.raises(ConfigError, match='presently disabled; .*job.again = "chain"'):
         attempt(run_dir)
 
@@ -208,10 +212,12 @@ def test_a_run_whose_steps_are_long_is_told_before_slurms_signal(slurm, measured
     assert "qurl: time is up: the ranks save and end" in capfd.readouterr().out
 
 
-def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run, capfd):
+def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run, tmp_path, capfd):
     ends_in(slurm, 600)  # and job.signal_s is 900
     told = f"trap '{saves(measured_run, 1)}; exit 0' USR1"
-    slurm("srun", f"{told}; kill -USR1 $PPID; sleep 0.8; {saves(measured_run, 7)}")
+    asked = f"$(grep -c scontrol {tmp_path}/called)"  # when the job ends: once more, when it comes
+    heard = f"before={asked}; kill -USR1 $PPID; until [ {asked} -gt $before ]; do sleep 0.02; done"
+    slurm("srun", f"{told}; {heard}; sleep 0.2; {saves(measured_run, 7)}")
     assert attempt(measured_run) == 0
     assert [one.decision for one in folder.attempts(measured_run)] == ["done"]
     said = capfd.readouterr().out
