@@ -10,6 +10,7 @@ from qurl_megatron.data.rows import Question, Turn
 from qurl_megatron.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+MADE_HERE = "qurl_warmstart"  # in tokenizer_config.json: of a tokenizer that no family knows
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
 
 
@@ -82,10 +83,13 @@ class Tokenizer:
     def disagreement(self, prompts: Sequence[str | Sequence[Turn]], *, chat: bool = False) -> str:
         """What to tell of prompts that ``AutoTokenizer`` splits otherwise; empty where all agree.
 
-        Costs loading a second tokenizer.
+        Costs loading a second tokenizer. Of a tokenizer that was made here, nothing is told: its
+        tokenizer.json is right, whatever family the model is of.
         """
         if not (self.path / "tokenizer.json").is_file():
-            return ""  # it is the one that is used
+            return ""  # AutoTokenizer is what is used
+        if MADE_HERE in self._wrapped.init_kwargs:
+            return ""
         from transformers import AutoTokenizer
 
         try:
@@ -107,8 +111,8 @@ class Tokenizer:
         return (
             f"{self.path}: tokenizer.json, which is used here, and AutoTokenizer, which other "
             f"tools use, give {len(found)} of the first {len(prompts)} prompts different ids (the "
-            f"first at position {at}: {here} and {there}); where the model was trained with the "
-            "latter, AutoTokenizer's save_pretrained puts it into this folder"
+            f"first at position {at}: {here} and {there}); if the answers make no sense, copy "
+            "tokenizer.json and tokenizer_config.json anew from the original checkpoint"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
