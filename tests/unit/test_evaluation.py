@@ -479,13 +479,15 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
     parser = argparse.ArgumentParser()
     add_options(parser, ("none",))
 
-    def planned(*options: str) -> RewardConfig:
+    def planned(*options: str, theirs: RewardConfig = theirs) -> RewardConfig:
         given = ["--url", "http://a", "--k", "1", *options]
         arguments = parser.parse_args([str(bench), *given])
         return make_plan(arguments, Defaults(model=model, reward=theirs)).reward
 
     assert planned() == theirs
     assert planned("--reward", "exact") == RewardConfig(kind="exact")
+    function = RewardConfig(function="a:b", batched=True)
+    assert planned("--reward", "exact", theirs=function) == RewardConfig(kind="exact")
     with pytest.raises(
         ConfigError, match="--reward exakt is none of math, last_number, exact; giv"
     ):

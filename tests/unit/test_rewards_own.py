@@ -38,10 +38,11 @@ def test_a_function_of_a_file_gets_the_four_fields_by_name(own):
 
 def test_a_file_finds_modules_beside_it_but_they_hide_none_that_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (tmp_path / "own_units.py").write_text("KILO = 1000\n")
-    (tmp_path / "math.py").write_text("raise AssertionError\n")
+    (tmp_path / "colorsys.py").write_text("raise AssertionError\n")
     (tmp_path / "near.py").write_text(
-        "import math, own_units\nfrom dataclasses import dataclass\n"
+        "import colorsys, math, own_units\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Found:\n    value: 'float'\n"
         "def score(**fields):\n    return math.floor(Found(1.5).value) * own_units.KILO\n"
     )
