@@ -243,8 +243,9 @@ def _chat(turns: list, place: str) -> tuple[Turn, ...]:
         said = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
         if not said or not all(isinstance(value, str) for value in said):
             raise ConfigError(f"{where} must have role and content, both text, got {turn!r:.80}")
-        for value in said:
-            refuse_half_characters(value, where)
+        for value in turn.values():
+            if isinstance(value, str):
+                refuse_half_characters(value, where)
     if not any(turn["content"].strip() for turn in turns):
         raise ConfigError(f"{place}: the prompt is empty")
     if turns[-1]["role"] == "assistant":
