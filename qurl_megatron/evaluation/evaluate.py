@@ -93,8 +93,9 @@ def _ending(question: Question, end: str) -> Question:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Changes with every token that is asked, and with every reference answer."""
-    asked = json.dumps([(prompt.input_ids, prompt.answer) for prompt in prompts])
+    """Changes with every token that is asked, and with all that a reward gets of a question."""
+    told = [(prompt.input_ids, prompt.answer, prompt.metadata) for prompt in prompts]
+    asked = json.dumps(told, default=str)
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
