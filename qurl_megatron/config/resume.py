@@ -6,7 +6,7 @@ from typing import Any
 from qurl_megatron.config.load import RunConfig
 from qurl_megatron.config.sections import OnResume
 
-RULES: tuple[OnResume, ...] = ("change", "fork", "never")
+RULES: tuple[OnResume, ...] = ("free", "change", "fork", "never")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ def rules() -> dict[str, dict[str, OnResume]]:
 
 def page_table() -> str:
     """The rules by section, as the table of docs/recipes.md."""
-    rows = ["| section | may change | only in a fork | never |", "|---|---|---|---|"]
+    rows = [
+        "| section | may change, and computes the same | may change | only in a fork | never |",
+        "|---|---|---|---|---|",
+    ]
     for section, keys in rules().items():
         cells = [_named(rule, list(keys.values()), keys) for rule in RULES]
         rows.append(f"| `{section}` | {' | '.join(cells)} |")

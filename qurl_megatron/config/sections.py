@@ -12,9 +12,10 @@ from typing import Literal
 
 from qurl_megatron.errors import ConfigError
 
-OnResume = Literal["change", "fork", "never"]
-"""What a key may do where a run goes on from its checkpoint: change, and the report says so; change
-in a fork of the run alone; or neither, as the checkpoint's tensors have its value in them."""
+OnResume = Literal["free", "change", "fork", "never"]
+"""What a key may do where a run goes on from its checkpoint. free: change, as it says how long and
+where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the run
+alone; never: the checkpoint's tensors have its value in them."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -26,6 +27,7 @@ def require(condition: bool, message: str) -> None:
 def on_resume(
     rule: OnResume,
     *,
+    free: tuple[str, ...] = (),
     change: tuple[str, ...] = (),
     fork: tuple[str, ...] = (),
     never: tuple[str, ...] = (),
@@ -35,8 +37,8 @@ def on_resume(
     Args:
         rule: of all fields but the ones named behind it.
     """
-    exceptions = {name: "change" for name in change}
-    exceptions |= {name: "fork" for name in fork} | {name: "never" for name in never}
+    named = {"free": free, "change": change, "fork": fork, "never": never}
+    exceptions = {name: its for its, names in named.items() for name in names}
 
     def mark(section: type) -> type:
         known = {f.name for f in fields(section)}
@@ -49,7 +51,7 @@ def on_resume(
     return mark
 
 
-@on_resume("fork", change=("recompute",), never=("dtype",))
+@on_resume("fork", free=("recompute",), never=("dtype",))
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which policy is trained."""
@@ -80,7 +82,7 @@ class ModelConfig:
         )
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks share one copy of the model; the rest of the ranks are data-parallel."""
@@ -110,7 +112,7 @@ class ParallelConfig:
         return self.tensor * self.pipeline * self.context * self.data
 
 
-@on_resume("change", never=("distributed",))
+@on_resume("change", free=("overlap_grad_reduce",), never=("distributed",))
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW on the FP32 master weights."""
@@ -189,7 +191,7 @@ class QuantConfig:
         )
 
 
-@on_resume("fork", change=("reference_memory",))
+@on_resume("fork", free=("reference_memory",))
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
     """The objective: which ratio is clipped where, and what is averaged over what.
@@ -411,7 +413,7 @@ class CriticConfig:
             require(value >= 0, f"critic.{key} must be 0 or more, got {value}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """What counts as a collapse, and what is done about it. A threshold of 0 is not watched."""
@@ -440,7 +442,7 @@ class GuardConfig:
 
 
 @on_resume(
-    "change",
+    "free",
     fork=("backend", "samples_per_prompt", "max_new_tokens", "temperature", "max_staleness"),
 )
 @dataclass(frozen=True, kw_only=True)
@@ -640,7 +642,7 @@ class DataConfig:
         require(self.task_size >= 1, f"data.task_size must be 1 or more, got {self.task_size}")
 
 
-@on_resume("change", fork=("kind",))
+@on_resume("change", free=("workers",), fork=("kind",))
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """How a response is scored: 1.0 for the right answer, else 0.0."""
@@ -672,7 +674,7 @@ class RewardConfig:
         require(self.timeout_s > 0, f"reward.timeout_s must be positive, got {self.timeout_s}")
 
 
-@on_resume("change", fork=("align", "seed"))
+@on_resume("free", change=("eval_prompts", "eval_samples", "save_rollouts"), fork=("align", "seed"))
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length and shape of the run."""
@@ -735,7 +737,7 @@ class TrainConfig:
         require(self.max_tokens >= 0, f"train.max_tokens must be 0 or more, got {self.max_tokens}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the training state is saved; a run always resumes from the newest whole checkpoint.
@@ -755,7 +757,7 @@ class CheckpointConfig:
         require(self.keep >= 1, f"checkpoint.keep must be 1 or more, got {self.keep}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """How a new weight version reaches the engines."""
@@ -798,7 +800,7 @@ class SyncConfig:
         require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class WarmstartConfig:
     """A small model made on the spot, for machines that have no checkpoint at hand.
