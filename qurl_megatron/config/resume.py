@@ -6,7 +6,7 @@ from typing import Any
 from qurl_megatron.config.load import RunConfig
 from qurl_megatron.config.sections import OnResume
 
-RULES: tuple[OnResume, ...] = ("change", "fork", "never")
+RULES: tuple[OnResume, ...] = ("free", "change", "fork", "never")
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     # An aligned policy computes as engines of one rollout.engine_tensor do.
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
     weighed = before.reward.scorers == now.reward.scorers  # the same rewards
-    moved = {"reward.mix", "reward.url"} if weighed else set()
+    moved = {"reward.mix": "change", "reward.url": "free"} if weighed else {}
     found = []
     for section in fields(RunConfig):
         old, new = getattr(before, section.name), getattr(now, section.name)
         for f in fields(old):
             key, a, b = f"{section.name}.{f.name}", getattr(old, f.name), getattr(new, f.name)
             if a != b and key != "train.run_dir":
-                rule = "fork" if key in computed else "change" if key in moved else _rule(f)
+                rule = "fork" if key in computed else moved.get(key, _rule(f))
                 found.append(Change(key, a, b, rule))
     return found
 
@@ -60,7 +60,10 @@ def rules() -> dict[str, dict[str, OnResume]]:
 
 def page_table() -> str:
     """The rules by section, as the table of docs/recipes.md."""
-    rows = ["| section | may change | only in a fork | never |", "|---|---|---|---|"]
+    rows = [
+        "| section | may change, and computes the same | may change | only in a fork | never |",
+        "|---|---|---|---|---|",
+    ]
     for section, keys in rules().items():
         cells = [_named(rule, list(keys.values()), keys) for rule in RULES]
         rows.append(f"| `{section}` | {' | '.join(cells)} |")

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 
 from qurl_megatron.errors import ConfigError
 
-OnResume = Literal["change", "fork", "never"]
-"""What a key may do where a run goes on from its checkpoint: change, and the report says so; change
-in a fork of the run alone; or neither, as the checkpoint's tensors have its value in them."""
+OnResume = Literal["free", "change", "fork", "never"]
+"""What a key may do where a run goes on from its checkpoint. free: change, as it says how long and
+where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the run
+alone; never: the checkpoint's tensors have its value in them."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -30,6 +31,7 @@ def require(condition: bool, message: str) -> None:
 def on_resume(
     rule: OnResume,
     *,
+    free: tuple[str, ...] = (),
     change: tuple[str, ...] = (),
     fork: tuple[str, ...] = (),
     never: tuple[str, ...] = (),
@@ -39,8 +41,8 @@ def on_resume(
     Args:
         rule: of all fields but the ones named behind it.
     """
-    exceptions = {name: "change" for name in change}
-    exceptions |= {name: "fork" for name in fork} | {name: "never" for name in never}
+    named = {"free": free, "change": change, "fork": fork, "never": never}
+    exceptions = {name: its for its, names in named.items() for name in names}
 
     def mark(section: type) -> type:
         known = {f.name for f in fields(section)}
@@ -53,7 +55,7 @@ def on_resume(
     return mark
 
 
-@on_resume("fork", change=("recompute",), never=("dtype",))
+@on_resume("fork", free=("recompute",), never=("dtype",))
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which policy is trained."""
@@ -84,7 +86,7 @@ class ModelConfig:
         )
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks share one copy of the model; the rest of the ranks are data-parallel."""
@@ -114,7 +116,7 @@ class ParallelConfig:
         return self.tensor * self.pipeline * self.context * self.data
 
 
-@on_resume("change", never=("distributed",))
+@on_resume("change", free=("overlap_grad_reduce",), never=("distributed",))
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW on the FP32 master weights."""
@@ -193,7 +195,7 @@ class QuantConfig:
         )
 
 
-@on_resume("fork", change=("reference_memory",))
+@on_resume("fork", free=("reference_memory",))
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
     """The objective: which ratio is clipped where, and what is averaged over what.
@@ -415,7 +417,7 @@ class CriticConfig:
             require(value >= 0, f"critic.{key} must be 0 or more, got {value}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """What counts as a collapse, and what is done about it. A threshold of 0 is not watched."""
@@ -444,7 +446,7 @@ class GuardConfig:
 
 
 @on_resume(
-    "change",
+    "free",
     fork=("backend", "samples_per_prompt", "max_new_tokens", "temperature", "max_staleness"),
 )
 @dataclass(frozen=True, kw_only=True)
@@ -750,7 +752,11 @@ class MixedReward(RewardSource):
     """What its score is multiplied by."""
 
 
-@on_resume("change", fork=("kind", "function", "batched", "url", "mix"))
+@on_resume(
+    "change",
+    free=("key_env", "on_failure", "workers", "memory_gb"),
+    fork=("kind", "function", "batched", "url", "mix"),
+)
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(RewardSource):
     """How a response is scored."""
@@ -855,7 +861,7 @@ def _check_score(key: str, value: float) -> None:
     )
 
 
-@on_resume("change", fork=("align", "seed"))
+@on_resume("free", change=("eval_prompts", "eval_samples", "save_rollouts"), fork=("align", "seed"))
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length and shape of the run."""
@@ -918,7 +924,7 @@ class TrainConfig:
         require(self.max_tokens >= 0, f"train.max_tokens must be 0 or more, got {self.max_tokens}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the training state is saved; a run always resumes from the newest whole checkpoint.
@@ -938,7 +944,7 @@ class CheckpointConfig:
         require(self.keep >= 1, f"checkpoint.keep must be 1 or more, got {self.keep}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """How a new weight version reaches the engines."""
@@ -981,7 +987,7 @@ class SyncConfig:
         require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
 
 
-@on_resume("change")
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class WarmstartConfig:
     """A small model made on the spot, for machines that have no checkpoint at hand.

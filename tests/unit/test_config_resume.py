@@ -48,8 +48,21 @@ def test_the_page_tells_the_rules():
 )
 def test_how_it_learns_how_long_it_runs_and_where_may_change(changed, override):
     (one,) = changed(override)
-    assert one.key == override.partition("=")[0] and one.rule == "change"
+    assert one.key == override.partition("=")[0]
     assert refused([one]) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        *(("parallel.tensor=2", "free"), ("train.steps=7", "free"), ("checkpoint.every=3", "free")),
+        *(("optimizer.lr=1e-3", "change"), ("train.eval_prompts=64", "change")),
+        *(("optimizer.overlap_grad_reduce=false", "free"), ("reward.overlong_penalty=0", "change")),
+    ],
+)
+def test_how_long_and_where_it_runs_is_told_from_what_it_computes(changed, override, rule):
+    (one,) = changed(override)
+    assert one.rule == rule
 
 
 @pytest.mark.parametrize(
