@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from qurl_megatron.rollout.embedded.cache import bytes_per_token
 from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.rollout.embedded.model import Slot
 from qurl_megatron.rollout.embedded.server import load_engine
@@ -101,25 +102,48 @@ def test_static_steps_draw_what_ordinary_steps_do(folder, device, format):
 def test_a_full_cache_has_no_idle_rows_to_round_up_to(folder, device):
     work = [sequence([5 + i, 6], 20, seed=i) for i in range(11)]
     expected = copy.deepcopy(work)
-    finish(engine_for(folder, device=device, static=True, max_rows=11), *work)
-    finish(engine_for(folder, device=device, static=False, max_rows=11), *expected)
+    for static, sequences in ((True, work), (False, expected)):
+        engine = engine_for(folder, device=device, static=static)
+        row = 64 * bytes_per_token(engine.decoder.arch, engine.decoder.dtype)
+        engine = Engine(engine.decoder, 11.5 * row / 2**30, static=static)
+        finish(engine, *sequences)
+        assert engine.cache.rows == 11
     assert_same(work, expected)
 
 
-def test_a_recut_cache_and_more_stop_ids_are_seen(folder, device):
-    """Both change what a graph has captured: rows become longer, and a column moves."""
-    short = [sequence([5 + i, 6], 30, seed=i) for i in range(2)]
-    long = sequence(range(2, 90), 40, seed=3, stop_ids=frozenset({95, 94, 93}))
-    work = [*short, long]
+@pytest.mark.parametrize("prompt,top_p", [(range(2, 90), 0.6), ([7] * (POSITIONS + 44), 1.0)])
+def test_a_newcomer_is_seen_by_the_next_step(folder, device, prompt, top_p):
+    """One that wants top_p, or one whose prompt is longer than what the step before read."""
+    work = [sequence([5, 6], 30, seed=0), sequence(prompt, 12, seed=1, top_p=top_p)]
+    expected = copy.deepcopy(work)
+    for static, (first, second) in ((True, work), (False, expected)):
+        engine = engine_for(folder, device=device, static=static)
+        engine.add([first])
+        for _ in range(5):
+            engine.step()
+        finish(engine, second)
+    assert_same(work, expected)
+
+
+@pytest.mark.parametrize("new,stop_ids", [(370, ()), (290, range(40, 46))], ids=["recut", "stops"])
+def test_what_a_graph_has_captured_may_be_laid_out_anew(folder, device, new, stop_ids):
+    """A longer request recuts the cache, more stop ids move their column; the shape stays."""
+    work = [sequence([5, 6], 290, seed=1), sequence([6, 7], 6, seed=2)]
+    work.append(sequence([8, 9], new, seed=3, stop_ids=frozenset(stop_ids)))
     expected = copy.deepcopy(work)
     for static, (*first, last) in ((True, work), (False, expected)):
         engine = engine_for(folder, device=device, static=static)
         engine.add(first)
-        for _ in range(6):
+        while len(engine.running) != 1:
             engine.step()
         before = engine.cache.length
-        finish(engine, last)
-        assert engine.cache.length > before
+        engine.add([last])
+        for _ in range(60):
+            engine.step()
+        engine.abort(lambda _: True, "enough")
+        assert (engine.cache.length > before) == (not stop_ids)
+    assert expected[-1].finish_reason["type"] == ("stop" if stop_ids else "abort")
+    assert len(expected[-1].output_ids) > 5
     assert_same(work, expected)
 
 
