@@ -83,4 +83,7 @@ def _rule(f: Any) -> OnResume:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):  # rewards by name
+        parts = (f"{name}: {part.weight:g} * {part.described}" for name, part in value.items())
+        return f"{{{', '.join(parts)}}}"
     return "''" if value == "" else str(value)

@@ -742,6 +742,11 @@ def _check_url(key: str, url: str) -> None:
         f"{key} holds a user name or a password, which recipes and logs would show; put the key "
         "into an environment variable, and name that in key_env",
     )
+    require(
+        not parts.query,
+        f"{key} has a query (?...), which recipes and logs would show; name an environment "
+        "variable that holds the key in key_env, and have the server take the rest from its path",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,8 @@ class Plan:
         if self.sampling.k == 1:  # nothing is drawn
             drawn = {key: drawn[key] for key in ("k", "max_new_tokens")}
         own = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
+        if self.reward.failed:
+            own["failed"] = self.reward.failed
         return {**drawn, **own, **self._model()}
 
     def _model(self) -> dict[str, Any]:

@@ -317,7 +317,7 @@ class _Round:
         share = right / (len(done) * self.responses)
         print(
             f"{self.benchmark.name}, {self.mode}: {len(done)} of {total} problems, "
-            f"{share:.1%} right so far",
+            f"mean reward {share:.3f} so far",
             file=sys.stderr,
             flush=True,
         )

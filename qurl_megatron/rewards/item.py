@@ -5,6 +5,7 @@ Scores come from code and servers that nobody has seen before. Whatever they giv
 """
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,17 @@ class Item:
     @property
     def line(self) -> str:
         """As JSON on one line of ASCII."""
-        return json.dumps([self.prompt, self.response, self.answer, self.metadata], default=str)
+        metadata = _finite(self.metadata)
+        return json.dumps([self.prompt, self.response, self.answer, metadata], default=str)
+
+
+def _finite(value: Any) -> Any:
+    """With null for NaN and infinities, which tables have in gaps and JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

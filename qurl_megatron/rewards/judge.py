@@ -4,7 +4,7 @@
     200        {"scores": [1.0]}
 
 One score per item, in their order; null for one that has none. What may pass by itself is asked
-again: no connection, no answer in time, 408, 425, 429 and 5xx. All else is the last word.
+again: no connection, no answer in time, and the answers in ``PASSING``. All else is the last word.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Judge:
 
     def __init__(self, key: str, config: RewardConfig) -> None:
         self.config = config
-        self.name = config.url.partition("?")[0]  # the rest may hold secrets
+        self.name = config.url
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token := server_key(key, config):
             headers["Authorization"] = f"Bearer {token}"
@@ -120,7 +120,7 @@ def _scores(content: bytes, count: int) -> list[Score]:
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"answered with what is no JSON: {error}") from None
+        raise Refused(f"answered with something that is not JSON: {error}") from None
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
         found = f"{len(scores)} scores" if isinstance(scores, list) else "no list of scores"

@@ -127,6 +127,8 @@ class RewardPool:
 
     def _scored(self, key: str, part: RewardConfig, items: Sequence[Item]) -> list[Score]:
         if key in self.pools:
+            if not (part.function or part.url):  # ours look at no more than these
+                items = [replace(item, prompt="", metadata={}) for item in items]
             return self.pools[key].score([item.line for item in items])
         check = KINDS[part.kind]
         return [check(item.response, item.answer) for item in items]
@@ -145,7 +147,7 @@ def check_rewards(config: RewardConfig) -> None:
             try:
                 pool.await_start()
             except RuntimeError as error:
-                raise ConfigError(f"{key}.function={part.function}: {error}") from None
+                raise ConfigError(f"{key} ({part.described}): {error}") from None
 
 
 def _in_process(part: RewardConfig) -> bool:

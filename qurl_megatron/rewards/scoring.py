@@ -168,7 +168,7 @@ class _Work:
     def __init__(self, lines: Iterable[Line], config: RewardConfig) -> None:
         self.config = config
         self.scores: dict[Line, Score] = {}
-        self.end = time.monotonic() + config.url_deadline_s if config.url else math.inf
+        self.end = math.inf
         self._waiting = deque(dict.fromkeys(lines))
         self._again: deque[tuple[Line, ...]] = deque()
         self._downed: Counter[Line] = Counter()  # workers that died of one, or were killed with it
@@ -179,7 +179,10 @@ class _Work:
         return bool(self._again or self._waiting)
 
     def next(self, size: int, workers: int) -> tuple[Line, ...]:
-        """Up to ``size`` items, and no more than leave something for the other workers."""
+        """Up to ``size`` items, and no more than leave something for the other workers. With the
+        first of them begins what a server has time for."""
+        if self.config.url and self.end == math.inf:
+            self.end = time.monotonic() + self.config.url_deadline_s
         if self._again:
             return self._again.popleft()
         size = min(size, math.ceil(len(self._waiting) / workers))
@@ -205,7 +208,7 @@ class _Work:
         self.scores[batch[0]] = Unscored("timeouts", why)
 
     def give_up(self) -> None:
-        why = f"{self.config.url.partition('?')[0]} within reward.url_deadline_s"
+        why = f"{self.config.url} within reward.url_deadline_s"
         late = Unscored("unanswered", f"{why}={self.config.url_deadline_s:g}")
         self.scores = dict.fromkeys(self._all, late) | self.scores
         self._waiting.clear()

@@ -53,14 +53,11 @@ from qurl_megatron.model.trained import Trained
 from qurl_megatron.runtime.files import MENDS, free, refusal
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.boxes import in_place
-from qurl_megatron.training.state import TrainState, checkpoints, latest, set_aside
+from qurl_megatron.training.state import REFERENCE, TrainState, checkpoints, latest, set_aside
 from qurl_megatron.weights.checkpoint import describe
 from qurl_megatron.weights.megatron_reader import CRITIC
 from qurl_megatron.weights.places import DESCRIPTION
 from qurl_megatron.weights.sums import FileSum, Summing, to_disk, write_record
-
-REFERENCE = "reference"
-"""Folder in a checkpoint: the reference, where it has moved since the run began."""
 
 
 def save(

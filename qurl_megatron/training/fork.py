@@ -15,15 +15,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from qurl_megatron.config import Change, RunConfig, changes, refused
+from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.runtime.files import refusing
-from qurl_megatron.training.state import STATE, TrainState, after, claim, latest, recipe_of
+from qurl_megatron.training.state import (
+    REFERENCE,
+    STATE,
+    TrainState,
+    after,
+    claim,
+    latest,
+    recipe_of,
+)
 from qurl_megatron.weights.sums import RECORD, read_record, to_disk, write_record
 
 FORK = "fork.json"
 ORDER = ("data.", "train.seed")  # keys that say which prompt comes when ...
 NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only says how many
+HELD_AGAINST = ("algo.reference", "algo.reference_every", "model.path")
+UPDATES = ("algo.epochs", "algo.minibatches", "algo.advantage", "critic.ahead_steps")  # of a step
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,10 @@ def fork(source: Path, config: RunConfig) -> None:
             f"in them ({'; '.join(map(str, never))}); set these back, or begin anew with the "
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
+    _refuse_another_pace(config, found)
     state = TrainState.read(newest)
+    if changed_files(config.data, (state.cursor or {}).get("files", {})):
+        state = replace(state, cursor=None, accuracy=None, accuracy_before=None)
     if state.step >= config.train.steps:
         raise ConfigError(
             f"--fork: {source} has done {state.step} steps, and train.steps={config.train.steps} "
@@ -70,7 +84,8 @@ def fork(source: Path, config: RunConfig) -> None:
         begun = Fork(str(source.resolve()), state.step, tuple(one.told for one in found))
         _copy_logs(source, run_dir, begun)
         (run_dir / FORK).write_text(json.dumps(asdict(begun), indent=1) + "\n", encoding="utf-8")
-        _copy_checkpoint(newest, run_dir / "checkpoints", forked(state, found))
+        without = REFERENCE if any(one.key in HELD_AGAINST for one in found) else None
+        _copy_checkpoint(newest, run_dir / "checkpoints", forked(state, found), without)
     print(f"{run_dir} {told(begun)}", flush=True)
 
 
@@ -90,6 +105,17 @@ def told(begun: Fork) -> str:
     return f"goes on from step {begun.step} of {begun.source}{changed}"
 
 
+def _refuse_another_pace(config: RunConfig, found: Sequence[Change]) -> None:
+    """Raise ``ConfigError`` where a schedule would count the updates done as others."""
+    paced = [one.key for one in found if one.key in UPDATES]
+    optimizer = config.optimizer
+    if paced and optimizer.schedule != "constant" and not optimizer.decay_steps:
+        raise ConfigError(
+            f"--fork: {paced[0]} changes how many updates a step has, and the schedule counts "
+            "those that were done; set optimizer.decay_steps to the update at which it is to end"
+        )
+
+
 def _refuse_another(run_dir: Path, source: Path) -> None:
     """Raise ``ConfigError`` unless the folder is a fork of ``source``."""
     record = run_dir / FORK
@@ -99,7 +125,7 @@ def _refuse_another(run_dir: Path, source: Path) -> None:
         origin = None
     if origin != str(source.resolve()):
         raise ConfigError(
-            f"--fork: {run_dir} holds a run that is no fork of {source}; name a new folder"
+            f"--fork: {run_dir} holds a run that is not a fork of {source}; name a new folder"
         )
 
 
@@ -114,19 +140,24 @@ def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
     timeline.close()
 
 
-def _copy_checkpoint(newest: Path, root: Path, state: TrainState) -> None:
-    """Whole or not at all, with another state."""
+def _copy_checkpoint(newest: Path, root: Path, state: TrainState, without: str | None) -> None:
+    """Whole or not at all, with another state.
+
+    Args:
+        without: folder in it that is left out.
+    """
     aside = root / f".{newest.name}"
     shutil.rmtree(aside, ignore_errors=True)
     record = read_record(newest)
     for path in sorted(newest.rglob("*")):
         name = path.relative_to(newest)
-        if path.is_file() and name.as_posix() not in (STATE, RECORD):
+        if path.is_file() and name.as_posix() not in (STATE, RECORD) and name.parts[0] != without:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             _link(path, aside / name)
     state.write(aside)
     if record is not None:
-        write_record(aside, {name: kept for name, kept in record.items() if name != STATE})
+        kept = {n: its for n, its in record.items() if n != STATE and Path(n).parts[0] != without}
+        write_record(aside, kept)
     aside.rename(root / newest.name)
     to_disk(root)
 
@@ -134,6 +165,11 @@ def _copy_checkpoint(newest: Path, root: Path, state: TrainState) -> None:
 def _link(path: Path, to: Path) -> None:
     try:
         os.link(path, to)
+    except FileNotFoundError:  # the run is at work, and keeps no more than checkpoint.keep
+        raise ConfigError(
+            f"--fork: {path.parent} went away while it was copied, as its run is at work; give the "
+            "same command again"
+        ) from None
     except OSError:  # another file system, or one without links
         shutil.copyfile(path, to)
         to_disk(to)

@@ -23,6 +23,9 @@ from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.runtime.files import refusing
 
 STATE = "state.json"
+REFERENCE = (
+    "reference"  # folder in a checkpoint: the reference, where it has moved since the run began
+)
 RECIPE = "config.toml"
 HEADER, END = "# The run's recipe, down to the last line.\n", "# The end.\n"  # of RECIPE
 
@@ -122,9 +125,11 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def after(changed: Sequence[Change], state: TrainState) -> TrainState:
-    """What of a state still holds after changes: accuracies on other prompts do not compare."""
-    rewards = ("reward.kind", "reward.function", "reward.url", "reward.mix", "reward.failed")
-    measures = ("train.eval_prompts", "train.eval_samples", "data.", *rewards)
+    """What of a state still holds after changes: accuracies measured otherwise do not compare."""
+    scores = ("kind", "function", "batched", "url", "mix", "failed")
+    answers = ("model.path", "quant.scheme", "rollout.max_new_tokens")
+    asked = ("train.eval_prompts", "train.eval_samples", "data.")
+    measures = (*asked, *answers, *(f"reward.{name}" for name in scores))
     if any(one.key.startswith(measures) for one in changed):
         return replace(state, accuracy=None, accuracy_before=None)
     return state

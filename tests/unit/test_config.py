@@ -224,6 +224,11 @@ def test_a_file_of_rewards_lies_beside_its_recipe_wherever_the_recipe_is_copied(
     assert from_elsewhere(recipe, ["reward.function=own:score"]) == ["reward.function=own:score"]
 
 
+def test_a_server_is_named_without_a_query_which_might_hold_a_key(recipe):
+    with pytest.raises(ConfigError, match=r"reward.url has a query .*key_env"):
+        load(recipe, ["reward.url=http://a/score?token=secret"])
+
+
 def test_a_mix_stands_alone(recipe):
     with pytest.raises(ConfigError, match="reward.mix stands in place of reward.function and rewa"):
         load(recipe, ["reward.mix={a={}}", "reward.function=own:score"])
@@ -245,5 +250,7 @@ def test_weights_of_a_mix_may_change_and_what_it_adds_up_may_not(recipe):
         load(recipe, [f"reward.mix={{a={{kind='exact', weight={weight}}}, b={{{more}}}}}"])
         for weight, more in ((1, ""), (2, ""), (1, "function='own:score'"))
     )
-    assert other_run(mixed, heavier) == [] and len(changes(mixed, heavier)) == 1
+    assert other_run(mixed, heavier) == []
+    (told,) = changes(mixed, heavier)
+    assert told.told == "reward.mix {a: 1 * exact, b: 1 * math} -> {a: 2 * exact, b: 1 * math}"
     assert len(other_run(mixed, other)) == len(other_run(mixed, load(recipe))) == 1

@@ -53,8 +53,8 @@ def test_what_may_pass_is_asked_again(status):
     [
         (answered(401, b"no"), "answered 401"),
         (answered(302), "answered 302"),
-        (answered(200, b"<html>"), "answered with what is no JSON: "),
-        (answered(200, b"[" * 100_000), "answered with what is no JSON: "),
+        (answered(200, b"<html>"), "answered with something that is not JSON: "),
+        (answered(200, b"[" * 100_000), "answered with something that is not JSON: "),
         (answered(200, b"[1.0, 2.0]"), "answered with no list of scores for 2 responses"),
         (answered(200, b'{"scores": {"0": 1}}'), "answered with no list of scores for 2"),
         (answered(200, b'{"scores": [1]}'), "answered with 1 scores for 2 responses"),
@@ -82,19 +82,19 @@ def test_a_response_may_have_no_score_beside_others_that_have():
 def test_a_server_that_is_down_is_named_after_the_retries():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    found = judge(f"http://127.0.0.1:{port}/a?token=secret", url_retries=1)(items("1"))
+    found = judge(f"http://127.0.0.1:{port}/a", url_retries=1)(items("1"))
     assert found[0].cause == "unanswered"
     assert found[0].why.startswith(f"http://127.0.0.1:{port}/a did not answer: ")
 
 
 def test_one_request_has_a_limit_for_all_of_it():
-    def slow(items):
-        time.sleep(1.0)
-        return numbers(items)
+    def silent(items):
+        time.sleep(NEVER_S)
+        raise AssertionError
 
-    with reward_server(slow, numbers) as server:
-        assert judge(server.url, timeout_s=0.3)(items("4")) == [4.0]
-        assert len(server.asked) == 2
+    with reward_server(silent, numbers) as server:
+        assert judge(server.url, timeout_s=2.0)(items("4")) == [4.0]
+        assert len(server.asked) >= 2
 
 
 def test_all_requests_have_one_deadline_and_what_has_a_score_keeps_it():

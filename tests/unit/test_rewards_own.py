@@ -1,5 +1,6 @@
 """Functions of the user's own: found or refused in one sentence, called, and never believed."""
 
+import json
 import math
 import re
 import sys
@@ -26,7 +27,7 @@ def own(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(own):
-    config = RewardConfig(function=f"{own}:score", workers=2, timeout_s=2.0, failed=-1.0)
+    config = RewardConfig(function=f"{own}:score", workers=2, timeout_s=5.0, failed=-1.0)
     with RewardPool(config) as pool:
         yield pool
 
@@ -47,6 +48,12 @@ def test_a_file_finds_modules_beside_it_but_they_hide_none_that_is_installed(tmp
         "def score(**fields):\n    return math.floor(Found(1.5).value) * own_units.KILO\n"
     )
     assert call(find_function("k", f"{tmp_path}/near.py:score"), items("a"), batched=False) == [1e3]
+
+
+def test_gaps_of_a_table_are_null_in_json():
+    gaps = {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}
+    line = Item("p", "r", "a", gaps).line
+    assert json.loads(line)[3] == {"a": None, "b": [None, 1.5], "c": {"d": None}}
 
 
 def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypatch):
@@ -170,7 +177,7 @@ def test_a_function_is_called_with_lists_where_the_recipe_says_so(own):
 
 
 def test_one_response_does_not_spoil_the_others_of_its_call(own):
-    config = RewardConfig(function=f"{own}:lengths", timeout_s=1.0, batch=2)
+    config = RewardConfig(function=f"{own}:lengths", timeout_s=4.0, batch=2)
     texts = ["1", "22", "hang", "333", "die", "4444", "raise", "55555", "1234567"]
     with RewardPool(config) as pool:
         grades = pool.grade(items(*texts))

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from qurl_megatron.config import load
+from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import JsonlSink
 from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
-from qurl_megatron.training.state import TrainState, claim, latest, recipe_of
+from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
 from qurl_megatron.weights.sums import damaged, read_record, write_record
 from tests.unit.test_damaged_files import RECIPE_TEXT
 
@@ -97,6 +99,39 @@ def test_prompts_begin_anew_where_they_are_others_and_so_do_accuracies(
     assert (state.cursor is not None, state.accuracy is not None) == kept
 
 
+def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_path):
+    """A run refuses to go on then, and a fork of it begins."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}')
+    files = {"data.path": checksum_of(path)}
+    folder = latest(source)
+    replace(STATE, cursor={"epoch": 1, "files": files}).write(folder)
+    claim(
+        source, recipe(f"train.run_dir={source}", f"data.path={path}", "data.task=")
+    ).keep_recipe()
+    path.write_text('{"prompt": "b", "answer": "2"}')
+    fork(source, recipe(f"data.path={path}", "data.task="))
+    state = TrainState.read(latest(tmp_path / "new"))
+    assert (state.cursor, state.accuracy) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"), [("optimizer.lr=1e-4", True), ("algo.reference_every=2", False)]
+)
+def test_a_reference_that_has_moved_goes_along_unless_another_is_asked_for(
+    source, recipe, override, kept
+):
+    moved = latest(source) / REFERENCE / "inner.distcp"
+    moved.parent.mkdir()
+    moved.write_bytes(b"reference")
+    fork(source, recipe(override, *([] if kept else ["algo.kl_coef=0.1"])))
+    newest = latest(source.parent / "new")
+    assert (newest / REFERENCE / "inner.distcp").exists() == kept
+    assert (f"{REFERENCE}/inner.distcp" in read_record(newest)) == kept
+    record = read_record(newest)
+    assert damaged(newest, record, record) is None
+
+
 def test_another_scheme_ends_what_the_guard_fell_back_to():
     fallen = TrainState(step=3, unquantized_since=2, notice="rollouts are unquantized")
     config = forking.Change("quant.scheme", "int8", "fp8", "fork")
@@ -130,6 +165,7 @@ def test_what_cannot_be_forked_is_one_sentence_and_leaves_no_folder(source, reci
     for config, run, message in (
         (recipe("quant.uaq_scale=1.0"), source, r"quant.uaq_scale: 1.5 there, 1.0 here.*no --fork"),
         (recipe("train.steps=3"), source, "has done 3 steps, and train.steps=3 leaves none"),
+        (recipe("algo.minibatches=4", "optimizer.schedule=linear"), source, "set optimizer.decay_"),
         (recipe(), tmp_path / "none", "none has no checkpoint to begin with; set train.run_dir"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -139,9 +175,11 @@ def test_what_cannot_be_forked_is_one_sentence_and_leaves_no_folder(source, reci
 
 def test_the_folder_of_another_run_is_refused(source, recipe, tmp_path):
     shutil.copytree(source, tmp_path / "new")
-    with pytest.raises(ConfigError, match="new holds a run that is no fork of .*old; name a new"):
+    with pytest.raises(
+        ConfigError, match="new holds a run that is not a fork of .*old; name a new"
+    ):
         fork(source, recipe())
-    with pytest.raises(ConfigError, match="old holds a run that is no fork of"):
+    with pytest.raises(ConfigError, match="old holds a run that is not a fork of"):
         fork(source, recipe(f"train.run_dir={source}"))
 
 
