@@ -142,8 +142,8 @@ class PromptStream:
         for key, file in self.files.items():
             if state.get("files", {}).get(key, file.checksum) != file.checksum:
                 raise ConfigError(
-                    f"{file.name} has changed since the checkpoint was made; restore the file, or "
-                    "start anew in another train.run_dir"
+                    f"{file.name} has changed since the checkpoint was made; restore the file, "
+                    "start anew in another train.run_dir, or go on in another with --fork"
                 )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(

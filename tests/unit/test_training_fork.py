@@ -106,9 +106,8 @@ def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_pa
     files = {"data.path": checksum_of(path)}
     folder = latest(source)
     replace(STATE, cursor={"epoch": 1, "files": files}).write(folder)
-    claim(
-        source, recipe(f"train.run_dir={source}", f"data.path={path}", "data.task=")
-    ).keep_recipe()
+    (source / "config.toml").unlink()
+    claim(source, recipe(f"train.run_dir={source}", f"data.path={path}", "data.task=")).close()
     path.write_text('{"prompt": "b", "answer": "2"}')
     fork(source, recipe(f"data.path={path}", "data.task="))
     state = TrainState.read(latest(tmp_path / "new"))
