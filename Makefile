@@ -68,8 +68,9 @@ test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 
 # One format at a time: three of a 32B model do not fit into one GPU of 80 GiB. Not yet run on a GPU.
 # On one GPU within 8 minutes, by arithmetic: by that of qurl plan an H100 decodes for 80 seconds in
-# all, beside nine starts of 15; the loss starts each of five ways twice, at 12 seconds; quantizing
-# takes 20, the compilation of its kernels included; and the leading rank's work a minute: 415 seconds.
+# all, beside nine starts of 15 and 27 captured CUDA graphs of half a second at most; the loss starts
+# each of five ways twice, at 12 seconds; quantizing takes 20, the compilation of its kernels included;
+# and the leading rank's work a minute: 430 seconds.
 # More GPUs add a minute and a half for each further TP of the loss.
 bench-gpu:  ## decoding at 7B to 32B, the loss at TP 1 to 8, quantizing, and the leading rank's work
 	set -e; for shape in 7B 14B 32B; do for scheme in bf16 int8 fp8; do \

@@ -7,13 +7,14 @@ import warnings
 from pathlib import Path
 
 from qurl_megatron import __version__
+from qurl_megatron.config.arguments import parse
 from qurl_megatron.errors import ConfigError
 
 SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = parse(_parser(), argv)
     try:
         return arguments.run(arguments)
     except ConfigError as error:
@@ -27,10 +28,12 @@ def train(arguments: argparse.Namespace) -> int:
     """Train a policy with quantized rollouts; resumes where the run directory left off."""
     from qurl_megatron.config import load
 
-    config = load(arguments.recipe, arguments.overrides)
+    # What changes in a fork names no folder: the run to fork is the recipe's, or train.run_dir.
+    named_by = None if arguments.fork is None else ()
+    config = load(arguments.recipe, arguments.overrides, named_by=named_by)
     from qurl_megatron.training.start import start
 
-    return start(config)
+    return start(config, arguments.fork)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -142,6 +145,7 @@ def serve(arguments: argparse.Namespace) -> int:
         port_file=arguments.port_file,
         threads=arguments.threads,
         cache_gb=arguments.cache_gb,
+        graphs=not arguments.disable_cuda_graph,
         exit_with_stdin=arguments.exit_with_stdin,
         api_key=given_key(os.environ),
         speech=Speech(
@@ -197,6 +201,17 @@ def _recipe_options(command: argparse.ArgumentParser, nargs: str | None = None) 
     )
     command.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="e.g. quant.scheme=fp8"
+    )
+
+
+def _train_options(command: argparse.ArgumentParser) -> None:
+    _recipe_options(command)
+    command.add_argument(
+        "--fork",
+        type=Path,
+        metavar="NEW_RUN_DIR",
+        help="go on there from the newest checkpoint of the recipe's run, with settings that may "
+        "not change in the run itself",
     )
 
 
@@ -281,6 +296,11 @@ def _serve_options(command: argparse.ArgumentParser) -> None:
     )
     # As SGLang calls them.
     command.add_argument(
+        "--disable-cuda-graph",
+        action="store_true",
+        help="on a GPU, launch the kernels of decode steps one by one",
+    )
+    command.add_argument(
         "--skip-tokenizer-init",
         action="store_true",
         help="speak token ids alone, no text (set by qurl train)",
@@ -320,7 +340,7 @@ def _slurm_options(command: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "train": (train, _recipe_options),
+    "train": (train, _train_options),
     "show": (show, _show_options),
     "report": (report, _report_options),
     "plan": (plan, _plan_options),

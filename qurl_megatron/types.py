@@ -5,7 +5,7 @@ training side needs no engine. What there is per token lies in arrays: a step ha
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ class Prompt:
     input_ids: tuple[int, ...]
     text: str
     answer: str
+    metadata: dict[str, Any] = field(default_factory=dict, hash=False)  # a file's other columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,10 +59,12 @@ def run(options: argparse.Namespace) -> list[Case]:
         for batch in options.batch
     }
     for batch in options.batch:
-        spans: dict[str, Callable[[], None]] = {
-            scheme: Span(decoder, batch, options.steps, options.repeats)
+        graphs = not options.disable_cuda_graph
+        own_spans = {
+            scheme: Span(decoder, batch, options.steps, options.repeats, graphs=graphs)
             for scheme, decoder in decoders.items()
         }
+        spans: dict[str, Callable[[], None]] = {**own_spans}
         if options.transformers:
             spans |= {
                 PEER + scheme: _generating(config, scheme, device, batch, options.steps)
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             own = foretold[name.removeprefix(PEER), batch]
             case = _case(name, mine, own, batch, context, options)
             if name in decoders:
-                case.notes["decode step"] = refusals[name] or "native"
+                case.notes["decode step"] = own_spans[name].engine.decode_step
             progress(f"{case.name}: {case.figures[0].median:.0f} tokens/s")
             found.append(case)
     return found
@@ -146,24 +148,30 @@ def _generating(
 class Span:
     """Calls decode some steps each, of the same responses, which grow meanwhile."""
 
-    def __init__(self, decoder: Decoder, batch: int, steps: int, repeats: int) -> None:
+    def __init__(
+        self, decoder: Decoder, batch: int, steps: int, repeats: int, *, graphs: bool = True
+    ) -> None:
+        """
+        Args:
+            graphs: on a GPU, decode by CUDA graphs.
+        """
         new = _new_tokens(steps, repeats)
         # All rows from first to last: what waits for room would decode when others have ended.
         tokens = batch * (PROMPT + new + ROUND)
         cache_gb = tokens * bytes_per_token(decoder.arch, decoder.dtype) / 2**30
-        self._engine = Engine(decoder, cache_gb, max_rows=batch)
+        self.engine = Engine(decoder, cache_gb, max_rows=batch, static=None if graphs else False)
         self._batch, self._steps = batch, steps
         prompts = enumerate(_prompts(batch, decoder.arch.vocab))
-        self._engine.add([Sequence(str(i), prompt, new, seed=i) for i, prompt in prompts])
-        while self._engine.waiting:
-            self._engine.step()
+        self.engine.add([Sequence(str(i), prompt, new, seed=i) for i, prompt in prompts])
+        while self.engine.waiting:
+            self.engine.step()
 
     def __call__(self) -> None:
         """
         Raises:
             ConfigError: a response has ended already, so that steps give fewer tokens.
         """
-        left = len(self._engine.running)
+        left = len(self.engine.running)
         if left != self._batch:
             raise ConfigError(
                 f"bench decode: only {left} of the {self._batch} responses of --batch "
@@ -171,7 +179,7 @@ class Span:
                 "--model, or leave its scheme out of --schemes"
             )
         for _ in range(self._steps):
-            self._engine.step()
+            self.engine.step()
 
 
 def bounds(

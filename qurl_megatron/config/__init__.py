@@ -1,7 +1,8 @@
 """Recipes: TOML sections become frozen dataclasses; a key that no dataclass knows is an error."""
 
 from qurl_megatron.config.algorithms import ALGORITHMS, Algorithm
-from qurl_megatron.config.load import RunConfig, differences, load, to_toml
+from qurl_megatron.config.load import RunConfig, from_elsewhere, load, to_toml
+from qurl_megatron.config.resume import Change, changes, refused
 from qurl_megatron.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "ALGORITHMS",
     "AlgoConfig",
     "Algorithm",
+    "Change",
     "CheckpointConfig",
     "CorrectionConfig",
     "CriticConfig",
@@ -39,7 +41,9 @@ __all__ = [
     "SyncConfig",
     "TrainConfig",
     "WarmstartConfig",
-    "differences",
+    "changes",
+    "from_elsewhere",
     "load",
+    "refused",
     "to_toml",
 ]

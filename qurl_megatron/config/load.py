@@ -14,42 +14,6 @@ from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
-SAME_RUN = (
-    "train.steps",
-    "train.run_dir",
-    "train.eval_every",
-    "checkpoint.",
-    "sync.",
-    "parallel.",
-    "optimizer.overlap_grad_reduce",
-    "train.micro_batch",
-    "train.max_tokens",
-    "train.packed",
-    "train.share_prefix",
-    "algo.reference_memory",
-    "guard.",
-    "model.recompute",
-    "rollout.engine",
-    "rollout.sglang_python",
-    "rollout.urls",
-    "rollout.rendezvous",
-    "rollout.take_over",
-    "rollout.colocate",
-    "rollout.requests_per_engine",
-    "rollout.straggler_s",
-    "rollout.timeout_s",
-    "rollout.start_timeout_s",
-    "rollout.update_timeout_s",
-    "rollout.health_",
-    "rollout.max_restarts",
-    "reward.workers",
-    "warmstart.",
-)
-"""Keys a run may change between two starts: how long and where it runs, not what it computes.
-
-With train.align=full the policy computes as engines of one rollout.engine_tensor do.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -73,6 +37,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_step()
+        self._check_reference()
+        self._check_schedule()
         self._check_engines()
         self._check_codes()
 
@@ -116,10 +82,30 @@ class RunConfig:
             "algo.bypass skips the policy's own log-probs, which are needed by "
             f"{', '.join(read_by)}; leave it out, or change these",
         )
-        require(
-            self.algo.kl_coef > 0 or not self.algo.reference,
-            "algo.reference names a checkpoint, but algo.kl_coef is 0; set both or neither",
-        )
+
+    def _check_reference(self) -> None:
+        """A reference that nothing is held against."""
+        for key in ("reference", "reference_every"):
+            require(
+                self.algo.kl_coef > 0 or not getattr(self.algo, key),
+                f"algo.{key}={getattr(self.algo, key)} needs a penalty, but algo.kl_coef is 0; set "
+                "both or neither",
+            )
+
+    def _check_schedule(self) -> None:
+        """Learning rates that fall have updates left to fall in."""
+        if self.optimizer.schedule == "constant" or not self.train.steps:
+            return
+        checked = {"optimizer": self.policy_optimizer}
+        if self.algo.advantage == "gae":
+            checked["critic"] = self.critic_optimizer
+        for section, optimizer in checked.items():
+            require(
+                optimizer.warmup_steps < optimizer.decay_steps,
+                f"{section}.warmup_steps={optimizer.warmup_steps} must be below the "
+                f"{optimizer.decay_steps} updates at whose end optimizer.schedule="
+                f"{optimizer.schedule} has fallen; lower it, or set optimizer.decay_steps",
+            )
 
     def _check_engines(self) -> None:
         """What engines must be able to do."""
@@ -197,6 +183,24 @@ class RunConfig:
         }
 
     @property
+    def policy_optimizer(self) -> sections.OptimizerConfig:
+        """The policy's, with the length of its schedule."""
+        ahead = self.critic.ahead_steps if self.algo.advantage == "gae" else 0
+        return self._over(self.optimizer, self.train.steps - ahead)
+
+    @property
+    def critic_optimizer(self) -> sections.OptimizerConfig:
+        """The critic's: the policy's with its own learning rate and warm-up."""
+        own = dataclasses.replace(
+            self.optimizer, lr=self.critic.lr, warmup_steps=self.critic.warmup_steps
+        )
+        return self._over(own, self.train.steps)
+
+    def _over(self, optimizer: sections.OptimizerConfig, steps: int) -> sections.OptimizerConfig:
+        updates = max(steps, 0) * self.algo.epochs * self.algo.minibatches
+        return dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or updates)
+
+    @property
     def engine_tensor(self) -> int:
         """Over how many ranks an engine splits its layers."""
         return self.rollout.engine_tensor if self.rollout.backend == "sglang" else 1
@@ -206,12 +210,18 @@ class RunConfig:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
 
-def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def load(
+    path: str | Path,
+    overrides: typing.Sequence[str] = (),
+    *,
+    named_by: typing.Sequence[str] | None = None,
+) -> RunConfig:
     """Read a recipe.
 
     Args:
         path: TOML file, one table per section.
         overrides: ``section.key=value`` strings; values are TOML (bare words are strings).
+        named_by: those that a default train.run_dir is named by; None: all.
 
     Raises:
         ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
@@ -228,10 +238,23 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
     for key, value in [*_preset(chosen).items(), *given]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
+    config = dataclasses.replace(config, reward=config.reward.beside(path.parent))
     if config.train.run_dir:
         return config
-    train = dataclasses.replace(config.train, run_dir=_default_run_dir(path, overrides))
+    default = _default_run_dir(path, overrides if named_by is None else named_by)
+    train = dataclasses.replace(config.train, run_dir=default)
     return dataclasses.replace(config, train=train)
+
+
+def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
+    """The overrides with which a copy of a recipe in another folder is the same recipe."""
+    reward = load(path, overrides).reward
+    found = list(overrides)
+    if reward.file:
+        found.append(f"reward.function={_toml_value(reward.function)}")
+    if any(part.file for part in reward.mix.values()):
+        found.append(f"reward.mix={_toml_value(reward.mix)}")
+    return found
 
 
 def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
@@ -252,19 +275,6 @@ def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{kind} {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{kind} {path} is not valid TOML: {error}") from None
-
-
-def differences(before: RunConfig, now: RunConfig) -> list[str]:
-    """The settings that make ``now`` another run than ``before``, as "key: old there, new here"."""
-    found = []
-    computed = ("rollout.engine_tensor",) if now.train.align == "full" else ()
-    for section in dataclasses.fields(RunConfig):
-        old, new = getattr(before, section.name), getattr(now, section.name)
-        for f in dataclasses.fields(old):
-            key, a, b = f"{section.name}.{f.name}", getattr(old, f.name), getattr(new, f.name)
-            if a != b and (key in computed or not key.startswith(SAME_RUN)):
-                found.append(f"{key}: {a} there, {b} here")
-    return found
 
 
 def to_toml(config: Any) -> str:
@@ -359,6 +369,11 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{key} must be a list, got {value!r}")
         return tuple(_convert(v, item, key) for v in value)
+    if typing.get_origin(hint) is dict:
+        (_, item) = typing.get_args(hint)
+        if not (isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())):
+            raise ConfigError(f"{key} must be a table of tables [{key}.NAME], got {value!r}")
+        return {name: build(item, table, f"{key}.{name}.") for name, table in value.items()}
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -367,6 +382,8 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _toml_value(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

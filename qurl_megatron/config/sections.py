@@ -1,13 +1,25 @@
 """One frozen dataclass per section of a recipe; a component receives its own section and no other.
 
+``on_resume`` says what its keys may do where a run goes on (``config.resume``).
 A section checks what it can check alone. Checks that need two sections live in ``RunConfig``,
 checks that need the model's own ``config.json`` in ``weights.arch``.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from qurl_megatron.errors import ConfigError
+
+OnResume = Literal["free", "change", "fork", "never"]
+"""What a key may do where a run goes on from its checkpoint. free: change, as it says how long and
+where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the run
+alone; never: the checkpoint's tensors have its value in them."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -16,6 +28,34 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def on_resume(
+    rule: OnResume,
+    *,
+    free: tuple[str, ...] = (),
+    change: tuple[str, ...] = (),
+    fork: tuple[str, ...] = (),
+    never: tuple[str, ...] = (),
+) -> Callable[[type], type]:
+    """Write into the metadata of a section's fields what they may do on resume.
+
+    Args:
+        rule: of all fields but the ones named behind it.
+    """
+    named = {"free": free, "change": change, "fork": fork, "never": never}
+    exceptions = {name: its for its, names in named.items() for name in names}
+
+    def mark(section: type) -> type:
+        known = {f.name for f in fields(section)}
+        assert exceptions.keys() <= known, f"{section.__name__} lacks {exceptions.keys() - known}"
+        for f in fields(section):
+            marked = {**f.metadata, "on_resume": exceptions.get(f.name, rule)}
+            f.metadata = MappingProxyType(marked)
+        return section
+
+    return mark
+
+
+@on_resume("fork", free=("recompute",), never=("dtype",))
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which policy is trained."""
@@ -46,6 +86,7 @@ class ModelConfig:
         )
 
 
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks share one copy of the model; the rest of the ranks are data-parallel."""
@@ -75,15 +116,27 @@ class ParallelConfig:
         return self.tensor * self.pipeline * self.context * self.data
 
 
+@on_resume("change", free=("overlap_grad_reduce",), never=("distributed",))
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW on the FP32 master weights."""
 
     lr: float = 1e-6
-    """Learning rate after warm-up; constant from there on."""
+    """Learning rate after warm-up."""
 
     warmup_steps: int = 0
     """Optimizer updates over which the learning rate rises linearly from 0."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up: stays, or falls in a line or half a cosine. The
+    critic's does the same with critic.lr and critic.warmup_steps."""
+
+    decay_steps: int = 0
+    """Optimizer updates, warm-up included, at whose end the learning rate has fallen; 0: those of
+    all train.steps, so that more steps make another schedule."""
+
+    decay_to: float = 0.0
+    """Share of the learning rate that it falls to, and stays at."""
 
     weight_decay: float = 0.0
     """Decoupled weight decay; norms and biases are exempt."""
@@ -103,13 +156,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}")
+        for key in ("warmup_steps", "decay_steps"):
+            value = getattr(self, key)
+            require(value >= 0, f"optimizer.{key} must be 0 or more, got {value}")
         require(
-            self.warmup_steps >= 0,
-            f"optimizer.warmup_steps must be 0 or more, got {self.warmup_steps}",
+            0 <= self.decay_to <= 1, f"optimizer.decay_to must lie in [0, 1], got {self.decay_to}"
         )
         require(self.clip_grad > 0, f"optimizer.clip_grad must be positive, got {self.clip_grad}")
 
 
+@on_resume("fork", change=("diagnostics_every",), never=("uaq_scale",))
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """How rollout weights are quantized before they are sent to the fleet."""
@@ -139,6 +195,7 @@ class QuantConfig:
         )
 
 
+@on_resume("fork", free=("reference_memory",))
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
     """The objective: which ratio is clipped where, and what is averaged over what.
@@ -222,6 +279,10 @@ class AlgoConfig:
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
 
+    reference_every: int = 0
+    """Steps after which the reference becomes the actor as it is then, again and again; 0: never.
+    Checkpoints hold it then, 2 bytes a parameter in BF16."""
+
     reference_memory: Literal["device", "host"] = "device"
     """Where the reference weights wait until they are swapped in."""
 
@@ -277,11 +338,16 @@ class AlgoConfig:
             self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
         )
         require(
+            self.reference_every >= 0,
+            f"algo.reference_every must be 0 or more, got {self.reference_every}",
+        )
+        require(
             self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}"
         )
         require(self.epochs >= 1, f"algo.epochs must be 1 or more, got {self.epochs}")
 
 
+@on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """Off-policy correction beside algo.objective: how rho is formed, and what is dropped."""
@@ -326,6 +392,7 @@ class CorrectionConfig:
         return bool(self.reject_low or self.reject_high or self.veto)
 
 
+@on_resume("fork", change=("lr", "warmup_steps"))
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The value model of algo.advantage=gae: the policy's shape with one output, its own
@@ -350,6 +417,7 @@ class CriticConfig:
             require(value >= 0, f"critic.{key} must be 0 or more, got {value}")
 
 
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """What counts as a collapse, and what is done about it. A threshold of 0 is not watched."""
@@ -377,6 +445,10 @@ class GuardConfig:
         require(self.patience >= 1, f"guard.patience must be 1 or more, got {self.patience}")
 
 
+@on_resume(
+    "free",
+    fork=("backend", "samples_per_prompt", "max_new_tokens", "temperature", "max_staleness"),
+)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How responses are generated, and by which engines."""
@@ -531,15 +603,22 @@ class RolloutConfig:
         return self.health_timeout_s or (300.0 if kind == "sglang" else 60.0)
 
 
+@on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
 
     path: str = ""
-    """JSONL or parquet file with the columns ``prompt`` and ``answer``."""
+    """JSONL or parquet file of prompts and answers; docs/data.md says which layouts are read."""
 
     eval_path: str = ""
     """The same for held-out prompts."""
+
+    prompt_key: str = ""
+    """Where a row of these files has its prompt, a dotted path; empty: found by the usual names."""
+
+    answer_key: str = ""
+    """Where it has its answer, e.g. reward_model.ground_truth; empty: found by the usual names."""
 
     task: str = ""
     """Name of a reasoning-gym task, e.g. chain_sum; train and held-out seeds differ."""
@@ -551,12 +630,13 @@ class DataConfig:
     """How many training prompts the task generates before they repeat (reshuffled each epoch)."""
 
     chat: bool = False
-    """Wrap each prompt in the tokenizer's chat template as one user turn."""
+    """Make each prompt that is text one user turn of the tokenizer's chat template; prompts that
+    are lists of turns go through the template anyway."""
 
     prompts_per_step: int = 32
 
     max_prompt_tokens: int = 512
-    """Longer prompts are dropped and counted."""
+    """Longer prompts are left out, counted and reported."""
 
     shuffle: bool = True
 
@@ -566,6 +646,12 @@ class DataConfig:
             "data needs exactly one of data.path (a JSONL or parquet file) and data.task "
             "(a reasoning-gym task)",
         )
+        keys = [key for key in ("prompt_key", "answer_key") if getattr(self, key)]
+        require(
+            not (self.task and keys),
+            f"data.{' and data.'.join(keys)} is for files, and data.task={self.task} has none; "
+            "leave it out",
+        )
         require(
             self.prompts_per_step >= 1,
             f"data.prompts_per_step must be 1 or more, got {self.prompts_per_step}",
@@ -573,13 +659,122 @@ class DataConfig:
         require(self.task_size >= 1, f"data.task_size must be 1 or more, got {self.task_size}")
 
 
+LARGEST_SCORE = 1e6
+"""In size, of a score and of a weight: squares of their products are finite in FP32."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """How a response is scored: 1.0 for the right answer, else 0.0."""
+class RewardSource:
+    """Where a score comes from: a function or a server of one's own, else one of our kinds."""
 
     kind: Literal["math", "last_number", "exact"] = "math"
     """math: math-verify on the boxed or last expression; last_number: the last number in the text
-    equals the answer; exact: the whole text, stripped, equals the answer."""
+    equals the answer; exact: the whole text, stripped, equals the answer. Each gives 1.0 or 0.0."""
+
+    function: str = ""
+    """Your own in place of kind: "package.module:name", or "file.py:name" with the file relative to
+    the recipe's folder. docs/rewards.md says how it is called."""
+
+    batched: bool = False
+    """The function takes lists and returns one; so does one with an attribute batched = True."""
+
+    url: str = ""
+    """A server in place of kind: it gets responses by POST, and answers with their scores."""
+
+    key_env: str = ""
+    """Environment variable that holds the server's key, which is sent as a bearer token."""
+
+    @property
+    def file(self) -> str:
+        """The Python file that holds the function; empty where it is in a module."""
+        target = self.function.rpartition(":")[0]
+        return target if target.endswith(".py") else ""
+
+    @property
+    def described(self) -> str:
+        """What scores, in a word."""
+        return self.function or self.url or self.kind
+
+    def beside(self, folder: Path) -> Self:
+        """The same, with a file's path no longer relative to ``folder``."""
+        if not self.file:
+            return self
+        name = self.function.rpartition(":")[2]
+        return replace(self, function=f"{os.path.abspath(folder / self.file)}:{name}")
+
+    def check(self, key: str) -> None:
+        """
+        Args:
+            key: of this source in the recipe.
+
+        Raises:
+            ConfigError: its keys do not go together, or one is malformed.
+        """
+        target, _, name = self.function.rpartition(":")
+        require(
+            not self.function or bool(target) and name.isidentifier(),
+            f"{key}.function must look like package.module:name or file.py:name, got "
+            f"{self.function!r}",
+        )
+        require(not (self.function and self.url), f"{key} needs one of function and url, not both")
+        require(
+            not self.batched or bool(self.function),
+            f"{key}.batched is for {key}.function; set that, or leave it out",
+        )
+        require(
+            not self.key_env or bool(self.url),
+            f"{key}.key_env is for {key}.url; set that, or leave it out",
+        )
+        if self.url:
+            _check_url(f"{key}.url", self.url)
+
+
+def _check_url(key: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises where it is no number
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        usable = False
+    require(usable, f"{key} must be like https://host:port/path, got {url!r}")
+    require(
+        "@" not in parts.netloc,
+        f"{key} holds a user name or a password, which recipes and logs would show; put the key "
+        "into an environment variable, and name that in key_env",
+    )
+    require(
+        not parts.query,
+        f"{key} has a query (?...), which recipes and logs would show; name an environment "
+        "variable that holds the key in key_env, and have the server take the rest from its path",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedReward(RewardSource):
+    """One of the rewards that reward.mix adds up."""
+
+    weight: float = 1.0
+    """What its score is multiplied by."""
+
+
+@on_resume(
+    "change",
+    free=("key_env", "on_failure", "workers", "memory_gb"),
+    fork=("kind", "function", "batched", "url", "mix"),
+)
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(RewardSource):
+    """How a response is scored."""
+
+    mix: dict[str, MixedReward] = field(default_factory=dict)
+    """Several rewards by name, in place of one: the score is the sum of weight times score."""
+
+    failed: float = 0.0
+    """The score of a response that could not be scored: the function raised, took too long, ended
+    its worker or returned no finite number, or the server did not answer."""
+
+    on_failure: Literal["score", "stop"] = "score"
+    """What such a response leads to: "score" gives it reward.failed, "stop" ends the run."""
 
     overlong_fraction: float = 0.0
     """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
@@ -590,20 +785,88 @@ class RewardConfig:
     over a wrong one: DAPO's penalty of 1 with its rewards of 1 and -1 is 0.5."""
 
     workers: int = 1
-    """Processes that check answers."""
+    """Processes that score, for each reward of a mix; of a server, requests under way at once."""
 
     timeout_s: float = 10.0
-    """Seconds after which one check counts as wrong and its worker is replaced."""
+    """Seconds after which one check, call or request has failed; a worker is replaced then."""
+
+    memory_gb: float = 4.0
+    """Address space of one worker, GiB."""
+
+    batch: int = 64
+    """Responses of one call of a batched function, and of one request to a server."""
+
+    url_retries: int = 3
+    """Times that a request is sent again, after 1, 2, 4, ... seconds."""
+
+    url_deadline_s: float = 300.0
+    """Seconds for all that a server is asked at once, retries included; what it has not scored by
+    then has failed."""
+
+    @property
+    def parts(self) -> dict[str, "RewardConfig"]:
+        """The section of each reward of the mix, by its key; without a mix, this one."""
+        names = [f.name for f in fields(RewardSource)]
+        return {
+            f"reward.mix.{name}": replace(self, mix={}, **{n: getattr(part, n) for n in names})
+            for name, part in self.mix.items()
+        } or {"reward": self}
+
+    @property
+    def scorers(self) -> dict[str, tuple[Any, ...]]:
+        """What scores, by key, apart from weights and from where a server is."""
+        return {
+            key: (part.kind, part.function, part.batched, bool(part.url))
+            for key, part in self.parts.items()
+        }
+
+    @property
+    def described(self) -> str:
+        summands = (f"{p.weight:g} * {p.described}" for p in self.mix.values())
+        return " + ".join(summands) or super().described
+
+    def beside(self, folder: Path) -> Self:
+        mix = {name: part.beside(folder) for name, part in self.mix.items()}
+        return replace(super().beside(folder), mix=mix)
 
     def __post_init__(self) -> None:
+        self.check("reward")
+        require(
+            not (self.mix and (self.function or self.url)),
+            "reward.mix stands in place of reward.function and reward.url; make them one of it",
+        )
+        for name, part in self.mix.items():
+            require(
+                re.fullmatch("[A-Za-z0-9_-]+", name) is not None,
+                f"reward.mix.{name}: a name has letters, digits, _ and - alone: it names a metric",
+            )
+            part.check(f"reward.mix.{name}")
+            _check_score(f"reward.mix.{name}.weight", part.weight)
+        _check_score("reward.failed", self.failed)
         require(
             0 <= self.overlong_fraction <= 1,
             f"reward.overlong_fraction must lie in [0, 1], got {self.overlong_fraction}",
         )
-        require(self.workers >= 1, f"reward.workers must be 1 or more, got {self.workers}")
-        require(self.timeout_s > 0, f"reward.timeout_s must be positive, got {self.timeout_s}")
+        for name in ("workers", "batch"):
+            value = getattr(self, name)
+            require(value >= 1, f"reward.{name} must be 1 or more, got {value}")
+        for name in ("timeout_s", "memory_gb", "url_deadline_s"):
+            value = getattr(self, name)
+            require(value > 0, f"reward.{name} must be positive, got {value}")
+        require(
+            self.url_retries >= 0, f"reward.url_retries must be 0 or more, got {self.url_retries}"
+        )
 
 
+def _check_score(key: str, value: float) -> None:
+    # NaN is in no range.
+    require(
+        -LARGEST_SCORE <= value <= LARGEST_SCORE,
+        f"{key} must be a number of at most {LARGEST_SCORE:.0f} in size, got {value}",
+    )
+
+
+@on_resume("free", change=("eval_prompts", "eval_samples", "save_rollouts"), fork=("align", "seed"))
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length and shape of the run."""
@@ -666,6 +929,7 @@ class TrainConfig:
         require(self.max_tokens >= 0, f"train.max_tokens must be 0 or more, got {self.max_tokens}")
 
 
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the training state is saved; a run always resumes from the newest whole checkpoint.
@@ -685,6 +949,7 @@ class CheckpointConfig:
         require(self.keep >= 1, f"checkpoint.keep must be 1 or more, got {self.keep}")
 
 
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """How a new weight version reaches the engines."""
@@ -727,6 +992,7 @@ class SyncConfig:
         require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
 
 
+@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
 class WarmstartConfig:
     """A small model made on the spot, for machines that have no checkpoint at hand.

@@ -10,24 +10,46 @@ from functools import cached_property
 from typing import Any
 
 from qurl_megatron.config import DataConfig
-from qurl_megatron.data.questions import Question, held_out_questions, training_questions
-from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.data.questions import (
+    data_file,
+    held_out_file,
+    held_out_questions,
+    training_questions,
+)
+from qurl_megatron.data.rows import DataFile, Question
+from qurl_megatron.data.tokenizer import COMPARED, Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.types import Prompt
 
 
 class PromptStream:
-    """Training prompts, reshuffled every epoch; too long ones are passed over and counted."""
+    """Training prompts, reshuffled every epoch, and held-out ones; too long ones are left out."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, *, seed: int, held_out: int = 0
+    ) -> None:
         """
+        Args:
+            held_out: how many prompts are wanted that are never trained on.
+
         Raises:
-            ConfigError: the file or task cannot be used.
+            ConfigError: a file or the task cannot be used, or all its prompts are too long.
         """
         self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
-        self.questions = training_questions(config)
+        self.files: dict[str, DataFile] = {}  # by key; a task has none
+        self.questions, asked = self._read(held_out)
+        self._lengths = [len(self._ids(question)) for question in self.questions]  # tokens
+        self.longest = max(self._lengths)
+        limit = config.max_prompt_tokens
+        self.too_long = {i for i, n in enumerate(self._lengths) if n > limit}
+        self.held_out = self._short(asked)
+        self.held_out_too_long = len(asked) - len(self.held_out)
+        if len(self.too_long) == len(self.questions):
+            raise self._all_too_long("training")
+        if asked and not self.held_out:
+            raise self._all_too_long("held-out")
         self.epoch = 0
         self.position = 0  # in the order of this epoch
         self.next_index = 0
@@ -35,44 +57,65 @@ class PromptStream:
         self._order = self._shuffled()
 
     def next_batch(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; ``Prompt.index`` counts on over batches and epochs.
-
-        Raises:
-            ConfigError: no prompt of a whole epoch is short enough.
-        """
+        """The next ``count`` prompts; ``Prompt.index`` counts on over batches and epochs."""
         batch: list[Prompt] = []
-        passed_over = 0
         while len(batch) < count:
             if self.position == len(self._order):
                 self.epoch += 1
                 self.position = 0
                 self._order = self._shuffled()
-            question = self.questions[self._order[self.position]]
+            number = self._order[self.position]
             self.position += 1
-            prompt = self._prompt(question, self.next_index)
-            if prompt is not None:
-                batch.append(prompt)
-                self.next_index += 1
-                passed_over = 0
+            if number in self.too_long:
+                self.dropped += 1
                 continue
-            self.dropped += 1
-            passed_over += 1
-            if passed_over == len(self.questions):
-                raise self._all_too_long()
+            question = self.questions[number]
+            batch.append(_prompt(question, self.next_index, self._ids(question)))
+            self.next_index += 1
         return batch
 
-    def held_out(self, count: int) -> list[Prompt]:
-        """Up to ``count`` prompts that are never trained on; the same ones at every call.
+    def remarks(self) -> list[str]:
+        """What a person should know of the data before the run, a sentence each."""
+        said = [file.summary for file in self.files.values()]
+        limit = f"longer than data.max_prompt_tokens={self.config.max_prompt_tokens}"
+        if self.too_long:
+            said.append(
+                f"{len(self.too_long)} of {len(self.questions)} training prompts are {limit} and "
+                f"left out; the longest has {self.longest} tokens"
+            )
+        if self.held_out_too_long:
+            asked = self.held_out_too_long + len(self.held_out)
+            said.append(
+                f"{self.held_out_too_long} of {asked} held-out prompts are {limit} and left out: "
+                "held-out accuracy is that of the others"
+            )
+        first = [question.prompt for question in self.questions[:COMPARED]]
+        if other := self.tokenizer.disagreement(first, chat=self.config.chat):
+            said.append(other)
+        return said
+
+    def refuse_longer(self, limit: int) -> None:
+        """Where data.max_prompt_tokens lets prompts pass that are too long for the model.
+
+        Args:
+            limit: tokens of a prompt that leave room for its response.
 
         Raises:
-            ConfigError: there are none, or the task has too few questions.
+            ConfigError: one is longer, and is not left out either.
         """
-        questions = held_out_questions(self.config, count)
-        prompts = [self._prompt(question, index) for index, question in enumerate(questions)]
-        kept = [prompt for prompt in prompts if prompt is not None]
-        if not kept:
-            raise self._all_too_long()
-        return kept
+        asked = [
+            (question.text, n) for question, n in zip(self.questions, self._lengths, strict=True)
+        ]
+        kept = [one for number, one in enumerate(asked) if number not in self.too_long]
+        kept += [(prompt.text, len(prompt.input_ids)) for prompt in self.held_out]
+        for text, tokens in kept:
+            if tokens > limit:
+                raise ConfigError(
+                    f"prompt {text[:40]!r} has {tokens} tokens, and the model has room for {limit} "
+                    f"beside a response of rollout.max_new_tokens; set "
+                    f"data.max_prompt_tokens={limit} to leave such prompts out, or lower "
+                    "rollout.max_new_tokens"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands; JSON can hold it."""
@@ -82,6 +125,7 @@ class PromptStream:
             "next_index": self.next_index,
             "dropped": self.dropped,
             "fingerprint": self.fingerprint,
+            "files": {key: file.checksum for key, file in self.files.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,11 +134,17 @@ class PromptStream:
         Raises:
             ConfigError: that was on other prompts, or in another order.
         """
-        if state.keys() != self.state_dict().keys():
+        if {*state, "files"} != self.state_dict().keys():  # older checkpoints have no checksums
             raise ConfigError(
                 f"the checkpoint does not say where the prompts go on ({state!r:.80}); start anew "
                 "in another train.run_dir"
             )
+        for key, file in self.files.items():
+            if state.get("files", {}).get(key, file.checksum) != file.checksum:
+                raise ConfigError(
+                    f"{file.name} has changed since the checkpoint was made; restore the file, "
+                    "start anew in another train.run_dir, or go on in another with --fork"
+                )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 "the checkpoint was made with other prompts: the data section, the file or "
@@ -114,7 +164,7 @@ class PromptStream:
         for part in (self.seed, config.shuffle, config.chat, config.max_prompt_tokens):
             digest.update(repr(part).encode())
         for question in self.questions:
-            digest.update(repr((question.text, question.answer)).encode())
+            digest.update(repr((question.text, question.answer, *question.turns)).encode())
         return digest.hexdigest()[:16]
 
     def _shuffled(self) -> list[int]:
@@ -123,15 +173,34 @@ class PromptStream:
             random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
         return order
 
-    def _prompt(self, question: Question, index: int) -> Prompt | None:
-        """None where the prompt is too long."""
-        ids = self.tokenizer.encode(question.text, chat=self.config.chat)
-        if len(ids) > self.config.max_prompt_tokens:
-            return None
-        return Prompt(index, ids, question.text, question.answer)
+    def _read(self, held_out: int) -> tuple[list[Question], list[Question]]:
+        """Training questions, and as many held-out ones as there are of those asked for."""
+        if self.config.path:
+            self.files["data.path"] = data_file(self.config, "path")
+            if held_out:
+                self.files["data.eval_path"] = held_out_file(self.config)
+            found = [file.questions for file in self.files.values()]
+            return found[0], found[1][:held_out] if held_out else []
+        asked = held_out_questions(self.config, held_out) if held_out else []
+        return training_questions(self.config), asked
 
-    def _all_too_long(self) -> ConfigError:
+    def _short(self, questions: list[Question]) -> list[Prompt]:
+        pairs = [(question, self._ids(question)) for question in questions]
+        return [
+            _prompt(question, index, ids)
+            for index, (question, ids) in enumerate(pairs)
+            if len(ids) <= self.config.max_prompt_tokens
+        ]
+
+    def _all_too_long(self, kind: str) -> ConfigError:
         return ConfigError(
-            "every prompt is longer than data.max_prompt_tokens="
-            f"{self.config.max_prompt_tokens} tokens"
+            f"every {kind} prompt is longer than data.max_prompt_tokens="
+            f"{self.config.max_prompt_tokens} tokens; raise it"
         )
+
+    def _ids(self, question: Question) -> tuple[int, ...]:
+        return ids_of(question, self.tokenizer, chat=self.config.chat)
+
+
+def _prompt(question: Question, index: int, ids: tuple[int, ...]) -> Prompt:
+    return Prompt(index, ids, question.text, question.answer, question.metadata)

@@ -6,26 +6,26 @@ text, so held-out and training ones are disjoint whatever sizes and seeds are as
 
 import dataclasses
 import hashlib
-import json
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from qurl_megatron.config import DataConfig
+from qurl_megatron.data.rows import Columns, DataFile, Question, read_file
 from qurl_megatron.errors import ConfigError
 
 TRAIN_SEED, HELD_OUT_SEED = 1, 1_000_000_001  # far apart: item i of a task is drawn with seed + i
-_HALVES = re.compile("[\ud800-\udfff]")
 HELD_OUT_SHARE = 8  # one text in eight is held out
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    text: str
-    answer: str
+def data_file(config: DataConfig, key: str) -> DataFile:
+    """What data.path or data.eval_path names.
+
+    Raises:
+        ConfigError: a missing, empty or malformed file.
+    """
+    path = getattr(config, key)
+    columns = Columns(config.prompt_key, config.answer_key)
+    return read_file(Path(path), f"data.{key}={path}", columns)
 
 
 def training_questions(config: DataConfig) -> list[Question]:
@@ -35,7 +35,7 @@ def training_questions(config: DataConfig) -> list[Question]:
         ConfigError: a missing, empty or malformed file; an unknown task, or wrong arguments for it.
     """
     if config.path:
-        return read_file(Path(config.path), "data.path")
+        return data_file(config, "path").questions
     return _task_questions(config, config.task_size, held_out=False)
 
 
@@ -46,98 +46,21 @@ def held_out_questions(config: DataConfig, count: int) -> list[Question]:
         ConfigError: as for training; no data.eval_path beside data.path; a task too small.
     """
     if config.path:
-        if not config.eval_path:
-            raise ConfigError(
-                "held-out prompts are asked for, but data.eval_path is missing beside data.path; "
-                "set it or train.eval_prompts=0"
-            )
-        return read_file(Path(config.eval_path), "data.eval_path")[:count]
+        return held_out_file(config).questions[:count]
     return _task_questions(config, count, held_out=True)
 
 
-# -- files -----------------------------------------------------------------------------------
-
-
-def read_file(path: Path, key: str) -> list[Question]:
-    """Questions of a JSONL or parquet file; ``key`` names it in messages."""
-    if path.suffix not in READERS:
-        raise ConfigError(f"{key}={path} must end in {' or '.join(READERS)}")
-    if not path.is_file():
-        raise ConfigError(f"{key}={path} does not exist or is not a file")
-    rows = READERS[path.suffix](path, key)
-    questions = [_question(row, f"{key}={path} {place}") for place, row in rows]
-    if not questions:
-        raise ConfigError(f"{key}={path} holds no prompts")
-    return questions
-
-
-def _jsonl_rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"line {number}", json.loads(line.decode("utf-8-sig"))
-            # Malformed JSON and malformed UTF-8 alike, and brackets without end.
-            except (ValueError, RecursionError) as error:
-                place = f"{key}={path} line {number}"
-                raise ConfigError(f"{place} is not valid JSON: {error}") from None
-
-
-def _parquet_rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            columns = [name for name in ("prompt", "answer") if name in file.schema_arrow.names]
-            _check_columns(columns, file.schema_arrow.names, f"{key}={path}")
-            start = 0
-            for batch in file.iter_batches(columns=columns):
-                for row, values in enumerate(batch.to_pylist(), start=start):
-                    yield f"row {row}", values
-                start += len(batch)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{key}={path} is not a readable parquet file: {error}") from None
-
-
-READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Any]]]] = {
-    ".jsonl": _jsonl_rows,
-    ".parquet": _parquet_rows,
-}
-
-
-def _question(row: Any, place: str) -> Question:
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place} must be an object with prompt and answer, got {row!r:.80}")
-    _check_columns(row, list(row), place)
-    for column in ("prompt", "answer"):
-        value = row[column]
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"{place}: {column} must be a string, got {value!r:.80} ({type(value).__name__})"
-            )
-        if not value.strip():
-            raise ConfigError(f"{place}: {column} is empty")
-        refuse_half_characters(value, f"{place}: {column}")
-    return Question(row["prompt"], row["answer"])
-
-
-def refuse_half_characters(text: str, place: str) -> None:
-    """Raise ``ConfigError`` where a text has what JSON can write, but no UTF-8 and no tokenizer."""
-    if half := _HALVES.search(text):
+def held_out_file(config: DataConfig) -> DataFile:
+    """
+    Raises:
+        ConfigError: as ``data_file``; none is named beside data.path.
+    """
+    if not config.eval_path:
         raise ConfigError(
-            f"{place} has half a character (\\u{ord(half[0]):x}, a surrogate without its pair); "
-            "write the whole character or leave it out"
+            "held-out prompts are asked for, but data.eval_path is missing beside data.path; "
+            "set it or train.eval_prompts=0"
         )
-
-
-def _check_columns(present: Any, names: list[str], place: str) -> None:
-    for column in ("prompt", "answer"):
-        if column not in present:
-            raise ConfigError(
-                f"{place} has no column {column!r}; it has {', '.join(names) or 'none'}"
-            )
+    return data_file(config, "eval_path")
 
 
 # -- procedural tasks ------------------------------------------------------------------------

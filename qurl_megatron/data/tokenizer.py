@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from qurl_megatron.data.rows import Question, Turn
 from qurl_megatron.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+MADE_HERE = "qurl_warmstart"  # in tokenizer_config.json: of a tokenizer that no family knows
+COMPARED = 8  # prompts that are enough to tell two tokenizers apart
 
 
 class Tokenizer:
@@ -38,27 +42,91 @@ class Tokenizer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"the tokenizer in {self.path} cannot be loaded: {error}") from None
 
-    def encode(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
+    def encode(self, prompt: str | Sequence[Turn], *, chat: bool = False) -> tuple[int, ...]:
         """Ids of a prompt, with the special tokens that belong to its start.
 
         Args:
-            chat: make the text one user turn in the model's chat template, open for the answer.
+            prompt: text, or the turns of a chat, which go through the model's chat template.
+            chat: make a text one user turn.
+
+        Raises:
+            ConfigError: there is no template, or it refuses these turns.
         """
-        if not chat:
-            return tuple(self._wrapped(text)["input_ids"])
+        text, special = self._rendered(prompt, chat)
+        return tuple(self._wrapped(text, add_special_tokens=special)["input_ids"])
+
+    def _rendered(self, prompt: str | Sequence[Turn], chat: bool) -> tuple[str, bool]:
+        """The text that is split into tokens, and whether it lacks its special tokens."""
+        if isinstance(prompt, str) and not chat:
+            return prompt, True
         if not self._wrapped.chat_template:
+            what, mend = "the prompt is a list of turns", "write it as text"
+            if isinstance(prompt, str):
+                what, mend = "data.chat=true", "set data.chat=false"
             raise ConfigError(
-                f"data.chat=true, but the tokenizer in {self.path} has no chat template; "
-                "set data.chat=false or take an instruction-tuned checkpoint"
+                f"{what}, but the tokenizer in {self.path} has no chat template; {mend} or take an "
+                "instruction-tuned checkpoint"
             )
-        turn = self._wrapped.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        from jinja2 import TemplateError
+
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        try:
+            # The template writes the special tokens itself.
+            return self._wrapped.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            ), False
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template in {self.path} refuses the prompt's turns: {error}"
+            ) from None
+
+    def disagreement(self, prompts: Sequence[str | Sequence[Turn]], *, chat: bool = False) -> str:
+        """What to tell of prompts that ``AutoTokenizer`` splits otherwise; empty where all agree.
+
+        Costs loading a second tokenizer. Of a tokenizer that was made here, nothing is told: its
+        tokenizer.json is right, whatever family the model is of.
+        """
+        if not (self.path / "tokenizer.json").is_file():
+            return ""  # AutoTokenizer is what is used
+        if MADE_HERE in self._wrapped.init_kwargs:
+            return ""
+        from transformers import AutoTokenizer
+
+        try:
+            other = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+        except Exception:  # of any kind: other tools cannot load it either, and will say so
+            return ""
+        found = []
+        for prompt in prompts:
+            text, special = self._rendered(prompt, chat)
+            ids = [
+                one(text, add_special_tokens=special)["input_ids"] for one in (self._wrapped, other)
+            ]
+            if ids[0] != ids[1]:
+                found.append(ids)
+        if not found:
+            return ""
+        pairs = zip_longest(*found[0])
+        at, (here, there) = next((at, pair) for at, pair in enumerate(pairs) if len({*pair}) > 1)
+        return (
+            f"{self.path}: tokenizer.json, which is used here, and AutoTokenizer, which other "
+            f"tools use, give {len(found)} of the first {len(prompts)} prompts different ids (the "
+            f"first at position {at}: {here} and {there}); if the answers make no sense, copy "
+            "tokenizer.json and tokenizer_config.json anew from the original checkpoint"
         )
-        # The template writes the special tokens itself.
-        return tuple(self._wrapped(turn, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
         return self._wrapped.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
+    """Ids of a question's prompt; what is wrong with its turns is said with its line."""
+    try:
+        return tokenizer.encode(question.prompt, chat=chat)
+    except ConfigError as error:
+        if question.turns:
+            raise ConfigError(f"{question.place}: {error}") from None
+        raise

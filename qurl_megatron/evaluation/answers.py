@@ -29,7 +29,7 @@ class Answer:
     problem: int  # its number in the file, from 0
     id: str
     sample: int  # of this problem in this mode, from 0
-    reward: float  # 1.0 where it is right, else 0.0
+    reward: float  # of our kinds 1.0 where it is right, else 0.0
     finish: str  # "stop", or "length" where the limit ended it
     tokens: int
     seconds: float  # its share of the time that the engines took

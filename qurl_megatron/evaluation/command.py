@@ -15,7 +15,7 @@ from typing import Any
 
 from qurl_megatron import __version__
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
-from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import AnswerFile
@@ -32,7 +32,7 @@ from qurl_megatron.evaluation.evaluate import (
 from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
-from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.types import Prompt
@@ -64,7 +64,9 @@ class Plan:
         drawn = dataclasses.asdict(self.sampling)
         if self.sampling.k == 1:  # nothing is drawn
             drawn = {key: drawn[key] for key in ("k", "max_new_tokens")}
-        own = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.kind}
+        own = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
+        if self.reward.failed:
+            own["failed"] = self.reward.failed
         return {**drawn, **own, **self._model()}
 
     def _model(self) -> dict[str, Any]:
@@ -86,8 +88,12 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
     """
     plan = make_plan(arguments, defaults or Defaults())
-    keys = {f"{what}_key": getattr(arguments, f"{what}_key") for what in ("prompt", "answer", "id")}
+    check_rewards(plan.reward)
+    names = ("prompt_key", "answer_key", "id_key")
+    keys = {name: getattr(arguments, name) or "" for name in names}
     benchmarks = read_benchmarks(arguments.benchmarks, **keys)
+    for benchmark in benchmarks:
+        print(benchmark.summary, flush=True)
     if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
         print(f"comparing the checksums of {checkpoint}", flush=True)
         refuse_damaged(checkpoint)  # once, where each engine would for itself
@@ -95,6 +101,9 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     asked = [
         (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
     ]
+    first = [problem.question.prompt for problem in benchmarks[0].problems[:COMPARED]]
+    if other := tokenizer.disagreement(first, chat=plan.chat):
+        print(other, flush=True)
     fleet = Fleet(
         plan.rollout,
         plan.model,
@@ -114,8 +123,11 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
             rest = "; the answers so far are kept, and the same command goes on" if kept else ""
             raise ConfigError(f"{error}{rest}") from error
     print(table)
-    if unjudged := rewards.timeouts + rewards.crashes:
-        print(f"{how_many(unjudged, 'answer')} could not be checked, and counted as wrong")
+    if unscored := rewards.tally.failed:
+        print(
+            f"{how_many(unscored, 'response')} could not be scored and got "
+            f"reward.failed={plan.reward.failed:g}: {rewards.tally.said()}"
+        )
     print(f"results: {plan.out / 'results.json'}", flush=True)
     return 0
 
@@ -156,9 +168,24 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
         sampling=sampling,
         chat=given("chat", defaults.chat),
         suffix=arguments.suffix,
-        reward=dataclasses.replace(defaults.reward, kind=given("reward", defaults.reward.kind)),
+        reward=_reward(arguments.reward, defaults.reward),
         out=given("out", out),
     )
+
+
+def _reward(given: str | None, base: RewardConfig) -> RewardConfig:
+    """The recipe's reward, unless an option names a kind or a function."""
+    if given is None:
+        return base
+    plain = dataclasses.replace(base, function="", batched=False, url="", key_env="", mix={})
+    if ":" in given:
+        return dataclasses.replace(plain, function=given).beside(Path())
+    if given not in KINDS:
+        raise ConfigError(
+            f"--reward {given} is none of {', '.join(KINDS)}; give one of them, or a function of "
+            "your own as file.py:name or package.module:name"
+        )
+    return dataclasses.replace(plain, kind=given)
 
 
 def _rollout(

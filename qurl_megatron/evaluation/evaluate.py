@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.data.rows import Question
+from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark
-from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.rewards import RewardPool, items_of
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -76,16 +77,25 @@ def as_prompts(
 ) -> list[Prompt]:
     """What the engines are asked, in the order of the file; ``suffix`` is a line of its own."""
     end = f"\n{suffix}" if suffix else ""
-    texts = [problem.text + end for problem in benchmark.problems]
+    asked = [_ending(problem.question, end) for problem in benchmark.problems]
     return [
-        Prompt(index, tokenizer.encode(text, chat=chat), text, problem.answer)
-        for index, (text, problem) in enumerate(zip(texts, benchmark.problems, strict=True))
+        Prompt(index, ids_of(one, tokenizer, chat=chat), one.text, one.answer, one.metadata)
+        for index, one in enumerate(asked)
     ]
 
 
+def _ending(question: Question, end: str) -> Question:
+    """The question with a text at its end; of a chat, at the end of the last turn."""
+    turns = question.turns
+    if turns:
+        turns = (*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end})
+    return replace(question, text=question.text + end, turns=turns)
+
+
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Changes with every token that is asked, and with every reference answer."""
-    asked = json.dumps([(prompt.input_ids, prompt.answer) for prompt in prompts])
+    """Changes with every token that is asked, and with all that a reward gets of a question."""
+    told = [(prompt.input_ids, prompt.answer, prompt.metadata) for prompt in prompts]
+    asked = json.dumps(told, default=str)
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
@@ -100,10 +110,10 @@ def check_lengths(
     mend = "leave it out, or take an engine with a longer context"
     if longest < limit:
         mend = f"give at most {limit - longest:.0f}"
+    place = benchmark.problems[lengths.index(longest)].question.place
     raise ConfigError(
-        f"{benchmark.problems[lengths.index(longest)].place}: the longest prompt, {longest} "
-        f"tokens, and --max-new-tokens {max_new_tokens} exceed the {limit:.0f} tokens that the "
-        f"engine takes; {mend}"
+        f"{place}: the longest prompt, {longest} tokens, and --max-new-tokens {max_new_tokens} "
+        f"exceed the {limit:.0f} tokens that the engine takes; {mend}"
     )
 
 
@@ -189,8 +199,7 @@ class Evaluator:
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
-        pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
-        rewards = self.rewards.score(pairs)
+        rewards = self.rewards.grade(items_of(samples, texts)).scores
         return [
             replace(sample, text=text, reward=reward)
             for sample, text, reward in zip(samples, texts, rewards, strict=True)
@@ -308,7 +317,7 @@ class _Round:
         share = right / (len(done) * self.responses)
         print(
             f"{self.benchmark.name}, {self.mode}: {len(done)} of {total} problems, "
-            f"{share:.1%} right so far",
+            f"mean reward {share:.3f} so far",
             file=sys.stderr,
             flush=True,
         )

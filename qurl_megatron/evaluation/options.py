@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         type=Path,
         nargs="+",
         metavar="BENCH",
-        help="JSONL or parquet file with prompt and answer; some ship in launch/benchmarks",
+        help="JSONL or parquet file of prompts and answers; some ship in launch/benchmarks",
     )
 
     which = parser.add_argument_group("what is evaluated")
@@ -104,13 +104,16 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
     )
     how.add_argument("--suffix", default="", metavar="TEXT", help="line added to every problem")
     for what in ("prompt", "answer", "id"):
-        how.add_argument(f"--{what}-key", metavar="KEY", help=f"key or column of the {what}")
+        how.add_argument(
+            f"--{what}-key", metavar="KEY", help=f"where a row has its {what}, a dotted path"
+        )
 
     rest = parser.add_argument_group("what becomes of the answers")
     rest.add_argument(
         "--reward",
-        choices=("math", "last_number", "exact"),
-        help="how they are checked (default math)",
+        metavar="KIND",
+        help="how they are scored: math (default), last_number, exact, or a function of your own, "
+        "file.py:name or package.module:name",
     )
     rest.add_argument(
         "--out",

@@ -14,7 +14,7 @@ from qurl_megatron.evaluation.answers import Answer, Key
 from qurl_megatron.evaluation.benchmarks import Benchmark
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 
-DIGITS = 6  # of what is written: rewards are 0 or 1, and sums of them no more exact
+DIGITS = 6  # of what is written: more than a few thousand rewards of 0 or 1 can tell
 
 
 @dataclass(frozen=True)

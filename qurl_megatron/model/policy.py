@@ -66,6 +66,7 @@ class Policy(Trained):
         self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
+        self.reference_moved = False  # since it was built: a checkpoint has to have it
 
     @staticmethod
     def build(
@@ -132,6 +133,16 @@ class Policy(Trained):
                 yield
         finally:
             self._reference.swap(self.gpt.parameters())
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    def move_reference(self) -> None:
+        """Hold the model against the weights it has now from here on."""
+        assert self._reference is not None, "built without a reference"
+        self._reference.take(self.gpt.parameters())
+        self.reference_moved = True
 
     # -- as the engines compute ----------------------------------------------------------------
 

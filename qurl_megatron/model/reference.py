@@ -43,6 +43,12 @@ class WaitingWeights:
         self.tensors = [park(parameter.detach()) for parameter in parameters]
 
     @torch.no_grad()
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy what the parameters hold now, in the place of what was copied before."""
+        for parameter, other in zip(parameters, self.tensors, strict=True):
+            other.copy_(parameter.detach(), non_blocking=True)
+
+    @torch.no_grad()
     def swap(self, parameters: Iterable[nn.Parameter]) -> None:
         """Exchange them with what the parameters hold, in the order they were copied.
 

@@ -256,7 +256,7 @@ def _optimizer(
     megatron = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
-        min_lr=0.0,
+        min_lr=config.lr * config.decay_to,
         weight_decay=config.weight_decay,
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
@@ -274,19 +274,26 @@ def _optimizer(
         # Beside NCCL it wants gloo groups for host tensors; on a CPU the groups are gloo already.
         use_gloo_process_groups=torch.cuda.is_available(),
     )
-    scheduler = OptimizerParamScheduler(
+    return optimizer, schedule(optimizer, config)
+
+
+def schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+    """Megatron's schedule of the learning rate, by updates: warm-up, then ``config.schedule``."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
-        min_lr=0.0,
+        min_lr=config.lr * config.decay_to,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(
-            1, 2 * config.warmup_steps
-        ),  # unused by "constant", but must exceed the warm-up
-        lr_decay_style="constant",
+        # One more, or the last update would be of no size where the rate decays to 0. "constant"
+        # does not use it, but it must exceed the warm-up.
+        lr_decay_steps=max(config.decay_steps, config.warmup_steps) + 1,
+        lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # What a recipe says now counts, not what it said when a checkpoint was written.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
-    return optimizer, scheduler

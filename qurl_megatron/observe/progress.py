@@ -1,6 +1,6 @@
 """How far the run is: a live display in a terminal, one line per step in a log file.
 
-step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.31 s  eta 1m50s
+step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s
 """
 
 import os
@@ -84,11 +84,22 @@ class Progress:
         self._phase, self._phase_started = name, self._clock()
         HERE.enter(name)
 
+    def begin(self) -> None:
+        """A step begins; what came before the first, such as starting engines, is no part of it."""
+        if not self._intervals:
+            self._step_started = self._clock()
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report a finished step; step 0 is the evaluation before training."""
+        """Report a finished step; step 0 is the evaluation before training.
+
+        Shown is the time since the step before, saving and evaluating included, as the remaining
+        time is estimated from; not ``time/step``, which leaves these out.
+        """
         now = self._clock()
         if step > self.done:
             self._intervals.append((now - self._step_started) / (step - self.done))
+            if "time/step" in metrics:
+                metrics = {**metrics, "time/step": self._intervals[-1]}
         self._step_started, self.done = now, step
         self._metrics |= metrics
         if self._enabled and self._live is None:

@@ -15,7 +15,7 @@ from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.plots import History, Picture
 from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.sinks import Record, read_metrics
-from qurl_megatron.observe.text import NARROW_SPACE, duration, number, percent, reading
+from qurl_megatron.observe.text import NARROW_SPACE, duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
 
 METRICS_FILE = "metrics.jsonl"
@@ -24,6 +24,7 @@ CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
 
 GROUPS = {
+    "data": "Prompts",
     "reward": "Reward",
     "eval": "Evaluation",
     "response": "Responses",
@@ -145,6 +146,9 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
     done = history.last_step
     plural = "step" if done == 1 and not planned else "steps"
     facts.append(f"{done} of {planned} {plural}" if planned else f"{done} {plural}")
+    for name, kind in (("data/too_long", "prompt"), ("data/held_out_too_long", "held-out prompt")):
+        if left_out := int(history.last(name) or 0):
+            facts.append(f"{how_many(left_out, kind)} too long, left out")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
     return facts
 
@@ -204,7 +208,7 @@ def _rollout_speed(history: History) -> float | None:
 def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
     """(step, time of day, what happened)."""
     alarms = ("guard", "sampling", "weights", "rollout", "reward")
-    lanes = {"fleet": "", **{lane: f"{lane}: " for lane in alarms}}
+    lanes = {"fleet": "", "run": "", **{lane: f"{lane}: " for lane in alarms}}
     return [
         (
             span.step,

@@ -1,7 +1,8 @@
-"""Scores of responses against reference answers."""
+"""Scores of responses: our kinds, and rewards of the user's own."""
 
+from qurl_megatron.rewards.item import Item
 from qurl_megatron.rewards.kinds import KINDS
 from qurl_megatron.rewards.overlong import overlong_penalty
-from qurl_megatron.rewards.pool import RewardPool
+from qurl_megatron.rewards.pool import RewardPool, check_rewards, items_of
 
-__all__ = ["KINDS", "RewardPool", "overlong_penalty"]
+__all__ = ["KINDS", "Item", "RewardPool", "items_of", "check_rewards", "overlong_penalty"]

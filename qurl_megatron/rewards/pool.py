@@ -1,36 +1,70 @@
-"""Scores of many responses, in order, within a bounded time, whatever the model wrote.
+"""The reward of a recipe: one, or several that are added up, and a count of what went wrong."""
 
-Checking mathematics means running sympy on text that a model made up: it may hang, eat memory, or
-crash the interpreter. So it happens in processes that can be killed and replaced.
-
-A worker may also die of what is no fault of the answer: a full machine, somebody's kill. What it
-was checking is checked again, by another one.
-"""
-
-import json
-import os
-import select
-import selectors
-import subprocess
-import sys
-import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import IO
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from qurl_megatron.config import RewardConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.metrics import Mean, Metric, Sum
+from qurl_megatron.rewards.item import CAUSES, Item, Score, Unscored
 from qurl_megatron.rewards.kinds import KINDS
-from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
-from qurl_megatron.runtime.undertaker import bury, spare
+from qurl_megatron.rewards.scoring import WorkerPool
 
-WORKER = "qurl_megatron.rewards.worker"
+if TYPE_CHECKING:  # workers import this package, and need no numpy
+    from qurl_megatron.types import Sample
+
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
-START_S = 120.0  # sympy takes seconds to import, many on a busy machine
-TRIES = 2  # workers that may end with a pair before the pair is to blame
-FAILED_STARTS = 2  # in a row; more are no accident
 
-Pair = tuple[str, str]  # a text and the answer it should give
+
+def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
+    """The decoded responses of samples, as rewards get them."""
+    return [
+        Item(sample.prompt.text, text, sample.prompt.answer, sample.prompt.metadata)
+        for sample, text in zip(samples, texts, strict=True)
+    ]
+
+
+@dataclass
+class Tally:
+    """What became of some responses, for metrics and messages; adds up over calls."""
+
+    responses: int = 0
+    failed: int = 0  # responses that a reward gave no score
+    causes: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)  # why, by cause
+    parts: Counter[str] = field(default_factory=Counter)  # sum of the scores, by name in the mix
+
+    def add(self, other: "Tally") -> None:
+        self.responses += other.responses
+        self.failed += other.failed
+        self.causes.update(other.causes)
+        self.first = other.first | self.first
+        self.parts.update(other.parts)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Below ``reward/``: the share that failed, how many of each cause, each part's mean."""
+        return {
+            "reward/failed_fraction": Mean(self.failed, self.responses),
+            **{f"reward/{cause}": Sum(self.causes[cause]) for cause in CAUSES},
+            **{f"reward/mix/{n}": Mean(total, self.responses) for n, total in self.parts.items()},
+        }
+
+    def said(self, causes: Collection[str] = tuple(CAUSES)) -> str:
+        """What went wrong, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ..."."""
+        seen = [cause for cause in CAUSES if cause in causes and self.causes[cause]]
+        return ", ".join(f"{self.causes[c]} {CAUSES[c]} ({self.first[c]})" for c in seen)
+
+
+@dataclass(frozen=True)
+class Grades:
+    """Finite scores, in the order of the responses, and what became of them."""
+
+    scores: list[float]
+    tally: Tally
 
 
 class RewardPool:
@@ -38,154 +72,106 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self.timeouts = 0  # checks that took too long and counted as wrong
-        self.crashes = 0  # checks that brought down TRIES workers and counted as wrong
-        self._failed_starts = 0  # in a row
-        self._workers: list[_Worker] = []
+        self.tally = Tally()  # of all calls
+        own = {key: part for key, part in config.parts.items() if not _in_process(part)}
+        self.pools = {key: WorkerPool(part, key) for key, part in own.items()}
+        self._stack = ExitStack()
 
     def __enter__(self) -> "RewardPool":
-        if self.config.kind not in IN_PROCESS:
-            # Not waited for: they import while the engines start.
-            self._workers = [_Worker(self.config) for _ in range(self.config.workers)]
+        with ExitStack() as stack:
+            for pool in self.pools.values():
+                stack.enter_context(pool)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for worker in self._workers:
-            worker.kill()
-        self._workers = []
+        self._stack.close()
 
-    def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """1.0 or 0.0 for each (text, answer), in order.
+    def leave(self) -> None:
+        """Have calls under way in other threads end soon, with a RuntimeError."""
+        for pool in self.pools.values():
+            pool.leave()
+
+    def grade(self, items: Sequence[Item]) -> Grades:
+        """Score responses, whatever they hold and whatever the rewards do.
 
         Raises:
             RuntimeError: no worker can be started; its own message is on stderr.
+            ConfigError: a reward cannot be used any more; or one gave no score, and the recipe
+                wants the run to end then.
         """
-        if self.config.kind in IN_PROCESS:
-            score = KINDS[self.config.kind]
-            return [score(text, answer) for text, answer in pairs]
-        assert self._workers, "score() outside the pool's with block"
-        # Samples of one prompt often agree to the letter: each distinct pair is checked once.
-        scores: dict[Pair, float] = {}
-        try:
-            self._run(deque(dict.fromkeys(pairs)), scores)
-        finally:
-            # After an exception in the middle, no worker may be left with half a request.
-            self._workers = [w.replaced() if w.pair else w for w in self._workers]
-        return [scores[pair] for pair in pairs]
-
-    def _run(self, waiting: deque[Pair], scores: dict[Pair, float]) -> None:
-        """Keep every worker busy until each waiting pair has its score."""
-        downed: Counter[Pair] = Counter()  # workers that died of a pair, or were killed with it
-        while waiting or any(worker.pair for worker in self._workers):
-            for index, worker in enumerate(self._workers):
-                if worker.ready and not worker.pair and waiting:
-                    if worker.dead():  # killed while it was idle
-                        self._workers[index] = worker.replaced()
-                    else:
-                        worker.begin(waiting.popleft())
-            for index in self._wait():
-                worker = self._workers[index]
-                pair, result = worker.pair, worker.receive()
-                if result == b"ready\n":
-                    self._failed_starts = 0
-                elif result in (b"0\n", b"1\n"):
-                    scores[pair] = float(result == b"1\n")
-                else:
-                    self._replace(index, "ended")
-                    if pair:
-                        self._downed(pair, downed, waiting, scores)
-            for index, worker in enumerate(self._workers):
-                if time.monotonic() < worker.deadline:
-                    continue
-                if pair := worker.pair:
-                    self.timeouts += 1
-                    scores[pair] = 0.0
-                self._replace(index, f"was not ready after {START_S:.0f} s")
-
-    def _downed(
-        self, pair: Pair, downed: Counter[Pair], waiting: deque[Pair], scores: dict[Pair, float]
-    ) -> None:
-        """A worker ended with this pair: it goes to another one, unless that has been tried."""
-        downed[pair] += 1
-        if downed[pair] < TRIES:
-            waiting.appendleft(pair)
-        else:
-            self.crashes += 1
-            scores[pair] = 0.0
-
-    def _replace(self, index: int, why: str) -> None:
-        """
-        Raises:
-            RuntimeError: it had not started, nor had others before it: that is no accident.
-        """
-        worker = self._workers[index]
-        if not worker.ready:
-            self._failed_starts += 1
-            if self._failed_starts > FAILED_STARTS:
-                raise RuntimeError(f"a reward worker {why} while starting; see stderr")
-        self._workers[index] = worker.replaced()
-
-    def _wait(self) -> list[int]:
-        """Indices of workers with something to say; empty when a deadline comes first."""
-        first = min(worker.deadline for worker in self._workers)
-        with selectors.DefaultSelector() as selector:
-            for index, worker in enumerate(self._workers):
-                selector.register(worker.results, selectors.EVENT_READ, index)
-            events = selector.select(max(0.0, min(first - time.monotonic(), START_S)))
-        return [key.data for key, _ in events]
-
-
-class _Worker:
-    """One process and the pair it is checking."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
-        with on_cores(children_cores()):
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, config.kind],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=without_launcher(os.environ),
-                bufsize=0,  # what was read is what select reports
-                process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
+        config = self.config
+        weights = [part.weight for part in config.mix.values()] or [1.0]
+        results = self._results(items)
+        tally = _tally(results, tuple(config.mix), config.failed)
+        self.tally.add(tally)
+        if tally.failed and config.on_failure == "stop":
+            raise ConfigError(
+                f"{tally.failed} of {tally.responses} responses could not be scored: "
+                f"{tally.said()}; mend the reward, or set reward.on_failure=score to give such "
+                "responses reward.failed"
             )
-        bury(self.process.pid)
-        os.set_blocking(self.process.stdin.fileno(), False)
-        self.results: IO[bytes] = self.process.stdout
-        self.ready = False
-        self.pair: Pair | None = None
-        self.deadline = time.monotonic() + START_S
+        scores = [
+            sum(w * _number(s, config.failed) for w, s in zip(weights, row, strict=True))
+            for row in zip(*results, strict=True)
+        ]
+        return Grades(scores, tally)
 
-    def begin(self, pair: Pair) -> None:
-        """Send a pair; one that does not get through has the worker time out with it."""
-        self.pair = pair
-        self.deadline = time.monotonic() + self.config.timeout_s
-        line = memoryview(json.dumps(pair).encode("ascii") + b"\n")
-        room = select.poll()
-        room.register(self.process.stdin, select.POLLOUT)
-        # A worker that dies meanwhile: its results end, which the pool sees.
-        with suppress(BrokenPipeError):
-            while line and room.poll(1000 * max(0.0, self.deadline - time.monotonic())):
-                line = line[self.process.stdin.write(line) or 0 :]
+    def _results(self, items: Sequence[Item]) -> list[list[Score]]:
+        """The scores of each part, all parts at once."""
+        parts = self.config.parts.items()
+        if len(parts) == 1:
+            return [self._scored(key, part, items) for key, part in parts]
+        with ThreadPoolExecutor(len(parts), thread_name_prefix="reward") as threads:
+            return list(threads.map(lambda part: self._scored(*part, items), parts))
 
-    def receive(self) -> bytes:
-        """The next line; empty where the process is gone."""
-        line = self.results.readline()
-        self.ready = self.ready or line == b"ready\n"
-        self.pair = None
-        self.deadline = float("inf")
-        return line
+    def _scored(self, key: str, part: RewardConfig, items: Sequence[Item]) -> list[Score]:
+        if key in self.pools:
+            if not (part.function or part.url):  # ours look at no more than these
+                items = [replace(item, prompt="", metadata={}) for item in items]
+            return self.pools[key].score([item.line for item in items])
+        check = KINDS[part.kind]
+        return [check(item.response, item.answer) for item in items]
 
-    def dead(self) -> bool:
-        return self.process.poll() is not None
 
-    def replaced(self) -> "_Worker":
-        self.kill()
-        return _Worker(self.config)
+def check_rewards(config: RewardConfig) -> None:
+    """Start and end a worker of each reward that is the user's own, which imports it.
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        spare(self.process.pid)
-        self.process.stdin.close()
-        self.results.close()
+    Raises:
+        ConfigError: a function cannot be used, or the environment has no key for a server.
+    """
+    for key, part in config.parts.items():
+        if not (part.function or part.url):
+            continue
+        with WorkerPool(replace(part, workers=1), key) as pool:
+            try:
+                pool.await_start()
+            except RuntimeError as error:
+                raise ConfigError(f"{key} ({part.described}): {error}") from None
+
+
+def _in_process(part: RewardConfig) -> bool:
+    return part.kind in IN_PROCESS and not (part.function or part.url)
+
+
+def _number(score: Score, failed: float) -> float:
+    return failed if isinstance(score, Unscored) else score
+
+
+def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: float) -> Tally:
+    """
+    Args:
+        results: by part, then by response.
+        names: of the parts, where they are a mix.
+    """
+    rows = list(zip(*results, strict=True))
+    tally = Tally(len(rows), sum(any(isinstance(s, Unscored) for s in row) for row in rows))
+    for index, scores in enumerate(results):
+        for score in scores:
+            if isinstance(score, Unscored):
+                part = f"reward.mix.{names[index]}: " if names else ""
+                tally.causes[score.cause] += 1
+                tally.first.setdefault(score.cause, part + score.why)
+        if names:
+            tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
+    return tally

@@ -30,6 +30,7 @@ LOOK_S = 0.25
 RETRY_S = 0.5  # between checks of an engine that gave no good answer
 BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
 LONGEST_BACK_OFF_S = 60.0
+TOLD_AFTER_S = 1.0  # of waiting for engines that were not started here
 ABSENCES = 4  # looks in a row after which an engine has left the rendezvous
 PATIENCE = 2  # updates that an engine may fail in a row before it is started anew
 IN_ALL = 4  # times its limit, after which an engine that still writes to its log is late, or hung
@@ -56,6 +57,7 @@ class Supervisor:
             EngineError: one died or did not come up in time.
         """
         fleet, end = self._fleet, time.monotonic() + timeout_s
+        untold_until = end - timeout_s + TOLD_AFTER_S
         wanted = self._config.engines if self._rendezvous else 1
         while True:
             self._look()
@@ -77,7 +79,19 @@ class Supervisor:
                     f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
                     f"{wanted} engines after {timeout_s:.0f} s {self._complaint}".rstrip()
                 )
+            if time.monotonic() > untold_until:
+                untold_until = end
+                self._tell(waiting, len(engines), wanted, timeout_s)
             self._stopping.wait(RETRY_S / 10)
+
+    def _tell(self, waiting: list[Engine], there: int, wanted: int, timeout_s: float) -> None:
+        """Say what a run waits for that it has not started itself."""
+        limit = f"for {timeout_s:g} s at most (rollout.start_timeout_s)"
+        for engine in [engine for engine in waiting if engine.process is None]:
+            said = engine.pulse.error or "no answer yet"
+            print(f"waiting for {engine.url} {limit}: {said}", flush=True)
+        if there < wanted:
+            print(f"waiting for {wanted - there} of {wanted} engines {limit}", flush=True)
 
     def start(self) -> None:
         self._thread.start()

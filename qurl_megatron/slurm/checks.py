@@ -51,11 +51,13 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
         check_checkpoint(key, Path(path))
     check_newest(run_dir)
     check_data(config)
+    check_rewards_are_there(config)
     check_paths(config, cluster, nodes=layout.whole.nodes)
     nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
     if layout.rollout:
         nodes += f", {layout.rollout.nodes} with {layout.engines} engines"
     found = [nodes, check_memory(config, cluster), check_disk(config, arch)]
+    found += unset_keys(config, cluster)
     return found + started_elsewhere(cluster) + not_mounted(config, cluster.container)
 
 
@@ -149,6 +151,7 @@ def not_mounted(config: RunConfig, container: ContainerConfig) -> list[str]:
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
         "sync.dir": config.sync.dir,
+        **reward_files(config),
     }
     ends = [mount.split(":")[:2] for mount in container.mounts]
     same = [Path(outside) for outside, *inside in ends if inside in ([], [outside])]
@@ -201,6 +204,7 @@ def check_paths(config: RunConfig, cluster: ClusterConfig, *, nodes: int) -> Non
     """
     named = {"model.path": config.model.path, **others(config)}
     named |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    named |= reward_files(config)
     if nodes > 1 and config.sync.transport in ("auto", "files"):
         named["sync.dir"] = config.sync.dir
     for key, path in named.items():
@@ -334,6 +338,30 @@ def check_data(config: RunConfig) -> None:
             raise ConfigError(f"data.{key}={path} does not exist or cannot be read")
 
 
+def reward_files(config: RunConfig) -> dict[str, str]:
+    """The Python files of rewards of the user's own, by their keys in the recipe."""
+    parts = config.reward.parts.items()
+    return {f"{key}.function": part.file for key, part in parts if part.file}
+
+
+def check_rewards_are_there(config: RunConfig) -> None:
+    """Their files; what these import, the job's own environment may have and this one lack."""
+    for key, path in reward_files(config).items():
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{key}: {path} does not exist or cannot be read; write it there")
+
+
+def unset_keys(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """A line for each key of a reward's server that the job's environment seems to lack."""
+    prolog = "\n".join(cluster.site.prolog)
+    return [
+        f"{key}.key_env={part.key_env}: a job inherits nothing of this shell, and site.prolog does "
+        "not set it; have that read it from a file that only you can read"
+        for key, part in config.reward.parts.items()
+        if part.key_env and part.key_env not in prolog
+    ]
+
+
 def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
     """By the sums of ``qurl show --dry-run`` from shapes alone, for the cluster's GPUs."""
     found = footprint(config, find_models(config), gpu_gib=cluster.node.gpu_gib)
@@ -365,7 +393,9 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
 
 
 def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
-    """Weights, their FP32 masters where they are not FP32 themselves, and Adam's two moments."""
+    """Weights, their FP32 masters where they are not FP32 themselves, Adam's two moments, and the
+    reference where it moves."""
     each = 12 if config.model.dtype == "float32" else 14
     models = 2 if config.algo.advantage == "gae" else 1  # about as much again for a critic
-    return models * each * parameter_count(arch)
+    reference = config.model.itemsize if config.algo.reference_every else 0
+    return (models * each + reference) * parameter_count(arch)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from qurl_megatron.config import RunConfig, load, to_toml
+from qurl_megatron.config import RunConfig, from_elsewhere, load, to_toml
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import (
     BEGAN,
@@ -65,7 +65,7 @@ def write_recipe(run_dir: Path, recipe: Path, overrides: list[str]) -> None:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    request = {"overrides": overrides, "recipe": str(recipe)}
+    request = {"overrides": from_elsewhere(recipe, overrides), "recipe": str(recipe)}
     put(run_dir / "slurm/recipe.toml", recipe.read_text(encoding="utf-8"))
     put(run_dir / "slurm/request.json", json.dumps(request, indent=1) + "\n")
 

@@ -41,15 +41,18 @@ def log_file(out: Path, cell: Cell) -> Path:
 def look(study: Study, cell: Cell, out: Path) -> Look:
     """Done: all steps are measured, and the last one is evaluated where the recipe evaluates.
 
-    Failed: the folder holds another run, which ``qurl train`` too would refuse to go on with, or
-    its metrics are damaged.
+    Failed: the folder holds another run, be it one that ``qurl train`` would go on with, or its
+    metrics are damaged.
     """
     folder = run_dir(out, cell)
     metrics = folder / METRICS_FILE
     if not metrics.is_file() or b"\n" not in metrics.read_bytes():
         return Look("waiting")
     try:
-        refuse_other_run(folder, load(study.recipe, cell.overrides))
+        changed = refuse_other_run(folder, load(study.recipe, cell.overrides))
+        if other := [one for one in changed if one.rule != "free"]:
+            told = "; ".join(map(str, other))
+            raise ConfigError(f"{folder} holds a run with other settings ({told}); move it away")
         records = read_metrics(metrics)
     except ConfigError as error:
         return Look("failed", reason=str(error))

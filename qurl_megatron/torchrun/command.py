@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron.config import load
+from qurl_megatron.config.arguments import parse
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import duration
 from qurl_megatron.slurm import folder
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         where another attempt would bring it no further; 7 where a node is missing; 143 after a
         clean stop on SIGTERM or Ctrl-C; else that of a rank that failed.
     """
-    options = parser().parse_args(argv)
+    options = parse(parser(), argv)
     try:
         return _run(options)
     except (ConfigError, NodeMissing) as error:

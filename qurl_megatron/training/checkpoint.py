@@ -53,7 +53,7 @@ from qurl_megatron.model.trained import Trained
 from qurl_megatron.runtime.files import MENDS, free, refusal
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.boxes import in_place
-from qurl_megatron.training.state import TrainState, checkpoints, latest, set_aside
+from qurl_megatron.training.state import REFERENCE, TrainState, checkpoints, latest, set_aside
 from qurl_megatron.weights.checkpoint import describe
 from qurl_megatron.weights.megatron_reader import CRITIC
 from qurl_megatron.weights.places import DESCRIPTION
@@ -76,17 +76,22 @@ def save(
     final, aside = root / name, root / f".{name}"
     sharded = _sharded_state(policy, critic, loading=False)
     size = _bytes_to_write(sharded)
+    if policy.reference_moved:
+        size += _bytes_to_write(sharded["model"])
     with _together(final, aside, size, policy.ranks):
         if policy.ranks.leads:
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            (aside / REFERENCE if policy.reference_moved else aside).mkdir(parents=True)
             if size > free(aside):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     strategy = _OneTensorAtATime("torch_dist", 1)
     with _together(final, aside, size, policy.ranks):
         _write_sharded(sharded, aside, strategy, policy)
+        written = strategy.sums
+        if policy.reference_moved:
+            written = written | _write_reference(aside / REFERENCE, policy)
     sums: list[dict[str, FileSum]] = [{}] * policy.ranks.world_size
-    dist.all_gather_object(sums, strategy.sums)
+    dist.all_gather_object(sums, written)
     with _together(final, aside, size, policy.ranks):
         if policy.ranks.leads:
             # A checkpoint that says what it is: the converters need no other folder.
@@ -103,6 +108,19 @@ def save(
             for old in checkpoints(run_dir)[:-keep]:
                 shutil.rmtree(old)
     return final
+
+
+def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:
+    """Have Megatron write the reference, which takes the model's place meanwhile.
+
+    Returns:
+        The sums of this rank's files, by their names in the checkpoint.
+    """
+    strategy = _OneTensorAtATime("torch_dist", 1)
+    with policy.reference():
+        model = policy.gpt.sharded_state_dict(metadata=_metadata(policy))
+        _write_sharded({"model": model}, folder, strategy, policy)
+    return {f"{folder.name}/{name}": found for name, found in strategy.sums.items()}
 
 
 def _write_sharded(
@@ -182,6 +200,7 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
     """
     try:
         _check_critic(checkpoint, critic)
+        _load_reference(checkpoint / REFERENCE, policy)
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(checkpoint)), policy.ranks.copies.group
         )
@@ -199,6 +218,22 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
     torch.set_rng_state(loaded["rng"]["cpu"])
     if torch.cuda.is_available() and loaded["rng"]["cuda"] is not None:
         torch.cuda.set_rng_state(loaded["rng"]["cuda"])
+
+
+def _load_reference(folder: Path, policy: Policy) -> None:
+    """The reference, where it had moved and one is kept."""
+    there = share(folder.is_dir() if policy.ranks.leads else None, waiting_for=str(folder))
+    if not (there and policy.has_reference):
+        return
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(folder)), policy.ranks.copies.group
+    )
+    with policy.reference():
+        model = policy.gpt.sharded_state_dict(metadata=_metadata(policy))
+        model = {name: value for name, value in model.items() if not _is_fp8_state(name)}
+        loaded = dist_checkpointing.load({"model": model}, str(folder), strategy)
+        _fill(policy, loaded["model"])
+    policy.reference_moved = True
 
 
 _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
@@ -268,12 +303,28 @@ def _is_fp8_state(name: str) -> bool:
     return name.endswith("_extra_state")
 
 
-def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
+_GIVEN = ("max_lr", "min_lr", "betas", "eps")
+"""What the optimizer saves of itself, and the recipe says all the same; the schedule, which follows
+the recipe too, computes the rest from these."""
+
+
+def _fill(trained: Trained, weights: dict[str, Any]) -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     fp8 = {name: nothing for name in trained.gpt.state_dict() if _is_fp8_state(name)}
-    trained.gpt.load_state_dict({**loaded["model"], **fp8})
+    trained.gpt.load_state_dict({**weights, **fp8})
+
+
+def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
+    _fill(trained, loaded["model"])
+    groups = [
+        {key: group[key] for key in _GIVEN if key in group}
+        for group in trained.optimizer.param_groups
+    ]
     trained.optimizer.load_state_dict(loaded["optimizer"])
+    for group, given in zip(trained.optimizer.param_groups, groups, strict=True):
+        group.update(given)
     _unshare_adam_step(trained.optimizer)
+    trained.scheduler.num_steps = 0  # what is loaded is added to it
     trained.scheduler.load_state_dict(loaded["scheduler"])
     trained.weights_changed()
 

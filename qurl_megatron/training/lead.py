@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,13 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
-from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
+from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
-from qurl_megatron.rewards import RewardPool, overlong_penalty
-from qurl_megatron.rewards.pool import TRIES
+from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
+from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -34,10 +35,11 @@ from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
+from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
-from qurl_megatron.training.state import TrainState
+from qurl_megatron.training.state import Claim, TrainState
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
@@ -63,18 +65,19 @@ class Lead:
     def __init__(
         self,
         config: RunConfig,
-        run_dir: Path,
+        claimed: Claim,
         stop: StopRequest,
         state: TrainState,
         weight_norm: float,
     ) -> None:
         """
         Args:
+            claimed: the run's directory, given back on leaving.
             state: what the run goes on from; what metrics.jsonl says of later steps is dropped.
             weight_norm: of the weights it goes on with.
         """
         self.config = config
-        self.run_dir = run_dir
+        self.claimed, self.run_dir = claimed, claimed.run_dir
         self.stop = stop
         self.start_step = state.step
         self.unquantized_since = state.unquantized_since
@@ -83,16 +86,29 @@ class Lead:
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.tokenizer = Tokenizer(description_of(config.model.path))
-        self.prompts = PromptStream(config.data, self.tokenizer, seed=config.train.seed)
+        self.prompts = PromptStream(
+            config.data,
+            self.tokenizer,
+            seed=config.train.seed,
+            held_out=config.train.eval_prompts,
+        )
+        arch = read_arch(read_config(description_of(config.model.path)))
+        self._vocabulary, longest = arch.vocab, longest_prompt(config.rollout, arch)
+        if longest is not None:
+            self.prompts.refuse_longer(longest)
         if state.cursor:
             self.prompts.load_state_dict(state.cursor)
+        for remark in self.prompts.remarks():
+            print(remark, flush=True)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
-        self._told = 0, 0  # of the rewards: timeouts and crashes
+        self._told: set[str] = set()  # why responses had no score
         self._drawing, self._grading = threading.Lock(), threading.Lock()
 
     def __enter__(self) -> "Lead":
         config = self.config
         with ExitStack() as stack:
+            stack.enter_context(self.claimed)
+            print(self._engines_to_come(), flush=True)
             self.fleet = stack.enter_context(
                 Fleet(
                     config.rollout,
@@ -103,7 +119,7 @@ class Lead:
                     scheme=self.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",
-                    vocabulary=read_arch(read_config(description_of(config.model.path))).vocab,
+                    vocabulary=self._vocabulary,
                     owner=Owner.of(self.run_dir),
                     trainer_ranks=ranks_here(os.environ),
                 )
@@ -122,11 +138,19 @@ class Lead:
                     max_staleness=config.rollout.max_staleness,
                 )
             )
+            stack.callback(self.rewards.leave)  # else a slow server would be waited for
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+
+    def _engines_to_come(self) -> str:
+        rollout = self.config.rollout
+        if where := rollout.rendezvous or ", ".join(rollout.urls):
+            return f"looking for engines at {where}"
+        engines = how_many(rollout.engines, f"{rollout.backend} engine")
+        return f"starting {engines}; logs are in {self.run_dir / 'logs'}"
 
     def _open_logs(self, stack: ExitStack) -> None:
         resume = self.start_step + 1 if self.start_step else 0
@@ -146,6 +170,11 @@ class Lead:
             )
         self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
         stack.callback(self.timeline.close)
+        if self.claimed.changes:
+            told = f"settings changed: {', '.join(one.told for one in self.claimed.changes)}"
+            self.timeline.event("run", told, self.start_step)
+            print(told, flush=True)
+            self.claimed.keep_recipe()
 
     @property
     def refused(self) -> ConfigError | None:
@@ -176,6 +205,7 @@ class Lead:
             end = now()
             self.timeline.add(Span("trainer", phase, step, end - seconds, end))
 
+        self.progress.begin()
         return Timer(self.progress.phase, record=record)
 
     def published(self, version: int) -> None:
@@ -190,6 +220,7 @@ class Lead:
             Interrupted: a stop was requested while the engines generated; nothing is lost, because
                 the same prompts come again after a restart.
             EngineError: no engine is left.
+            ConfigError: a response has no score, and the recipe wants the run to end then.
         """
         self.progress.phase("rollout")
         self._ahead.admit(step - 1)
@@ -209,7 +240,8 @@ class Lead:
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
         metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
-        metrics |= self._unjudged(step)
+        metrics |= draft.graded.metrics() | self._left_out()
+        self._tell_unscored(draft.graded, step)
         if self.config.reward.overlong_fraction > 0:
             limit = self.config.rollout.max_new_tokens
             metrics["reward/overlong_penalty"] = _overlong(samples, limit, self.config.reward)
@@ -226,19 +258,23 @@ class Lead:
             self._keep(path, lambda: save_samples(path, samples))
         return Rollout(Responses.of(samples), metrics, draft.generated_tokens, draft.generating_s)
 
-    def _unjudged(self, step: int) -> dict[str, Metric]:
-        """How many answers count as wrong without a verdict, since the last call; also said."""
-        before, self._told = self._told, (self.rewards.timeouts, self.rewards.crashes)
-        timeouts, crashes = (seen - then for seen, then in zip(self._told, before, strict=True))
-        if timeouts or crashes:
+    def _tell_unscored(self, tally: Tally, step: int) -> None:
+        """Say why responses have no score, each cause once in a run; metrics go on counting."""
+        if new := tally.causes.keys() - self._told:
+            self._told |= new
             self.alarm(
                 "reward",
-                f"{how_many(timeouts + crashes, 'answer')} could not be checked and counted as "
-                f"wrong: {timeouts} took longer than reward.timeout_s="
-                f"{self.config.reward.timeout_s:g}, {crashes} brought down {TRIES} workers",
+                f"{tally.failed} of {how_many(tally.responses, 'response')} could not be scored "
+                f"and got reward.failed={self.config.reward.failed:g}: {tally.said(new)}",
                 step,
             )
-        return {"reward/timeouts": Sum(timeouts), "reward/crashes": Sum(crashes)}
+
+    def _left_out(self) -> dict[str, Metric]:
+        """Prompts of the whole data that are too long."""
+        found = {"data/too_long": Max(len(self.prompts.too_long))}
+        if self.config.train.eval_prompts:
+            found["data/held_out_too_long"] = Max(self.prompts.held_out_too_long)
+        return found
 
     def recover(self) -> None:
         """No engine is left: wait until one can take the weights in again.
@@ -330,7 +366,8 @@ class Lead:
                 self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
             )
             generated = now()
-            samples = self._graded(samples)
+            samples, tally = self._graded(samples)
+            draft.graded.add(tally)
             end = now()
             self.timeline.add(Span("engines", "rollout", step, start, generated))
             self.timeline.add(Span("engines", "reward", step, generated, end))
@@ -348,15 +385,18 @@ class Lead:
         """Accuracy on held-out prompts, by the engines as they are: at rollout precision."""
         train = self.config.train
         self.progress.phase("evaluate")
-        prompts = self.prompts.held_out(train.eval_prompts)
+        prompts = self.prompts.held_out
         if train.eval_samples == 1:
             samples = greedy(self.fleet, prompts, self.config.rollout.max_new_tokens)
         else:
             sampling = replace(self.config.rollout, samples_per_prompt=train.eval_samples)
             # One seed for all evaluations: they differ by the policy, not by luck.
             samples = collect(self.fleet, prompts, sampling, seed=train.seed, step=EVALUATION)
-        accuracy = sum(s.reward for s in self._graded(samples)) / len(samples)
-        self._log(step, {"eval/accuracy": accuracy})
+        samples, tally = self._graded(samples)
+        self._tell_unscored(tally, step)
+        accuracy = sum(sample.reward for sample in samples) / len(samples)
+        unscored = {"eval/failed_fraction": tally.failed / len(samples)} if tally.failed else {}
+        self._log(step, {"eval/accuracy": accuracy, **unscored})
         return accuracy
 
     def finish(self, state: TrainState) -> None:
@@ -369,6 +409,8 @@ class Lead:
 
         self.progress.close()
         print(state.summary())
+        if self.stop and state.step < self.config.train.steps:
+            print(_stopped(self.stop, state.step, self.config.train.steps))
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
             with refusing(self.run_dir / "report.html", key="train.run_dir"):
                 path = write_report(self.run_dir)
@@ -404,15 +446,23 @@ class Lead:
                 self.progress.alarm(f"fleet, step {step}: {what.strip()}")
         return metrics
 
-    def _graded(self, samples: list[Sample]) -> list[Sample]:
+    def _graded(self, samples: list[Sample]) -> tuple[list[Sample], Tally]:
         texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
-        pairs = [(text, sample.prompt.answer) for text, sample in zip(texts, samples, strict=True)]
         with self._grading:  # the workers take one batch at a time
-            rewards = self.rewards.score(pairs)
-        return [
+            grades = self.rewards.grade(items_of(samples, texts))
+        graded = [
             replace(sample, text=text, reward=reward)
-            for sample, text, reward in zip(samples, texts, rewards, strict=True)
+            for sample, text, reward in zip(samples, texts, grades.scores, strict=True)
         ]
+        return graded, grades.tally
+
+
+def _stopped(stop: StopRequest, step: int, steps: int) -> str:
+    """What a person who stopped a run wants to know."""
+    by = "Ctrl-C" if stop.signal == signal.SIGINT else signal.Signals(stop.signal).name
+    if not step:
+        return f"stopped by {by} before its first step was done: nothing is saved"
+    return f"stopped by {by}: step {step} of {steps} is saved; the same command goes on from there"
 
 
 def save_samples(path: Path, samples: Sequence[Sample]) -> None:
@@ -420,7 +470,8 @@ def save_samples(path: Path, samples: Sequence[Sample]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     with aside.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(_record(sample)) + "\n" for sample in samples)
+        # A table's metadata may hold what JSON has no word for, such as dates.
+        file.writelines(json.dumps(_record(sample), default=str) + "\n" for sample in samples)
     aside.rename(path)
 
 

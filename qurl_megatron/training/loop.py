@@ -44,7 +44,7 @@ from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.sources import sources
-from qurl_megatron.training.state import TrainState, claim, tell_done
+from qurl_megatron.training.state import TrainState, after, claim, tell_done
 from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
 from qurl_megatron.training.whole import refuse_damaged_together
 
@@ -61,17 +61,19 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
     if config.sync.transport == "group":
         settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
-        lock = claim(run_dir, config) if ranks.leads else nullcontext()
+        claimed = claim(run_dir, config) if ranks.leads else None
         newest = newest_whole(run_dir, ranks)
         if newest and newest[1].step >= config.train.steps:
             if ranks.leads:
-                tell_done(run_dir, newest[1])
+                tell_done(run_dir, newest[1], config.data)
             return True
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
+        if ranks.leads:
+            print(f"loading {config.model.path if newest is None else newest[0]}", flush=True)
         policy = Policy.build(
             config.model,
             config.parallel,
-            config.optimizer,
+            config.policy_optimizer,
             ranks,
             uaq_scale=config.quant.uaq_scale,
             reference=Reference(config.algo.reference, config.algo.reference_memory)
@@ -80,11 +82,15 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             align=alignment(config, ranks.device),
         )
         critic = (
-            Critic.build(config.model, config.parallel, config.critic, config.optimizer, ranks)
+            Critic.build(
+                config.model, config.parallel, config.critic, config.critic_optimizer, ranks
+            )
             if config.algo.advantage == "gae"
             else None
         )
         state = _resume(newest, policy, critic)
+        if claimed:
+            state = after(claimed.changes, state)
         scheme = state.scheme(config.quant.scheme)
         if scheme == "none":
             policy.unalign()
@@ -96,10 +102,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             print(f"train.share_prefix does not apply here: {why}", flush=True)
         norm = _sound(policy, critic)
         _make_room()
-        with (
-            lock,
-            Lead(config, run_dir, stop, state, norm) if ranks.leads else nullcontext() as lead,
-        ):
+        with Lead(config, claimed, stop, state, norm) if claimed else nullcontext() as lead:
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
                 policy,
@@ -213,6 +216,8 @@ def _step(
     if config.rollout.colocate:
         _make_room()  # for engines that take their memory back, or are started anew
     state = replace(state, step=step)
+    if config.algo.reference_every and step % config.algo.reference_every == 0:
+        parts.policy.move_reference()
 
     judged = values(merge([measured, rollout.metrics]))
     state, noted, failure = _guarded(lead, publisher, state, judged, timer)
@@ -245,7 +250,9 @@ def _step(
 
 def _end(parts: _Parts, state: TrainState, saved: int | None, failure: Exception | None) -> None:
     """Save what is not saved yet, and raise what ended the run, unless a person did."""
-    if saved != state.step:
+    # A run without a step is left as it was: it begins anew, with whatever settings it likes.
+    done = not parts.config.train.steps and failure is None
+    if saved != state.step and (state.step or done):
         try:
             parts.save(state)
         except ConfigError as error:
@@ -256,7 +263,21 @@ def _end(parts: _Parts, state: TrainState, saved: int | None, failure: Exception
     if lead and isinstance(failure, Collapse):
         lead.finish(state)  # the report says more than one sentence
     if failure is not None and not isinstance(failure, Interrupted):
-        raise type(failure)(f"{failure}; step {state.step} is saved, start again to go on from it")
+        raise _ending(failure, state.step)
+
+
+def _ending(failure: Exception, step: int) -> Exception:
+    """What ended the run, and what to do; a request that engines refuse is a mistake in the input.
+
+    Args:
+        step: the newest that is saved; 0: none.
+    """
+    refused = isinstance(failure, EngineError) and failure.ours
+    then = "start again to go on from it"
+    if refused:
+        then = "change what the engines refuse before you start again"
+    saved = f"step {step} is saved, {then}" if step else "no step was done"
+    return (ConfigError if refused else type(failure))(f"{failure}; {saved}")
 
 
 def _improved(
@@ -280,10 +301,7 @@ def _improved(
     except NotFinite as error:
         mend = "start again with a smaller optimizer.lr"
         if saved is not None:
-            mend = (
-                f"step {saved} is the newest checkpoint: model.path={config.train.run_dir} with a "
-                "smaller optimizer.lr and another train.run_dir begins with its weights"
-            )
+            mend += f", to go on from step {saved}"
         raise Collapse(
             f"step {step} broke the policy: {error}; nothing of it is published or saved; {mend}"
         ) from error
@@ -404,7 +422,7 @@ def _rollout(
         return rollout, None
     except Interrupted:
         return None, None
-    except EngineError as error:
+    except (EngineError, ConfigError) as error:
         return None, error
 
 
@@ -418,11 +436,11 @@ def _evaluated(
         if lead:
             try:
                 state = replace(state, accuracy=lead.evaluate(state.step))
-            except EngineError as error:
+            except (EngineError, ConfigError) as error:
                 failure = error
         _, failure = _share((None, failure))
-        if failure is None:
-            return state, None
+        if failure is None or isinstance(failure, ConfigError):
+            return state, failure
         _, unhealed = _publish(lead, publisher, state.step, failure)
         if unhealed is not None:
             return state, unhealed

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from qurl_megatron.observe.metrics import Max, Mean, Metric
+from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.types import Prompt, Sample
 
 LOWEST_SHARE = 0.25  # of useful groups that a round expects: no round is more than 4 times its need
@@ -43,6 +44,9 @@ class Draft:
     refills: int = 0
     generating_s: float = 0.0
     grading_s: float = 0.0
+
+    graded: Tally = field(default_factory=Tally)
+    """What rewards made of all answers, those of dropped groups included."""
 
     def take(self, samples: Sequence[Sample]) -> int:
         """Take in the graded samples of ``asked``, prompt-major.

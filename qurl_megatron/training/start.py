@@ -2,24 +2,31 @@
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.observe.text import how_many
+from qurl_megatron.rewards import check_rewards
 from qurl_megatron.rollout.sglang.launch import given_key
 from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
+from qurl_megatron.training.lengths import refuse_endless_responses
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
 
 
-def start(config: RunConfig) -> int:
+def start(config: RunConfig, fork: Path | None = None) -> int:
     """Train, in this process under torchrun or srun, else on ranks started here.
+
+    Args:
+        fork: new run directory, to begin with the newest checkpoint of the one in ``config``.
 
     Returns:
         0 when all steps are done; 128 + n after a clean stop on signal n, or where signal n killed
@@ -31,21 +38,22 @@ def start(config: RunConfig) -> int:
     if config.rollout.urls or config.rollout.rendezvous:
         given_key(os.environ)  # before minutes are spent on models
     placed = place_under_launcher(config.parallel.world_size)
+    if fork is not None:
+        config = _forked(config, fork, lead=not placed or os.environ["RANK"] == "0")
     path = Path(config.model.path)
     if not placed:  # else the ranks are not alone: rank 0 looks at the run directory for all
         refuse_other_run(Path(config.train.run_dir), config)
         if _already_done(config):
             return 0
-        if not path.exists() and config.warmstart.steps:
-            _make_model(config, path)
+    if not placed or os.environ["RANK"] == "0":
+        check_rewards(config.reward)
+    if not placed and not path.exists() and config.warmstart.steps:
+        _make_model(config, path)
     if not path.exists():
-        raise ConfigError(
-            f"model.path={path} does not exist; give a Hugging Face or Megatron checkpoint, or set "
-            "warmstart.steps to have a small model made there (by qurl train itself, not under "
-            "torchrun or srun)"
-        )
+        raise ConfigError(_missing(config))
     arch = read_arch(read_config(description_of(path)))
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
+    refuse_endless_responses(config.rollout, arch)
     if placed:
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
@@ -53,8 +61,36 @@ def start(config: RunConfig) -> int:
     # Threads that spin at barriers starve the ranks they wait for where there are more
     # ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    ranks = how_many(config.parallel.world_size, "training rank")
+    print(f"starting {ranks} for {path}; the run is in {config.train.run_dir}", flush=True)
     lost = partial(_lost, Path(config.train.run_dir))
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
+
+
+def _forked(config: RunConfig, run_dir: Path, *, lead: bool) -> RunConfig:
+    """The recipe of the fork, whose folder one rank makes."""
+    from qurl_megatron.training.fork import fork
+
+    source = Path(config.train.run_dir)
+    config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
+    if lead:
+        fork(source, config)
+    return config
+
+
+def _missing(config: RunConfig) -> str:
+    """What to do where there is no model."""
+    if config.warmstart.steps:  # asked for, but not possible under a launcher
+        return (
+            f"model.path={config.model.path} does not exist, and a model is made there "
+            "(warmstart.steps) by qurl train itself alone, not under torchrun or srun; call it once"
+            " with train.steps=0"
+        )
+    return (
+        f"model.path={config.model.path} does not exist; put the model there, a Hugging Face folder"
+        " (config.json, *.safetensors, tokenizer) or a Megatron checkpoint, or set model.path to "
+        "where it is"
+    )
 
 
 def _lost(run_dir: Path, death: str) -> str:
@@ -83,7 +119,7 @@ def _already_done(config: RunConfig) -> bool:
         return False  # the ranks look for an older one, and say so
     if state.step < config.train.steps:
         return False
-    tell_done(run_dir, state)
+    tell_done(run_dir, state, config.data)
     return True
 
 

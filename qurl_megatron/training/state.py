@@ -11,16 +11,21 @@ import fcntl
 import json
 import re
 import tomllib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from qurl_megatron.config import RunConfig, differences, load, to_toml
+from qurl_megatron.config import Change, DataConfig, RunConfig, changes, load, refused, to_toml
+from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.runtime.files import refusing
 
 STATE = "state.json"
+REFERENCE = (
+    "reference"  # folder in a checkpoint: the reference, where it has moved since the run began
+)
 RECIPE = "config.toml"
 HEADER, END = "# The run's recipe, down to the last line.\n", "# The end.\n"  # of RECIPE
 
@@ -119,33 +124,63 @@ def set_aside(checkpoint: Path) -> Path:
         return checkpoint.rename(free)
 
 
-def tell_done(run_dir: Path, state: TrainState) -> None:
-    """Tell that the run directory holds all the steps the recipe asks for."""
+def after(changed: Sequence[Change], state: TrainState) -> TrainState:
+    """What of a state still holds after changes: accuracies measured otherwise do not compare."""
+    scores = ("kind", "function", "batched", "url", "mix", "failed")
+    answers = ("model.path", "quant.scheme", "rollout.max_new_tokens")
+    asked = ("train.eval_prompts", "train.eval_samples", "data.")
+    measures = (*asked, *answers, *(f"reward.{name}" for name in scores))
+    if any(one.key.startswith(measures) for one in changed):
+        return replace(state, accuracy=None, accuracy_before=None)
+    return state
+
+
+def tell_done(run_dir: Path, state: TrainState, data: DataConfig) -> None:
+    """Tell that the run directory holds all the steps the recipe asks for, and of which data."""
     print(f"{run_dir} has all {state.step} steps: {state.summary()}")
+    for file in changed_files(data, (state.cursor or {}).get("files", {})):
+        print(
+            f"{file} has changed since this run read it, and nothing was trained on what it holds "
+            "now; restore the file, or train on it in another train.run_dir"
+        )
     print(f"report: {run_dir / 'report.html'}", flush=True)
 
 
-def refuse_other_run(run_dir: Path, config: RunConfig) -> None:
-    """Raise ``ConfigError`` where the directory holds a run that computes something else."""
+def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
+    """Settings that are not those of the run in the directory, all of which may change.
+
+    Without a checkpoint there is no run yet: one that failed before its first step pins nothing.
+
+    Raises:
+        ConfigError: some may not, as they would make it another run.
+    """
     recipe = run_dir / RECIPE
     with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
         begun = latest(run_dir) is not None
-    if begun and recipe.is_file():
-        changed = differences(_kept(recipe), config)
-        if changed:
-            raise ConfigError(
-                f"{run_dir} holds another run ({'; '.join(changed)}); "
-                "set train.run_dir to a new folder"
+    if not begun or not recipe.is_file():
+        return []
+    found = changes(recipe_of(run_dir), config)
+    if other := refused(found):
+        told, fork = "; ".join(map(str, other)), ""
+        if not refused(other, fork=True):
+            fork = (
+                " to begin anew, or add --fork NEW_RUN_DIR to `qurl train` to go on there from its "
+                "newest checkpoint, changed like this"
             )
+        raise ConfigError(
+            f"{run_dir} holds another run ({told}); set train.run_dir to a new folder{fork}"
+        )
+    return found
 
 
-def _kept(recipe: Path) -> RunConfig:
+def recipe_of(run_dir: Path) -> RunConfig:
     """The recipe that a run keeps in its folder.
 
     Raises:
         ConfigError: it cannot be read, is not all that ``claim`` has written, or breaks the rules
             that recipes have now.
     """
+    recipe = run_dir / RECIPE
     what = f"{recipe}, which says what run this folder holds,"
     try:
         text = recipe.read_bytes().decode()
@@ -173,11 +208,41 @@ def _kept(recipe: Path) -> RunConfig:
         ) from None
 
 
-def claim(run_dir: Path, config: RunConfig) -> TextIO:
-    """Write the recipe into the run directory and lock it.
+@dataclass(frozen=True)
+class Claim:
+    """A run directory that is this process' own until it is closed or the process ends."""
 
-    Returns:
-        The lock: the directory is this process' own until the file is closed or the process ends.
+    run_dir: Path
+    config: RunConfig
+    changes: list[Change]  # since the run was started last; all of them may change
+    lock: TextIO
+
+    def keep_recipe(self) -> None:
+        """Write the recipe into the directory, whole or not at all.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        recipe, aside = self.run_dir / RECIPE, self.run_dir / f".{RECIPE}"
+        with refusing(recipe, key="train.run_dir", half_written=aside):
+            aside.write_text(f"{HEADER}\n{to_toml(self.config)}\n{END}", encoding="utf-8")
+            aside.rename(recipe)
+
+    def close(self) -> None:
+        self.lock.close()
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def claim(run_dir: Path, config: RunConfig) -> Claim:
+    """Lock the run directory, and write the recipe into it.
+
+    A recipe with changes is for the caller to keep once they are told: a run that is stopped before
+    that is told of them at its next start.
 
     Raises:
         ConfigError: the directory holds another run, a process is at work in it, or it cannot be
@@ -194,8 +259,7 @@ def claim(run_dir: Path, config: RunConfig) -> TextIO:
             f"{run_dir} is in use by a run that has not ended; wait for it, stop it, "
             "or set train.run_dir to a new folder"
         ) from None
-    recipe, aside = run_dir / RECIPE, run_dir / f".{RECIPE}"
-    with refusing(recipe, key="train.run_dir", half_written=aside):
-        aside.write_text(f"{HEADER}\n{to_toml(config)}\n{END}", encoding="utf-8")
-        aside.rename(recipe)
-    return lock
+    claimed = Claim(run_dir, config, refuse_other_run(run_dir, config), lock)
+    if not claimed.changes:
+        claimed.keep_recipe()
+    return claimed

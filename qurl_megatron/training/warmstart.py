@@ -21,7 +21,9 @@ from torch import Tensor
 
 from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.folders import new_folder
-from qurl_megatron.data.questions import Question, held_out_questions, training_questions
+from qurl_megatron.data.questions import held_out_questions, training_questions
+from qurl_megatron.data.rows import Question
+from qurl_megatron.data.tokenizer import MADE_HERE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -117,6 +119,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
     settings = json.loads(file.read_text("utf-8"))
     # transformers 5 writes a class name of its own there, which version 4 (some engines) lacks.
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings[MADE_HERE] = True
     file.write_text(json.dumps(settings, indent=2), "utf-8")
 
 

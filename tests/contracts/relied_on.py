@@ -269,6 +269,8 @@ MEGATRON = [
         "end_wd",
         "wd_incr_steps",
         "wd_incr_style",
+        "use_checkpoint_opt_param_scheduler",
+        "override_opt_param_scheduler",
     ),
     _mc("pipeline_parallel.get_forward_backward_func"),
     _mc(

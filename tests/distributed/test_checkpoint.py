@@ -4,11 +4,12 @@ import contextlib
 import errno
 import functools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from qurl_megatron.config import ParallelConfig
+from qurl_megatron.config import OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
@@ -87,6 +88,38 @@ def test_a_loaded_policy_takes_the_same_next_step(dtype, before, after, exact, b
             assert relative(actual[name], expected[name]) < (
                 1e-5 if dtype == "float32" else 1e-3
             ), name
+
+
+def load_with_another_optimizer(device, config, run_dir):
+    from qurl_megatron.training import checkpoint
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        checkpoint.load(latest(run_dir), policy)
+        for group in policy.optimizer.param_groups:
+            # Two updates are done: one of warm-up, and one of the eight that are left.
+            assert group["lr"] == pytest.approx(5e-4 * 7 / 8)
+            assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-6)
+        improve_at(policy, config, 2)
+        assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(5e-4 * 5 / 8)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(distributed, tmp_path):
+    """Not what the optimizer saved of itself."""
+    cosine = OptimizerConfig(
+        lr=1e-3, warmup_steps=1, schedule="cosine", decay_steps=8, distributed=distributed
+    )
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    config = replace(recipe(folder, {}, dtype="bfloat16"), optimizer=cosine)
+    run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
+    run_on_ranks(save_then_go_on, 1, "gloo", tmp_path, config, run, a)
+    run_on_ranks(load_and_go_on, 1, "gloo", tmp_path, config, run, b)
+    expected, actual = torch.load(a), torch.load(b)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    other = replace(cosine, lr=5e-4, schedule="linear", beta1=0.8, beta2=0.9, eps=1e-6)
+    changed = replace(config, optimizer=other)
+    run_on_ranks(load_with_another_optimizer, 1, "gloo", tmp_path, changed, run)
 
 
 def build_both(config, ranks):

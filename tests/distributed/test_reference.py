@@ -16,6 +16,7 @@ from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.state import TrainState, latest
+from qurl_megatron.weights.sums import damaged, read_record
 from tests.distributed.test_policy import build, recipe, whole
 
 SAMPLES = random_samples(8)
@@ -203,6 +204,42 @@ def test_a_resumed_run_has_the_reference_it_began_with(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "llama")
     config = recipe(folder, dict(pipeline=2), dtype="bfloat16", kl_coef=0.1)
     run_on_ranks(check_after_resume, 2, backend, tmp_path, config, tmp_path / "run")
+
+
+def check_moved(device, config, run_dir) -> None:
+    from qurl_megatron.training import checkpoint
+    from qurl_megatron.training.step import improve
+
+    def learn(step) -> None:
+        improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, reference=Reference(memory="host"))
+        learn(1)
+        policy.move_reference()
+        moved, same = scores(policy)
+        learn(2)
+        checkpoint.save(run_dir, policy, TrainState(step=2), keep=1)
+        trained, frozen = scores(policy)
+        folder = latest(run_dir)
+        assert damaged(folder, record := read_record(folder), record) is None
+        assert any(name.startswith("reference/__") for name in record)
+        resumed = build(config, ranks, reference=Reference())
+        checkpoint.load(folder, resumed)
+        own, reference = scores(resumed)
+        assert resumed.reference_moved  # the next checkpoint has it too
+        checkpoint.load(folder, build(config, ranks))  # whoever keeps no reference needs none
+        for i in moved:
+            assert not torch.equal(trained[i], moved[i])
+            assert torch.equal(own[i], trained[i])
+            for one in (same, frozen, reference):
+                assert torch.equal(one[i], moved[i])
+
+
+def test_a_reference_that_has_moved_is_what_a_resumed_run_is_held_against(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    config = recipe(folder, dict(tensor=2), dtype="bfloat16", kl_coef=0.1)
+    run_on_ranks(check_moved, 2, backend, tmp_path, config, tmp_path / "run")
 
 
 def check_refused(device, config, cases) -> None:

@@ -65,8 +65,8 @@ def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_o
         assert run.left() == []
     (told,) = re.findall(r"\*\*\* reward, step (\d+): (.*)", run.stdout())
     assert told[1] == (
-        "1 answer could not be checked and counted as wrong: 1 took longer than "
-        "reward.timeout_s=5, 0 brought down 2 workers"
+        "1 of 64 responses could not be scored and got reward.failed=0: 1 took too long "
+        "(reward.timeout_s=5)"
     )
     seen = metrics(run)
     assert {step: m["reward/timeouts"] for step, m in seen.items() if m["reward/timeouts"]} == {
@@ -132,6 +132,9 @@ def test_a_run_that_is_killed_goes_on_the_same_at_every_layout(tiny, layout):
 
 @pytest.mark.thorough
 def test_a_run_that_is_stopped_before_its_first_step_keeps_what_it_went_on_from(tiny):
+    first = Run(tiny, "early", "train.eval_prompts=0", "train.steps=1")
+    with first.process():
+        assert first.ended() == 0, first.stderr()
     run = Run(tiny, "early", "train.eval_prompts=0")
     for _ in range(2):
         begun = time.time()
@@ -139,7 +142,7 @@ def test_a_run_that_is_stopped_before_its_first_step_keeps_what_it_went_on_from(
             run.wait(lambda since=begun: starting(run, since))
             process.send_signal(signal.SIGTERM)
             assert run.ended() == 128 + signal.SIGTERM, run.stderr()
-        assert [path.name for path in (run.dir / "checkpoints").iterdir()] == ["step_000000"]
+        assert [path.name for path in (run.dir / "checkpoints").iterdir()] == ["step_000001"]
 
 
 @pytest.mark.thorough

@@ -158,6 +158,10 @@ def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, unin
     run.send_signal(number)
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 128 + number, output
+    by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert re.search(
+        rf"^stopped by {by}: step [23] of 4 is saved; the same command goes", output, re.M
+    )
     assert 2 <= max(metrics(run_dir)) < 4
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -317,6 +321,22 @@ def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
     assert "Traceback" not in done.stderr
 
 
+def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_of_it(
+    recipe, uninterrupted
+):
+    new = recipe.parent / "fork"
+    changes = ("train.seed=7", "optimizer.lr=1e-5", "train.steps=5", "rollout.engines=1")
+    done = qurl("train", recipe, f"train.run_dir={uninterrupted}", "--fork", new, *changes)
+    assert done.returncode == 0, done.stderr
+    told = f"goes on from step 4 of {uninterrupted}, with "
+    assert f"{new} {told}" in done.stdout and "train.seed 0 -> 7" in done.stdout
+    assert told in (new / "report.html").read_text()
+    before, seen = metrics(uninterrupted), metrics(new)
+    assert {step: seen[step] for step in range(4)} == {step: before[step] for step in range(4)}
+    assert (seen[4]["optimizer/lr"], seen[5]["optimizer/lr"]) == (1e-4, 1e-5)
+    assert seen[5]["optimizer/grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -327,6 +347,7 @@ def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
         ),
         (["model.path=/nowhere", "warmstart.steps=0"], "model.path=/nowhere does not exist"),
         (["data.prompts_per_step=7"], "responses must be a multiple of"),
+        (["rollout.max_new_tokens=100000"], "rollout.max_new_tokens=100000 leaves no room"),
         (["data.task=chain_sun"], "chain_sum"),
         (["data.task=''", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
     ],

@@ -108,8 +108,16 @@ def published_tensors(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str
     return published
 
 
-def engine_for(folder: Path, *, scheme: str = "none", cache_gb: float = 0.01, **options) -> Engine:
-    decoder = Decoder(read_arch(read_config(folder)), scheme, torch.float32, CPU)
+def engine_for(
+    folder: Path,
+    *,
+    scheme: str = "none",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    cache_gb: float = 0.01,
+    **options,
+) -> Engine:
+    decoder = Decoder(read_arch(read_config(folder)), scheme, dtype, device)
     decoder.load(read_weights(folder, decoder)[0])
     return Engine(decoder, cache_gb, **options)
 

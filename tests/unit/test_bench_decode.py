@@ -1,5 +1,4 @@
 import argparse
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from qurl_megatron.bench.performance import _remarks
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded import native
+from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.weights.arch import read_arch
 
 
@@ -20,16 +20,16 @@ def test_every_row_of_the_batch_runs_from_the_first_step_that_counts_to_the_last
     decoder = random_decoder(read_arch(config_of("tiny")), "fp32", torch.device("cpu"))
     span = Span(decoder, batch, steps=2, repeats=1)
     for _ in range(2):  # the warm-up and the repeat
-        assert len(span._engine.running) == batch
-        before = span._engine.generated
+        assert len(span.engine.running) == batch
+        before = span.engine.generated
         span()
-        assert span._engine.generated - before == 2 * batch
+        assert span.engine.generated - before == 2 * batch
 
 
 def test_rows_that_ended_on_the_way_are_an_error_and_not_a_rate():
     decoder = random_decoder(read_arch(config_of("tiny")), "fp32", torch.device("cpu"))
     span = Span(decoder, 3, steps=2, repeats=1)
-    span._engine.abort(lambda sequence: sequence.rid == "1", "the logits are not finite")
+    span.engine.abort(lambda sequence: sequence.rid == "1", "the logits are not finite")
     with pytest.raises(ConfigError, match="only 2 of the 3 responses of --batch 3 are left"):
         span()
 
@@ -73,11 +73,21 @@ def test_a_case_tells_what_decoded_and_the_page_where_the_module_is_missing(
 
 
 def test_a_native_step_is_told_and_nothing_is_remarked(monkeypatch):
-    step = SimpleNamespace(refusal=lambda decoder: None)  # on any processor
-    monkeypatch.setattr(decode, "native", step)
+    monkeypatch.setattr(Engine, "decode_step", "native")  # on any processor
     (case,) = cases(monkeypatch, "--schemes", "fp32")
     assert case.notes == {"decode step": "native"}
     assert not any("Decoded by" in line for line in _remarks([case]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_case_on_cuda_tells_whether_graphs_ran(monkeypatch):
+    on = ("--schemes", "bf16", "--device", "cuda")
+    (with_graphs,), (without,) = (
+        cases(monkeypatch, *on, *given) for given in ((), ("--disable-cuda-graph",))
+    )
+    assert with_graphs.notes == {"decode step": "CUDA graphs"}
+    assert without.notes == {"decode step": "scheme none on cuda has no native step"}
 
 
 def test_every_prediction_is_made_before_the_first_repeat(monkeypatch):

@@ -4,10 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config import differences, load, to_toml
+from qurl_megatron.config import changes, from_elsewhere, load, refused, to_toml
 from qurl_megatron.errors import ConfigError
 
 RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[rollout]\nsamples_per_prompt = 8\n'
+
+
+def other_run(before, now) -> list[str]:
+    """What keeps a run of ``before`` from going on as ``now``."""
+    return [str(change) for change in refused(changes(before, now))]
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def test_group_is_refused_where_both_ends_would_be_on_one_gpu(recipe):
 
 def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(recipe):
     drawn = load(recipe, ["quant.rounding=stochastic"])
-    assert differences(load(recipe), drawn) == ["quant.rounding: nearest there, stochastic here"]
+    assert other_run(load(recipe), drawn) == ["quant.rounding: nearest there, stochastic here"]
     message = "quant.rounding=dithered has no codes to choose from with quant.scheme=none; leave it"
     with pytest.raises(ConfigError, match=message):
         load(recipe, ["quant.scheme=none", "quant.rounding=dithered"])
@@ -62,6 +67,27 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("data.path=x.jsonl", "exactly one of data.path"),
         ("data.prompts_per_step=33", "264 responses must be a multiple of"),
         ("rollout.samples_per_prompt=1", "must be 2 or more for algo.advantage=grpo"),
+        ("reward.function=score", "must look like package.module:name or file.py:name, got 'sco"),
+        ("reward.function='a:b c'", "must look like package.module:name or file.py:name, got 'a:"),
+        ("reward.batched=true", "reward.batched is for reward.function; set that, or leave it out"),
+        ("reward.key_env=KEY", "reward.key_env is for reward.url; set that, or leave it out"),
+        ("reward.url=localhost:80", "reward.url must be like https://host:port/path, got 'localh"),
+        ("reward.url=http://a:b/", "reward.url must be like https://host:port/path, got 'http://a"),
+        ("reward.url=http://me:pw@a/", "reward.url holds a user name or a password, which recipes"),
+        ("reward.failed=nan", "reward.failed must be a number of at most 1000000 in size, got nan"),
+        ("reward.memory_gb=0", "reward.memory_gb must be positive, got 0.0"),
+        ("reward.mix=1", "reward.mix must be a table of tables [reward.mix.NAME], got 1"),
+        ("reward.mix={a=1}", "reward.mix must be a table of tables [reward.mix.NAME], got {'a'"),
+        (
+            "reward.mix={a={wieght=1}}",
+            "unknown key reward.mix.a.wieght; did you mean reward.mix.a.w",
+        ),
+        ("reward.mix={a={weight=inf}}", "reward.mix.a.weight must be a number of at most"),
+        (
+            "reward.mix={a={url='x'}}",
+            "reward.mix.a.url must be like https://host:port/path, got 'x",
+        ),
+        ("reward.mix={'a b'={}}", "reward.mix.a b: a name has letters, digits, _ and - alone: it"),
     ],
 )
 def test_mistakes_name_key_value_and_mend(recipe, override, message):
@@ -93,6 +119,7 @@ def test_files_that_are_no_recipe(tmp_path):
 
 
 def test_the_run_directory_follows_from_recipe_and_overrides(recipe):
+    assert load(recipe, ["quant.scheme=fp8"], named_by=()).train.run_dir == "runs/r"
     assert load(recipe).train.run_dir == "runs/r"
     variant = load(recipe, ["quant.scheme=fp8", "train.steps=7", "model.path=a/b"])
     assert variant.train.run_dir == "runs/r,model.path=a_b,quant.scheme=fp8"
@@ -102,9 +129,9 @@ def test_the_run_directory_follows_from_recipe_and_overrides(recipe):
 def test_length_and_place_of_a_run_may_change_but_not_what_it_computes(recipe):
     before = load(recipe)
     longer = load(recipe, ["train.steps=500", "parallel.tensor=2", "rollout.engines=2"])
-    assert differences(before, longer) == []
+    assert other_run(before, longer) == []
     other = load(recipe, ["quant.scheme=fp8"])
-    assert differences(before, other) == ["quant.scheme: int8 there, fp8 here"]
+    assert other_run(before, other) == ["quant.scheme: int8 there, fp8 here"]
 
 
 @pytest.mark.parametrize("align", ["weights", "full"])
@@ -131,7 +158,7 @@ def test_the_engines_tensor_size_is_part_of_what_a_fully_aligned_run_computes(re
             load(recipe, [*sglang, f"train.align={align}", f"rollout.engine_tensor={size}"])
             for size in (1, 2)
         )
-        assert differences(one, two) == expected
+        assert other_run(one, two) == expected
 
 
 def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
@@ -142,4 +169,88 @@ def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
 
 def test_another_alignment_is_another_run(recipe):
     before, now = load(recipe), load(recipe, ["train.align=full"])
-    assert differences(before, now) == ["train.align: none there, full here"]
+    assert other_run(before, now) == ["train.align: none there, full here"]
+
+
+def test_a_schedule_that_falls_takes_all_updates_of_the_run_or_as_many_as_it_names(recipe):
+    run = ["train.steps=10", "algo.minibatches=4", "algo.epochs=2", "optimizer.schedule=cosine"]
+    assert load(recipe, run).policy_optimizer.decay_steps == 80
+    assert load(recipe, [*run, "optimizer.decay_steps=60"]).policy_optimizer.decay_steps == 60
+    critic = ["algo.advantage=gae", "critic.ahead_steps=3", "critic.lr=1e-3"]
+    both = load(recipe, [*run, *critic])
+    assert (both.policy_optimizer.decay_steps, both.critic_optimizer.decay_steps) == (56, 80)
+    assert both.critic_optimizer.lr == 1e-3
+
+
+def test_a_warm_up_as_long_as_the_schedule_is_refused(recipe):
+    run = ["train.steps=5", "optimizer.schedule=linear"]  # of 2 updates each
+    assert load(recipe, [*run, "optimizer.warmup_steps=9"]).optimizer.warmup_steps == 9
+    message = r"optimizer.warmup_steps=10 must be below the 10 updates .*schedule=linear.*; lower"
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, [*run, "optimizer.warmup_steps=10"])
+    load(recipe, ["train.steps=5", "optimizer.warmup_steps=10"])  # constant behind it
+    with pytest.raises(ConfigError, match="critic.warmup_steps=10 must be below the 10 updates"):
+        load(recipe, [*run, "algo.advantage=gae", "critic.warmup_steps=10"])
+
+
+@pytest.mark.parametrize("key", ["reference=ref", "reference_every=5"])
+def test_a_reference_without_a_penalty_is_refused(recipe, key):
+    load(recipe, [f"algo.{key}", "algo.kl_coef=0.1"])
+    with pytest.raises(ConfigError, match=rf"algo.{key} needs a penalty, but algo.kl_coef is 0"):
+        load(recipe, [f"algo.{key}"])
+
+
+def test_a_file_of_rewards_lies_beside_its_recipe_wherever_the_recipe_is_copied(recipe, tmp_path):
+    given = ["reward.function=own.py:score"]
+    config = load(recipe, given)
+    assert config.reward.function == f"{tmp_path}/own.py:score"
+    assert load(recipe, ["reward.function=/a/own.py:score"]).reward.function == "/a/own.py:score"
+    assert load(recipe, ["reward.function=own:score"]).reward.function == "own:score"
+
+    mix = ["reward.mix={b={function='../own.py:score', weight=2}, a={kind='exact'}}"]
+    mixed = load(recipe, mix)
+    assert list(mixed.reward.parts) == ["reward.mix.b", "reward.mix.a"]
+    assert mixed.reward.parts["reward.mix.b"].function == f"{tmp_path.parent}/own.py:score"
+
+    copy = tmp_path / "elsewhere" / "r.toml"
+    copy.parent.mkdir()
+    copy.write_text(recipe.read_text())
+    for options, whole in ((given, config), (mix, mixed)):
+        assert (
+            load(copy, from_elsewhere(recipe, options)).reward == whole.reward != load(copy).reward
+        )
+        (tmp_path / "resolved.toml").write_text(to_toml(whole))
+        assert load(tmp_path / "resolved.toml") == whole
+    assert from_elsewhere(recipe, ["reward.function=own:score"]) == ["reward.function=own:score"]
+
+
+def test_a_server_is_named_without_a_query_which_might_hold_a_key(recipe):
+    with pytest.raises(ConfigError, match=r"reward.url has a query .*key_env"):
+        load(recipe, ["reward.url=http://a/score?token=secret"])
+
+
+def test_a_mix_stands_alone(recipe):
+    with pytest.raises(ConfigError, match="reward.mix stands in place of reward.function and rewa"):
+        load(recipe, ["reward.mix={a={}}", "reward.function=own:score"])
+    with pytest.raises(ConfigError, match="reward needs one of function and url, not both"):
+        load(recipe, ["reward.url=http://a", "reward.function=own:score"])
+
+
+def test_a_server_may_move_and_another_reward_is_another_run(recipe):
+    before = load(recipe, ["reward.url=http://a"])
+    moved = ["reward.url=https://b:1/c", "reward.key_env=KEY", "reward.on_failure=stop"]
+    assert other_run(before, load(recipe, moved)) == []
+    assert other_run(load(recipe), before) == ["reward.url: '' there, http://a here"]
+    told = other_run(load(recipe), load(recipe, ["reward.function=own:score"]))
+    assert told == ["reward.function: '' there, own:score here"]
+
+
+def test_weights_of_a_mix_may_change_and_what_it_adds_up_may_not(recipe):
+    mixed, heavier, other = (
+        load(recipe, [f"reward.mix={{a={{kind='exact', weight={weight}}}, b={{{more}}}}}"])
+        for weight, more in ((1, ""), (2, ""), (1, "function='own:score'"))
+    )
+    assert other_run(mixed, heavier) == []
+    (told,) = changes(mixed, heavier)
+    assert told.told == "reward.mix {a: 1 * exact, b: 1 * math} -> {a: 2 * exact, b: 1 * math}"
+    assert len(other_run(mixed, other)) == len(other_run(mixed, load(recipe))) == 1

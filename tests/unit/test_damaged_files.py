@@ -82,7 +82,13 @@ def test_the_recipe_that_a_run_keeps(place, content):
     assert load(put(run / RECIPE, to_toml(now).encode())) == now
 
 
-@given(content=damaged({"prompt": "1 + 1 =", "answer": "2"}))
+CHAT = {
+    "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1 ="}],
+    "reward_model": {"ground_truth": "2"},
+}
+
+
+@given(content=damaged({"prompt": "1 + 1 =", "answer": "2"}) | damaged(CHAT))
 @examples(300)
 def test_lines_of_prompts(place, content):
     path = put(place / "prompts.jsonl", b'{"prompt": "a", "answer": "b"}\n' + content)

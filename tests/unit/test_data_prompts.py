@@ -13,20 +13,27 @@ from qurl_megatron.errors import ConfigError
 class Letters:
     """A tokenizer with one token per character; stands in for the one in a model folder."""
 
-    def encode(self, text, *, chat=False):
-        return tuple(map(ord, f"<{text}>" if chat else text))
+    def encode(self, prompt, *, chat=False):
+        if not isinstance(prompt, str):
+            raise ConfigError("no template")
+        return tuple(map(ord, f"<{prompt}>" if chat else prompt))
+
+    def disagreement(self, prompts, *, chat=False):
+        return ""
 
 
 @pytest.fixture
 def make(tmp_path):
     """A stream over questions a, bb, ccc, ... whose answers are their lengths."""
 
-    def make(count=5, *, seed=0, **settings) -> PromptStream:
-        path = tmp_path / "prompts.jsonl"
-        rows = [{"prompt": chr(97 + i) * (i + 1), "answer": str(i + 1)} for i in range(count)]
-        path.write_text("\n".join(map(json.dumps, rows)))
-        config = DataConfig(path=str(path), eval_path=str(path), **settings)
-        return PromptStream(config, Letters(), seed=seed)
+    def make(count=5, *, seed=0, held_out=0, held_out_of=range(5), **settings):
+        for name, sizes in (("prompts", range(count)), ("held_out", held_out_of)):
+            rows = [{"prompt": chr(97 + i) * (i + 1), "answer": i + 1} for i in sizes]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        paths = {"path": "prompts", "eval_path": "held_out"}
+        paths = {key: str(tmp_path / f"{name}.jsonl") for key, name in paths.items()}
+        config = DataConfig(**paths, **settings)
+        return PromptStream(config, Letters(), seed=seed, held_out=held_out)
 
     return make
 
@@ -68,12 +75,43 @@ def test_a_resumed_stream_goes_on_as_if_never_interrupted(make, before):
 
 
 @pytest.mark.parametrize(
-    "change", [{"count": 6}, {"seed": 1}, {"shuffle": False}, {"max_prompt_tokens": 3}]
+    "change", [{"seed": 1}, {"shuffle": False}, {"max_prompt_tokens": 3}, {"chat": True}]
 )
 def test_a_cursor_into_other_prompts_is_refused(make, change):
     state = make().state_dict()
     with pytest.raises(ConfigError, match="the checkpoint was made with other prompts"):
         make(**change).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change, file",
+    [
+        ({"count": 6}, "data.path=.*prompts"),
+        ({"held_out_of": range(6)}, "data.eval_path=.*held_out"),
+    ],
+)
+def test_a_file_that_changed_under_a_run_is_named_with_both_ways_out(make, change, file):
+    state = json.loads(json.dumps(make(held_out=2).state_dict()))
+    make(held_out=2).load_state_dict(state)
+    with pytest.raises(
+        ConfigError,
+        match=rf"{file}\.jsonl has changed since the checkpoint was made; restore the file, "
+        r"start anew in another train\.run_dir, or go on in another with --fork",
+    ):
+        make(held_out=2, **change).load_state_dict(state)
+
+
+def test_a_held_out_file_that_a_run_does_not_read_may_change(make):
+    state = make(held_out=2).state_dict()
+    make(held_out_of=range(6)).load_state_dict(state)
+
+
+def test_a_checkpoint_without_checksums_is_still_held_to_its_prompts(make):
+    state = make().state_dict()
+    del state["files"]
+    make().load_state_dict(state)
+    with pytest.raises(ConfigError, match="made with other prompts"):
+        make(6).load_state_dict(state)
 
 
 def test_long_prompts_are_passed_over_and_counted(make):
@@ -84,17 +122,56 @@ def test_long_prompts_are_passed_over_and_counted(make):
     assert [prompt.index for prompt in stream.next_batch(2)] == [9, 10]
 
 
+def test_prompts_that_are_left_out_are_told_before_the_run(make):
+    stream = make(7, held_out=5, max_prompt_tokens=3)
+    assert (len(stream.too_long), stream.held_out_too_long) == (4, 2)
+    files, training, held_out = stream.remarks()[1:]
+    assert files.startswith("data.eval_path=")
+    assert training == (
+        "4 of 7 training prompts are longer than data.max_prompt_tokens=3 and left out; "
+        "the longest has 7 tokens"
+    )
+    assert held_out.startswith("2 of 5 held-out prompts are longer than data.max_prompt_tokens=3")
+    [file] = make(3, max_prompt_tokens=3).remarks()
+    assert file.endswith("prompts.jsonl: 3 prompts in prompt, answers in answer")
+
+
 def test_data_of_which_every_prompt_is_too_long_is_refused(make):
-    with pytest.raises(ConfigError, match="longer than data.max_prompt_tokens=2"):
-        make(4, chat=True, max_prompt_tokens=2).next_batch(1)
-    with pytest.raises(ConfigError, match="longer than data.max_prompt_tokens=2"):
-        make(4, chat=True, max_prompt_tokens=2).held_out(1)
+    with pytest.raises(ConfigError, match="every training prompt is longer than .*_tokens=2"):
+        make(4, chat=True, max_prompt_tokens=2)
+    with pytest.raises(ConfigError, match="every held-out prompt is longer than .*_tokens=1"):
+        make(2, held_out=2, held_out_of=range(1, 4), max_prompt_tokens=1)
 
 
 def test_held_out_prompts_are_the_same_whenever_they_are_asked_for(make):
-    stream = make()
-    first = stream.held_out(3)
-    stream.next_batch(7)
-    assert stream.held_out(3) == first
-    assert texts(first) == ["a", "bb", "ccc"]
-    assert [prompt.index for prompt in first] == [0, 1, 2]
+    held_out = make(held_out=3).held_out
+    assert texts(held_out) == ["a", "bb", "ccc"]
+    assert [prompt.index for prompt in held_out] == [0, 1, 2]
+    assert not make().held_out
+
+
+def test_other_columns_come_with_a_prompt_and_a_chats_mistake_with_its_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    row = {"prompt": "a", "answer": "1", "level": 3}
+    path.write_text(json.dumps(row))
+    [prompt] = PromptStream(DataConfig(path=str(path)), Letters(), seed=0).next_batch(1)
+    assert prompt.metadata == {"level": 3} and hash(prompt)
+    chat = {**row, "prompt": [{"role": "user", "content": "a"}]}
+    path.write_text("\n".join(map(json.dumps, (row, chat))))
+    with pytest.raises(ConfigError, match=r"data.path=.*prompts.jsonl line 2: no template"):
+        PromptStream(DataConfig(path=str(path)), Letters(), seed=0)
+
+
+def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_it_comes(make):
+    stream = make(5, max_prompt_tokens=5)
+    stream.refuse_longer(5)
+    message = r"prompt 'dddd' has 4 tokens.*room for 3 .*data.max_prompt_tokens=3 to leave such"
+    with pytest.raises(ConfigError, match=message):
+        stream.refuse_longer(3)
+    make(5, max_prompt_tokens=3).refuse_longer(3)  # longer ones are dropped, as ever
+
+
+def test_held_out_prompts_need_room_too(make, tmp_path):
+    make(2, max_prompt_tokens=9).refuse_longer(2)
+    with pytest.raises(ConfigError, match="'ccc' has 3 tokens"):
+        make(2, max_prompt_tokens=9, held_out=3).refuse_longer(2)

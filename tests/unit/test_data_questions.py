@@ -1,13 +1,15 @@
 """Questions from files and tasks; what is wrong with them is said in a sentence."""
 
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from qurl_megatron.config import DataConfig
-from qurl_megatron.data.questions import Question, held_out_questions, training_questions
+from qurl_megatron.data.questions import held_out_questions, training_questions
+from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
 
 ROWS = [{"prompt": "1 + 1 =", "answer": "2", "level": 3}, {"prompt": "x — y", "answer": "-7"}]
@@ -25,11 +27,12 @@ def table(path, **columns):
 
 
 def test_jsonl_and_parquet_hold_the_same_questions(tmp_path):
-    expected = [Question("1 + 1 =", "2"), Question("x — y", "-7")]
+    expected = [Question("1 + 1 =", "2", {"level": 3}), Question("x — y", "-7")]
     lines = "\ufeff" + "\n\n".join(json.dumps(row) for row in ROWS) + "\n"
     assert training_questions(write(tmp_path / "a.jsonl", lines)) == expected
     columns = {name: [row[name] for row in ROWS] for name in ("answer", "prompt")}
-    assert training_questions(table(tmp_path / "a.parquet", **columns, extra=[1, 2])) == expected
+    expected = [replace(q, metadata={"extra": i}) for i, q in enumerate(expected)]
+    assert training_questions(table(tmp_path / "a.parquet", **columns, extra=[0, 1])) == expected
 
 
 GOOD = json.dumps(ROWS[0]) + "\n"
@@ -43,15 +46,19 @@ GOOD = json.dumps(ROWS[0]) + "\n"
         (GOOD + "\n{", "line 3 is not valid JSON: Expecting property name"),
         (GOOD + '["a"]', r"line 2 must be an object with prompt and answer, got \['a'\]"),
         (
-            GOOD + '{"prompt": "a", "label": "b"}',
-            "line 2 has no column 'answer'; it has prompt, label",
+            GOOD + '{"prompt": "a", "solution": "b"}',
+            "line 2 has no reward_model.ground_truth or answer or label; it has prompt, solution: "
+            "name the right one in data.answer_key",
         ),
-        ('{"prompt": "a", "answer": 12}', r"line 1: answer must be a string, got 12 \(int\)"),
-        ('{"prompt": null, "answer": "b"}', r"line 1: prompt must be a string, got None"),
-        ('{"prompt": " ", "answer": "b"}', "line 1: prompt is empty"),
-        (GOOD + '{"prompt": "a\\ud83d", "answer": "b"}', r"line 2: prompt has half a character"),
-        (GOOD + '{"prompt": "a", "answer": "\\udc00"}', r"line 2: answer .* \(.udc00, a surrogate"),
-        (GOOD + "[" * 100_000, "line 2 is not valid JSON"),
+        (
+            '{"prompt": "a", "answer": ["12"]}',
+            r"line 1: the answer must be text or a number, got \['12'\] \(list\)",
+        ),
+        ('{"prompt": null, "answer": "b"}', "line 1: the prompt must be text or .*, got None"),
+        ('{"prompt": " ", "answer": "b"}', "line 1: the prompt is empty"),
+        (GOOD + '{"prompt": "a\\ud83d", "answer": "b"}', "line 2: the prompt has half a character"),
+        (GOOD + '{"prompt": "a", "answer": "\\udc00"}', r"the answer .* \(.udc00, a surrogate"),
+        (GOOD + "[" * 100_000, "line 2 is not valid JSON: its brackets nest too deeply"),
     ],
     ids=range(11),
 )
@@ -62,19 +69,16 @@ def test_a_bad_jsonl_file_is_refused_with_its_line(tmp_path, text, complaint):
 
 def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD.encode() + b'{"prompt": "\xff"}')
-    with pytest.raises(ConfigError, match="line 2 is not valid JSON"):
+    with pytest.raises(ConfigError, match="line 2 is not valid JSON: byte 13 is not UTF-8"):
         training_questions(DataConfig(path=str(tmp_path / "a.jsonl")))
 
 
 def test_a_bad_parquet_file_is_refused_with_its_column_or_row(tmp_path):
     path = tmp_path / "a.parquet"
     for columns, complaint in [
-        ({"prompt": ["a"]}, "has no column 'answer'; it has prompt"),
-        (
-            {"prompt": ["a", "b"], "answer": [1, 2]},
-            r"row 0: answer must be a string, got 1 \(int\)",
-        ),
-        ({"prompt": ["a", None], "answer": ["1", "2"]}, "row 1: prompt must be a string, got None"),
+        ({"prompt": ["a"]}, "row 0 has no .* or answer or label; it has prompt: name the right"),
+        ({"prompt": ["a", "b"], "answer": [True, False]}, "row 0: the answer must be .*, got True"),
+        ({"prompt": ["a", None], "answer": ["1", "2"]}, "row 1: the prompt must be .*, got None"),
         ({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "no prompts"),
     ]:
         with pytest.raises(ConfigError, match=complaint):

@@ -1,13 +1,21 @@
 """The tokenizer of a model folder."""
 
+import json
+import re
+import shutil
+
 import pytest
 
-from qurl_megatron.data.questions import Question
+from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.training.warmstart import build_tokenizer
 
 EOS = 1
+TEMPLATE = """{% for m in messages %}{% if m.role == "user" and not loop.last %}
+{{- raise_exception("roles must alternate") }}{% endif %}
+{{- m.content }}{% if not loop.last %} + {% endif %}{% endfor %}
+{%- if add_generation_prompt %} -{% endif %}"""
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +42,34 @@ def test_a_chat_prompt_is_one_user_turn_open_for_the_answer(folder):
     )
     unknown = tokenizer.encode("u")
     assert tokenizer.encode("4 + 1", chat=True) == unknown + tokenizer.encode("4 + 1 ?")
+
+
+def test_turns_go_through_the_template_whether_or_not_texts_do(folder):
+    tokenizer = Tokenizer(folder)
+    turns = [{"role": "system", "content": "4"}, {"role": "user", "content": "17"}]
+    with pytest.raises(ConfigError, match="the prompt is a list of turns, but .* no chat template"):
+        tokenizer.encode(turns)
+    tokenizer._wrapped.chat_template = TEMPLATE
+    assert tokenizer.encode(turns) == tokenizer.encode("4 + 17 -")
+    assert tokenizer.encode(turns, chat=True) == tokenizer.encode(turns)
+    assert tokenizer.encode("17", chat=True) == tokenizer.encode("17 -")
+    with pytest.raises(ConfigError, match="refuses the prompt's turns: roles must alternate"):
+        tokenizer.encode([*turns, turns[1]])
+
+
+def test_a_prompt_that_autotokenizer_splits_otherwise_is_told(folder, tmp_path):
+    prompts = ["4 + 17", "What is 4 ?"]
+    assert Tokenizer(folder).disagreement(prompts) == ""
+    other = shutil.copytree(folder, tmp_path / "other")
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    # A class with splitting rules of its own, as many families have one.
+    settings["tokenizer_class"] = "GPT2Tokenizer"
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    told = Tokenizer(other).disagreement(prompts)
+    assert told.startswith(f"{other}: tokenizer.json, which is used here, and AutoTokenizer")
+    assert re.search(
+        r"give 2 of the first 2 prompts different ids \(the first at position \d", told
+    )
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):

@@ -13,13 +13,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qurl_megatron.cli import main
-from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.config.sections import MixedReward, RewardConfig, RolloutConfig
+from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
 from qurl_megatron.evaluation.command import make_plan
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
+from qurl_megatron.evaluation.evaluate import as_prompts
 from qurl_megatron.evaluation.options import Defaults, add_options
 from qurl_megatron.rollout.collect import sample_seed
 from qurl_megatron.testing.engines import FakeEngine, token_at
@@ -94,8 +96,12 @@ def answers_of(rewards: dict[str, list[list[float]]], **changes) -> dict:
     return found
 
 
+def asked(benchmark: Benchmark) -> list[tuple[str, str, str]]:
+    return [(p.id, p.question.text, p.question.answer) for p in benchmark.problems]
+
+
 def benchmark_of(name: str, problems: int) -> Benchmark:
-    made = tuple(Problem(str(i), f"{name} line {i}", "?", "1") for i in range(problems))
+    made = tuple(Problem(str(i), Question("?", "1")) for i in range(problems))
     return Benchmark(name, Path(f"{name}.jsonl"), made)
 
 
@@ -158,14 +164,16 @@ def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):
     )
     [found] = read_benchmarks([path])
     assert found.name == "mixed"
-    assert [(p.id, p.text, p.answer) for p in found.problems] == [
+    assert asked(found) == [
         ("x", "1 + 1", "2"),
         ("2", "1 + 2", "3"),
         ("7", "half", "0.5"),
     ]
-    path.write_text('{"prompt": "not this", "ask": "1 + 1", "want": "2", "n": "one"}\n')
-    [found] = read_benchmarks([path], prompt_key="ask", answer_key="want", id_key="n")
-    assert found.problems[0].text == "1 + 1" and found.problems[0].id == "one"
+    path.write_text('{"prompt": "not this", "ask": "1 + 1", "want": "2", "my": {"n": "one"}}\n')
+    [found] = read_benchmarks([path], prompt_key="ask", answer_key="want", id_key="my.n")
+    assert asked(found) == [("one", "1 + 1", "2")]
+    with pytest.raises(ConfigError, match="mixed.jsonl line 1 has no n, which --id-key names"):
+        read_benchmarks([path], answer_key="want", id_key="n")
 
 
 def test_parquet_is_read_like_jsonl(tmp_path):
@@ -175,7 +183,7 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     path = tmp_path / "table.parquet"
     pq.write_table(pa.table({"problem": ["1 + 1", "2 + 2"], "answer": ["2", "4"]}), path)
     [found] = read_benchmarks([path])
-    assert [(p.id, p.text, p.answer) for p in found.problems] == [
+    assert asked(found) == [
         ("1", "1 + 1", "2"),
         ("2", "2 + 2", "4"),
     ]
@@ -190,18 +198,21 @@ GOOD = '{"prompt": "1 + 1", "answer": "2"}\n'
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "bench.jsonl holds no problems"),
+        ("", "bench.jsonl holds no prompts"),
         (GOOD + "{nope\n", "bench.jsonl line 2 is not valid JSON"),
         (GOOD + "[1]\n", "bench.jsonl line 2 must be an object"),
-        (GOOD + '{"prompt": "1 + 2"}\n', "bench.jsonl line 2 has no 'answer'; it has prompt"),
-        ('{"text": "a", "answer": "2"}\n', "line 1 has no 'prompt' or 'problem' or 'question'"),
-        (GOOD + '{"prompt": "a", "answer": ["2"]}\n', "line 2: the answer must be a string"),
-        ('{"prompt": 3, "answer": "2"}\n', "line 1: the prompt must be a string, got 3 .int."),
-        ('{"prompt": "a", "answer": true}\n', "line 1: the answer must be a string"),
+        (
+            GOOD + '{"prompt": "1 + 2"}\n',
+            "bench.jsonl line 2 has no .* or answer or label; it has prompt: .* --answer-key",
+        ),
+        ('{"text": "a", "answer": "2"}\n', "line 1 has no prompt or problem or question"),
+        (GOOD + '{"prompt": "a", "answer": ["2"]}\n', "line 2: the answer must be text or a num"),
+        ('{"prompt": 3, "answer": "2"}\n', "line 1: the prompt must be text or .*, got 3 .int."),
+        ('{"prompt": "a", "answer": true}\n', "line 1: the answer must be text or a number"),
         ('{"prompt": " ", "answer": "2"}\n', "line 1: the prompt is empty"),
         (
             '{"prompt": "a", "answer": "1", "id": 4}\n{"prompt": "b", "answer": "1", "id": "4"}\n',
-            "line 2 has the id '4' of line 1",
+            "line 2 has the id '4' of .* line 1; ids",
         ),
     ],
 )
@@ -210,6 +221,23 @@ def test_a_bad_line_is_named_with_its_file(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_benchmarks([path])
+
+
+def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
+    class Shown:
+        def encode(self, prompt, *, chat):
+            return json.dumps(prompt), chat
+
+    path = tmp_path / "bench.jsonl"
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1"}]
+    rows = [{"prompt": prompt, "answer": 2, "level": 1} for prompt in ("1 + 1", turns)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    text, chat = as_prompts(*read_benchmarks([path]), Shown(), chat=False, suffix="Think.")
+    assert json.loads(text.input_ids[0]) == text.text == "1 + 1\nThink."
+    ended = {"role": "user", "content": "1 + 1\nThink."}
+    assert json.loads(chat.input_ids[0]) == [turns[0], ended]
+    assert (chat.answer, chat.metadata) == ("2", {"level": 1})
+    assert chat.text == "system: s\nuser: 1 + 1\nThink."
 
 
 def test_a_file_that_is_none_is_named(tmp_path):
@@ -232,10 +260,10 @@ def test_the_benchmarks_that_ship_are_whole():
     sums, toy = read_benchmarks(sorted(shipped.glob("*.jsonl")))
     assert (sums.name, toy.name) == ("sums", "toy_math")
     for problem in sums.problems:
-        terms = problem.text.rpartition(": ")[2].removesuffix(" =")
+        terms = problem.question.text.rpartition(": ")[2].removesuffix(" =")
         assert re.fullmatch(r"\d [+-] \d [+-] \d", terms)
         assert sum(int(t) for t in re.findall(r"[+-]?\d", terms.replace(" ", ""))) == int(
-            problem.answer
+            problem.question.answer
         )
 
 
@@ -424,6 +452,46 @@ def test_a_run_on_sglang_engines_can_be_evaluated_by_an_embedded_one(bench, mode
         "embedded", 1, 1, "none",
     )  # fmt: skip
     assert not used.engine_args and not used.colocate
+
+
+def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def score(prompt, response, **others):\n"
+        "    if prompt == '7 7':\n        raise ValueError('too short')\n"
+        "    return len(response.split()) / 8\n"
+    )
+    with FakeEngine() as engine:
+        options = [*urls(engine), "--k", "1", "--reward", f"{own}:score"]
+        assert run(bench, model, tmp_path / "out", *options) == 0
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert found["settings"]["reward"] == f"{own}:score"
+    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == pytest.approx(5 * 0.5 / 6)
+    assert (
+        "1 response could not be scored and got reward.failed=0: 1 raised (ValueError: too short "
+        "(own.py, line 3))\n" in capsys.readouterr().out
+    )
+
+
+def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
+    theirs = RewardConfig(mix={"a": MixedReward(function="a:b"), "b": MixedReward(weight=0.5)})
+    assert theirs.described == "1 * a:b + 0.5 * math"
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none",))
+
+    def planned(*options: str, theirs: RewardConfig = theirs) -> RewardConfig:
+        given = ["--url", "http://a", "--k", "1", *options]
+        arguments = parser.parse_args([str(bench), *given])
+        return make_plan(arguments, Defaults(model=model, reward=theirs)).reward
+
+    assert planned() == theirs
+    assert planned("--reward", "exact") == RewardConfig(kind="exact")
+    function = RewardConfig(function="a:b", batched=True)
+    assert planned("--reward", "exact", theirs=function) == RewardConfig(kind="exact")
+    with pytest.raises(
+        ConfigError, match="--reward exakt is none of math, last_number, exact; giv"
+    ):
+        planned("--reward", "exakt")
 
 
 def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):

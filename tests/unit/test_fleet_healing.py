@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -437,6 +439,19 @@ def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_p
             Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96),
         ):
             pass
+
+
+def test_after_a_second_a_run_says_whom_it_waits_for_and_how_long(monkeypatch, capsys):
+    monkeypatch.setattr(supervisor, "TOLD_AFTER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    config = RolloutConfig(urls=(url,), start_timeout_s=2.0, **QUICK)
+    fleet = Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
+    with pytest.raises(EngineError, match="did not answer within 2 s"):
+        fleet.__enter__()
+    (told,) = capsys.readouterr().out.splitlines()
+    limit = r"for 2 s at most \(rollout\.start_timeout_s\)"
+    assert re.match(rf"waiting for {url} {limit}: .*refused", told), told
 
 
 def test_an_adopted_engine_wants_its_key_at_once(monkeypatch):

@@ -36,7 +36,7 @@ def test_a_log_gets_one_plain_line_per_step():
             clock.now += 110 / 48
             progress.step(step, METRICS)
     assert stream.getvalue().splitlines()[-1] == (
-        "step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.31 s  eta 1m50s"
+        "step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s"
     )
     assert len(stream.getvalue().splitlines()) == 2
 
@@ -70,6 +70,21 @@ def test_eta_follows_the_recent_pace_and_ignores_the_evaluation_before_training(
             clock.now += 9.0 if step < 20 else 2.0
             progress.step(step, {})
         assert progress.eta_seconds == pytest.approx(100.0)
+
+
+def test_seconds_and_eta_are_of_the_same_time_and_starting_up_is_no_part_of_it():
+    """time/step leaves out saving and evaluating, and the first step follows a start of 30 s."""
+    stream, clock = io.StringIO(), Clock()
+    with Progress(41, stream=stream, clock=clock) as progress:
+        clock.now = 30.0
+        for step, seconds in ((1, 4.0), (2, 6.0)):
+            progress.begin()
+            clock.now += seconds
+            progress.step(step, {"time/step": 0.88})
+    assert stream.getvalue().splitlines() == [
+        "step 1/41  4.00 s  eta 2m40s",
+        "step 2/41  6.00 s  eta 3m15s",
+    ]
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])

@@ -52,6 +52,17 @@ def test_pictures_whose_metrics_are_absent_are_left_out(tmp_path):
     assert "Training time" not in page
 
 
+def test_prompts_that_were_left_out_head_the_report(tmp_path):
+    line = {"step": 1, "time": 1, "metrics": {"data/too_long": 30, "data/held_out_too_long": 1}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = write_report(tmp_path).read_text()
+    assert "30 prompts too long, left out" in page
+    assert "1 held-out prompt too long, left out" in page
+    line["metrics"] = {"data/too_long": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert "left out" not in write_report(tmp_path).read_text()
+
+
 def test_a_run_with_no_known_metric_still_has_a_table(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1, "metrics": {"mine/own": 4.5}}\n'

@@ -10,7 +10,7 @@ import pytest
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import checks
+from qurl_megatron.slurm import checks, folder
 from qurl_megatron.slurm.cluster import (
     ClusterConfig,
     ContainerConfig,
@@ -393,6 +393,40 @@ def test_what_the_recipe_names_must_lie_where_all_nodes_see_it(
     assert submit(model, "train.run_dir=run", *named) == 2
     assert f"{named[-1]} is {local}" in (said := capsys.readouterr().err)
     assert "which lies in none of site.shared=" in said
+
+
+def test_a_reward_of_ones_own_is_looked_for_before_the_queue_and_found_by_the_job(
+    here, slurm, model, tmp_path_factory, capsys
+):
+    reward = ["train.run_dir=run", "reward.function=own.py:score"]
+    recipe = here / "recipe.toml"
+    recipe.write_text(QUICK.read_text())
+    words = [str(recipe), f"model.path={model}", *reward, "--cluster", "cluster.toml"]
+    assert main(["slurm", "submit", *words]) == 2
+    assert f"reward.function: {here}/own.py does not exist or cannot be read" in (
+        capsys.readouterr().err
+    )
+    (here / "own.py").write_text("def score(**fields): return 1.0")
+    assert main(["slurm", "submit", *words]) == 0
+    # The job reads a copy of the recipe, which lies elsewhere.
+    assert folder.recipe(here / "run").reward.function == f"{here}/own.py:score"
+
+    local = tmp_path_factory.mktemp("local") / "own.py"
+    local.write_text("def score(**fields): return 1.0")
+    shares(here, here, model)
+    assert submit(model, "train.run_dir=other", f"reward.function={local}:score") == 2
+    assert f"reward.function={local} is {local}, which lies in none of site.shared=" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_key_that_a_job_would_not_have_is_told_of(model):
+    url = ["reward.url=http://judge:1", "reward.key_env=JUDGE_KEY"]
+    config = load(QUICK, [f"model.path={model}", *url])
+    (told,) = checks.unset_keys(config, ClusterConfig())
+    assert told.startswith("reward.key_env=JUDGE_KEY: a job inherits nothing of this shell, and")
+    reads = SiteConfig(prolog=('export JUDGE_KEY="$(cat /home/me/key)"',))
+    assert checks.unset_keys(config, ClusterConfig(site=reads)) == []
 
 
 @pytest.mark.parametrize(

@@ -294,15 +294,26 @@ def test_a_failed_run_is_told_with_its_reason_others_go_on_and_it_is_tried_again
 
 
 def test_a_folder_of_another_run_fails_instead_of_counting(root):
-    """As ``qurl train`` itself refuses it: a finished run with other settings is not this cell."""
+    """Also where ``qurl train`` would go on: a run with other settings is not this cell."""
     assert run_cells(root, only=CELLS[0]) == 0
     run = root / "out/runs" / CELLS[0]
     (run / "checkpoints/step_000003").mkdir(parents=True)
     (run / "checkpoints/step_000003/state.json").write_text("{}")
-    other = load(root / "recipe.toml", ["optimizer.lr=1.0"])
-    (run / "config.toml").write_text(to_toml(other))
-    result = read_results(read_study(root / "study.toml"), root / "out")[0]
-    assert result.state == "failed" and "optimizer.lr: 1.0 there, 1e-06 here" in result.reason
+    cell = read_study(root / "study.toml").cells[0]
+    for override, told in (
+        (
+            "optimizer.lr=1.0",
+            "holds a run with other settings (optimizer.lr: 1.0 there, 1e-06 here",
+        ),
+        ("train.seed=9", "holds another run (train.seed: 9 there, 0 here)"),
+    ):
+        other = load(root / "recipe.toml", [*cell.overrides, override])
+        (run / "config.toml").write_text(to_toml(other))
+        result = read_results(read_study(root / "study.toml"), root / "out")[0]
+        assert result.state == "failed" and told in result.reason
+    same = load(root / "recipe.toml", [*cell.overrides, "parallel.tensor=2"])
+    (run / "config.toml").write_text(to_toml(same))
+    assert read_results(read_study(root / "study.toml"), root / "out")[0].state == "done"
 
 
 def test_one_run_makes_the_model_while_the_others_wait(root):

@@ -2,16 +2,32 @@
 
 import os
 import shutil
+import signal
 import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from qurl_megatron.config import load
+from qurl_megatron.config import DataConfig, load
+from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.training.finite import Growth
+from qurl_megatron.training.lead import _stopped
+from qurl_megatron.training.loop import _ending
 from qurl_megatron.training.sources import sources
-from qurl_megatron.training.start import _already_done
-from qurl_megatron.training.state import RECIPE, STATE, TrainState, claim, folders, latest
+from qurl_megatron.training.start import _already_done, _missing
+from qurl_megatron.training.state import (
+    RECIPE,
+    STATE,
+    TrainState,
+    after,
+    claim,
+    folders,
+    latest,
+    recipe_of,
+)
 from tests.disks import fill, small_disk
 from tests.unit.test_damaged_files import RECIPE_TEXT
 
@@ -54,6 +70,22 @@ def test_a_recipe_is_replaced_whole_or_stays_as_it_was(config, tmp_path):
             claim(disk, config)
         assert (disk / RECIPE).read_text() == before
         assert {path.name for path in disk.iterdir()} == {"filler", ".lock", RECIPE}
+
+
+def test_a_finished_run_tells_that_its_data_has_changed_since(config, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n')
+    run_dir, data = tmp_path / "run", DataConfig(path=str(path))
+    config = replace(config, data=data, train=replace(config.train, run_dir=str(run_dir), steps=2))
+    state = TrainState(step=2, cursor={"files": {"data.path": checksum_of(path)}})
+    state.write(checkpoint(run_dir, 2))
+    assert _already_done(config) and "changed" not in capsys.readouterr().out
+    path.write_text('{"prompt": "a", "answer": "2"}\n')
+    assert _already_done(config)
+    assert (
+        f"data.path={path} has changed since this run read it, and nothing was trained on what it "
+        "holds now; restore the file, or train on it in another train.run_dir\n"
+    ) in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -158,3 +190,83 @@ def test_weights_that_double_are_told_once_for_each_doubling():
         "the norm of the weights has grown from 21 to 1e+09",
         None,
     ]
+
+
+def test_a_run_that_failed_before_its_first_step_pins_nothing(config, tmp_path):
+    claim(tmp_path / "run", config).close()
+    other = load(tmp_path / "recipe.toml", ["quant.scheme=fp8", "data.task_size=7"])
+    claim(tmp_path / "run", other).close()
+    assert recipe_of(tmp_path / "run") == other
+
+
+def test_the_refusal_names_the_keys_and_both_ways_out(begun, tmp_path):
+    run = begun.parent
+    other = load(tmp_path / "recipe.toml", ["train.seed=7", "quant.scheme=fp8", "train.steps=9"])
+    with pytest.raises(ConfigError) as refusal:
+        claim(run, other)
+    assert str(refusal.value) == (
+        f"{run} holds another run (quant.scheme: int8 there, fp8 here; train.seed: 0 there, 7 "
+        "here); set train.run_dir to a new folder to begin anew, or add --fork NEW_RUN_DIR to "
+        "`qurl train` to go on there from its newest checkpoint, changed like this"
+    )
+    folded = load(tmp_path / "recipe.toml", ["quant.uaq_scale=1.0"])
+    with pytest.raises(ConfigError, match=r"\(quant.uaq_scale: .*\); set .* to a new folder$"):
+        claim(run, folded)
+
+
+def test_changes_are_told_again_until_they_are_kept(config, begun, tmp_path):
+    """A run may be stopped while its model loads, long before it can tell of them."""
+    changed = load(tmp_path / "recipe.toml", ["optimizer.lr=1e-3"])
+    for _ in range(2):
+        with claim(begun.parent, changed) as claimed:
+            assert [one.told for one in claimed.changes] == ["optimizer.lr 1e-06 -> 0.001"]
+        assert recipe_of(begun.parent) == config
+    with claim(begun.parent, changed) as claimed:
+        claimed.keep_recipe()
+    with claim(begun.parent, changed) as claimed:
+        assert claimed.changes == []
+
+
+def test_accuracies_on_other_prompts_are_not_compared(config, begun, tmp_path):
+    state = TrainState(step=2, cursor={}, accuracy_before=0.25, accuracy=0.5)
+
+    def resumed(override):
+        with claim(begun.parent, load(tmp_path / "recipe.toml", [override])) as claimed:
+            return after(claimed.changes, state)
+
+    assert resumed("train.eval_every=3") == state
+    assert resumed("train.eval_prompts=8") == TrainState(step=2, cursor={})
+
+
+def test_a_missing_model_is_to_be_fetched_and_only_a_small_one_is_made(config, tmp_path):
+    assert _missing(config) == (
+        "model.path=m does not exist; put the model there, a Hugging Face folder (config.json, "
+        "*.safetensors, tokenizer) or a Megatron checkpoint, or set model.path to where it is"
+    )
+    small = load(tmp_path / "recipe.toml", ["warmstart.steps=5"])
+    assert "made there (warmstart.steps) by qurl train itself alone" in _missing(small)
+
+
+def test_who_stops_a_run_is_told_what_is_saved_and_how_it_goes_on():
+    by_hand, by_job = (SimpleNamespace(signal=n) for n in (signal.SIGINT, signal.SIGTERM))
+    assert _stopped(by_hand, 4, 60) == (
+        "stopped by Ctrl-C: step 4 of 60 is saved; the same command goes on from there"
+    )
+    assert _stopped(by_job, 0, 60) == (
+        "stopped by SIGTERM before its first step was done: nothing is saved"
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "kind", "then"),
+    [
+        (None, 3, EngineError, "step 3 is saved, start again to go on from it"),
+        (400, 3, ConfigError, "step 3 is saved, change what the engines refuse before you start"),
+        (400, 0, ConfigError, "no step was done"),
+        (503, 0, EngineError, "no step was done"),
+    ],
+)
+def test_who_asked_for_what_cannot_be_is_not_told_to_start_again(status, step, kind, then):
+    error = _ending(EngineError("7 + 100000 tokens > 1024", status=status), step)
+    assert type(error) is kind
+    assert str(error).startswith(f"7 + 100000 tokens > 1024; {then}")

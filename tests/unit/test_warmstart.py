@@ -1,6 +1,7 @@
 """A small model made on the spot is a checkpoint like any other."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from qurl_megatron.config import DataConfig, WarmstartConfig
-from qurl_megatron.data.questions import Question, held_out_questions, training_questions
+from qurl_megatron.data.questions import held_out_questions, training_questions
+from qurl_megatron.data.rows import Question
+from qurl_megatron.data.tokenizer import MADE_HERE, Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.training.warmstart import accuracy, build_model, build_tokenizer, warmstart
 from qurl_megatron.weights import read_eos
@@ -118,6 +121,17 @@ def test_held_out_questions_are_never_fitted_or_put_into_the_vocabulary(monkeypa
 def test_text_survives_the_tokenizer(text):
     tokenizer = build_tokenizer([Question("State the sum : 4 - 17 =", "-13"), *sums(60)])
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_that_transformers_misreads_its_tokenizer_is_told_of_others_folders_alone(made, tmp_path):
+    prompts = ["State the final answer to the following arithmetic problem: 48 - 5 ="]
+    assert Tokenizer(made[0]).disagreement(prompts) == ""
+    other = shutil.copytree(made[0], tmp_path / "other")
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    del settings[MADE_HERE]
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    told = Tokenizer(other).disagreement(prompts)
+    assert told.startswith(f"{other}: tokenizer.json, which is used here, and AutoTokenizer")
 
 
 def test_what_all_questions_begin_with_is_one_token():

@@ -29,7 +29,9 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.cache import Cache
 from qurl_megatron.rollout.embedded.model import Decoder
-from qurl_megatron.rollout.embedded.sampling import GREEDY, SamplingState, sample
+from qurl_megatron.rollout.embedded.rows import Drawn, Rows
+from qurl_megatron.rollout.embedded.sampling import sample
+from qurl_megatron.rollout.embedded.static import StaticSteps
 
 MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
@@ -95,7 +97,19 @@ class Job:
 class Engine:
     """A decoder, its cache, the queue and the batch. Not thread-safe."""
 
-    def __init__(self, decoder: Decoder, cache_gb: float = 2.0, max_rows: int = MAX_ROWS) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache_gb: float = 2.0,
+        max_rows: int = MAX_ROWS,
+        *,
+        static: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            static: decode by ``static`` steps, which a GPU replays as CUDA graphs; None: on a GPU
+                alone. A CPU has nothing to replay, and computes them more slowly than its own.
+        """
         self.decoder = decoder
         self.cache = Cache(decoder.arch, decoder.dtype, decoder.device, cache_gb, max_rows)
         if self.cache.capacity == 0:
@@ -107,7 +121,16 @@ class Engine:
         self.retractions = 0
         self._listeners = 0  # of running sequences
         self._recomputed = False  # by the latest step
-        self._batch = _Batch(max_rows, decoder.device)
+        self._batch = Rows(max_rows, decoder.device)
+        wanted = decoder.device.type == "cuda" if static is None else static
+        self._static = StaticSteps(decoder, self.cache, self._batch) if wanted else None
+
+    @property
+    def decode_step(self) -> str:
+        """What computes one: "CUDA graphs", "native", or why it is torch's kernels one by one."""
+        if self._static is not None:
+            return self._static.name
+        return native.refusal(self.decoder) or "native"
 
     @property
     def max_total_tokens(self) -> int:
@@ -169,6 +192,8 @@ class Engine:
             recompute: recompute the keys and values of running sequences with the new weights.
         """
         self.decoder.load(tensors)
+        if self._static is not None:
+            self._static.look_at_weights()
         for row, sequence in enumerate(self.running):
             _stamp(sequence, self.version, self._batch.produced(row))
         for sequence in self.waiting:
@@ -202,6 +227,7 @@ class Engine:
     def _prefill(self, joining: list[Sequence]) -> None:
         first_row, cache, device = len(self.running), self.cache, self.decoder.device
         self.running += joining
+        self._rows_changed()
         self._listeners += sum(s.listener is not None for s in joining)
         self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
         # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
@@ -236,6 +262,10 @@ class Engine:
 
     def _decode(self) -> None:
         batch, cache, count = self._batch, self.cache, len(self.running)
+        if self._static is not None and self._static.serves(count):
+            drawn, any_ended = self._static(count)
+            self._settle(0, drawn, any_ended=any_ended)
+            return
         position_B = batch.length[:count] - 1
         ids_B = cache.tokens[batch.row[:count], position_B]
         longest = int(position_B.max()) + 1
@@ -259,34 +289,36 @@ class Engine:
         self.cache.tokens[batch.row[rows], batch.length[rows]] = token_B
         self.cache.log_probs[batch.row[rows], batch.length[rows]] = log_prob_B
         batch.length[rows] += 1
-        self.generated += len(token_B)
-        stopped_B = (token_B[:, None] == batch.stop_ids[rows]).any(dim=1)
-        broken_B = ~log_prob_B.isfinite()
-        ended_B = stopped_B | broken_B | (batch.length[rows] >= batch.limit[rows])
+        drawn = batch.drawn(rows, token_B, log_prob_B)
+        self._settle(first_row, drawn, any_ended=bool(drawn.ended_B.any()))
+
+    def _settle(self, first_row: int, drawn: Drawn, *, any_ended: bool) -> None:
+        """Tell what was drawn for the rows from ``first_row`` on; end what ends with it."""
+        self.generated += len(drawn.token_B)
         if self._listeners:
-            self._tell(first_row, token_B, log_prob_B, ended_B)
-        if not ended_B.any():
+            self._tell(first_row, drawn)
+        if not any_ended:
             return
-        for offset in reversed(ended_B.nonzero()[:, 0].tolist()):
+        for offset in reversed(drawn.ended_B.nonzero()[:, 0].tolist()):
             row = first_row + offset
-            if broken_B[offset]:
-                batch.length[row] -= 1  # a token drawn from nan means nothing
+            if drawn.broken_B[offset]:
+                self._batch.length[row] -= 1  # a token drawn from nan means nothing
             sequence = self._remove(row)
-            if broken_B[offset]:
+            if drawn.broken_B[offset]:
                 reason = {"type": "abort", "message": "The model's logits are not finite."}
-            elif stopped_B[offset]:
+            elif drawn.stopped_B[offset]:
                 reason = {"type": "stop", "matched": sequence.output_ids[-1]}
             else:
                 reason = {"type": "length", "length": len(sequence.output_ids)}
             self._end(sequence, reason)
 
-    def _tell(self, first_row: int, token_B: Tensor, log_prob_B: Tensor, ended_B: Tensor) -> None:
+    def _tell(self, first_row: int, drawn: Drawn) -> None:
         """Tell the new tokens; the last of a sequence comes with its end."""
         told = zip(
             self.running[first_row:],
-            token_B.tolist(),
-            log_prob_B.tolist(),
-            ended_B.tolist(),
+            drawn.token_B.tolist(),
+            drawn.log_prob_B.tolist(),
+            drawn.ended_B.tolist(),
             strict=True,
         )
         for sequence, token, log_prob, ended in told:
@@ -306,8 +338,13 @@ class Engine:
             self._batch.move(last, row)
             self.running[row] = self.running[last]
         self.running.pop()
+        self._rows_changed()
         self._listeners -= sequence.listener is not None
         return sequence
+
+    def _rows_changed(self) -> None:
+        if self._static is not None:
+            self._static.rows_changed()
 
     def _end(self, sequence: Sequence, reason: dict) -> None:
         _stamp(sequence, self.version, len(sequence.output_ids))
@@ -335,70 +372,3 @@ def _stamp(sequence: Sequence, version: str, end: int) -> None:
     """Note that tokens up to ``end`` that carry no version yet were generated by ``version``."""
     if end > (sequence.versions[-1][1] if sequence.versions else 0):
         sequence.versions.append((version, end))
-
-
-class _Batch:
-    """What each running row needs at every step, as tensors: no Python per sequence and token."""
-
-    @torch.inference_mode()
-    def __init__(self, rows: int, device: torch.device) -> None:
-        def column(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(rows, dtype=dtype, device=device)
-
-        self.row = torch.arange(rows, device=device)
-        self.length = column(torch.int64)  # prompt and generated tokens
-        self.start = column(torch.int64)  # prompt tokens
-        self.limit = column(torch.int64)
-        self.seed = column(torch.int64)
-        self.temperature = column(torch.float32)
-        self.greedy = column(torch.bool)
-        self.top_p = column(torch.float32)
-        self.top_k = column(torch.int64)
-        self.stop_ids = torch.full((rows, 1), -1, device=device)
-
-    def join(self, first_row: int, joining: list[Sequence], length: int, vocab: int) -> None:
-        rows = slice(first_row, first_row + len(joining))
-        columns = {
-            "length": [len(s.prompt) + len(s.output_ids) for s in joining],
-            "start": [len(s.prompt) for s in joining],
-            "limit": [s.total for s in joining],
-            "seed": [s.seed for s in joining],
-            "temperature": [s.temperature if s.temperature >= GREEDY else 1.0 for s in joining],
-            "greedy": [s.temperature < GREEDY for s in joining],
-            "top_p": [s.top_p for s in joining],
-            "top_k": [s.top_k if s.top_k > 0 else vocab for s in joining],
-        }
-        assert max(columns["limit"]) <= length, "a sequence is longer than its row"
-        for name, values in columns.items():
-            column = getattr(self, name)
-            column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device)
-        width = max(len(s.stop_ids) for s in joining)
-        if width > self.stop_ids.shape[1]:
-            wider = self.stop_ids.new_full((len(self.row), width), -1)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
-        width = self.stop_ids.shape[1]
-        padded = [[*sorted(s.stop_ids), *[-1] * (width - len(s.stop_ids))] for s in joining]
-        self.stop_ids[rows] = torch.tensor(padded, device=self.stop_ids.device)
-        self._vocab = vocab
-
-    def move(self, source: int, target: int) -> None:
-        for name, column in vars(self).items():
-            if isinstance(column, Tensor) and name != "row":
-                column[target] = column[source]
-
-    def produced(self, row: int) -> int:
-        return int(self.length[row] - self.start[row])
-
-    def sampling(self, rows: slice) -> SamplingState:
-        greedy = self.greedy[rows]
-        return SamplingState(
-            temperature_B=self.temperature[rows],
-            greedy_B=greedy,
-            seed_B=self.seed[rows],
-            position_B=self.length[rows] - self.start[rows],
-            top_p_B=self.top_p[rows],
-            top_k_B=self.top_k[rows],
-            any_sampled=not bool(greedy.all()),
-            any_filtered=bool(((self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)).any()),
-        )

@@ -76,6 +76,7 @@ def serve(
     port_file: str | Path | None = None,
     threads: int = 0,
     cache_gb: float = 2.0,
+    graphs: bool = True,
     exit_with_stdin: bool = False,
     api_key: str | None = None,
     speech: Speech = Speech(),
@@ -90,6 +91,7 @@ def serve(
         port_file: gets the port, atomically, once requests are answered.
         threads: CPU threads; 0 leaves torch's default.
         cache_gb: key/value cache in GiB.
+        graphs: on a GPU, decode by CUDA graphs.
         exit_with_stdin: leave when stdin reaches its end, so that a dead parent leaves no orphan.
         api_key: required as ``Authorization: Bearer`` on everything but /health.
         speech: text or token ids, and how to stream.
@@ -108,7 +110,9 @@ def serve(
                 f"nothing can listen at {host}, port {port} ({error.strerror}); give another "
                 "--port or --host"
             ) from None
-        engine = load_engine(Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb)
+        engine = load_engine(
+            Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb, graphs=graphs
+        )
         worker = EngineThread(engine, threads)
         config = uvicorn.Config(
             build_app(worker, str(model_dir), api_key=api_key, speech=speech),
@@ -126,7 +130,13 @@ def serve(
 
 
 def load_engine(
-    model_dir: Path, *, scheme: str, dtype: str, cache_gb: float, device: str = "auto"
+    model_dir: Path,
+    *,
+    scheme: str,
+    dtype: str,
+    cache_gb: float,
+    device: str = "auto",
+    graphs: bool = True,
 ) -> Engine:
     """Engine with the weights of a Hugging Face folder or a Megatron checkpoint."""
     if dtype not in DTYPES:
@@ -139,7 +149,7 @@ def load_engine(
     decoder.load(tensors)
     if decoder.largest_code and device == "cpu" and (why := native.refusal(decoder)):
         log.warning("decode steps are computed by torch, which takes longer: %s", why)
-    return Engine(decoder, cache_gb)
+    return Engine(decoder, cache_gb, static=None if graphs else False)
 
 
 def build_app(
@@ -214,7 +224,7 @@ class _Handlers:
                 "scheme": self.scheme,
                 "dtype": self.dtype,
                 "device": str(self.decoder.device),
-                "decode_step": native.refusal(self.decoder) or "native",
+                "decode_step": self.worker.engine.decode_step,
                 "threads": torch.get_num_threads(),
                 "stream_interval": self.speech.stream_interval,
                 "incremental_streaming_output": self.speech.incremental_streaming_output,

@@ -50,7 +50,6 @@ def install(lib) -> None:
     c._cuda_canDeviceAccessPeer = lambda a, b: True
     c._cuda_getCompiledVersion = lambda: 12080
     c._cuda_getArchFlags = lambda: "sm_80 sm_90"
-    c._cuda_isCurrentStreamCapturing = lambda: False
     c._cuda_sleep = lambda cycles: None
     c._cuda_ipc_collect = lambda: None
     c._cuda_getCurrentBlasHandle = lambda: 0
@@ -70,8 +69,6 @@ def install(lib) -> None:
     )
     torch.cuda.device_count = lib.device_count
     torch.cuda._CudaDeviceProperties = types.SimpleNamespace
-    torch.cuda.is_current_stream_capturing = lambda: False
-    torch.cuda.graphs.is_current_stream_capturing = lambda: False
     torch.version.cuda = "12.8"
     # A CUDA build brings Triton, and its absence is told on standard error.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)

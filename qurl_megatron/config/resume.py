@@ -1,0 +1,89 @@
+"""What may change where a run goes on from its checkpoint; the sections' metadata say it by key."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from qurl_megatron.config.load import RunConfig
+from qurl_megatron.config.sections import OnResume
+
+RULES: tuple[OnResume, ...] = ("free", "change", "fork", "never")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that has another value now than when the run was started last."""
+
+    key: str  # section.key
+    before: Any
+    now: Any
+    rule: OnResume
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} there, {_shown(self.now)} here"
+
+    @property
+    def told(self) -> str:
+        """As an event of the run."""
+        return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def changes(before: RunConfig, now: RunConfig) -> list[Change]:
+    """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
+    # An aligned policy computes as engines of one rollout.engine_tensor do.
+    computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
+    weighed = before.reward.scorers == now.reward.scorers  # the same rewards
+    moved = {"reward.mix": "change", "reward.url": "free"} if weighed else {}
+    found = []
+    for section in fields(RunConfig):
+        old, new = getattr(before, section.name), getattr(now, section.name)
+        for f in fields(old):
+            key, a, b = f"{section.name}.{f.name}", getattr(old, f.name), getattr(new, f.name)
+            if a != b and key != "train.run_dir":
+                rule = "fork" if key in computed else moved.get(key, _rule(f))
+                found.append(Change(key, a, b, rule))
+    return found
+
+
+def refused(found: list[Change], *, fork: bool = False) -> list[Change]:
+    """Those that make it another run; or, with ``fork``, one that cannot begin with the checkpoint
+    of this one."""
+    return [one for one in found if one.rule == "never" or (one.rule == "fork" and not fork)]
+
+
+def rules() -> dict[str, dict[str, OnResume]]:
+    """The rule of every key: ``{section: {key: rule}}``."""
+    return {
+        section.name: {f.name: _rule(f) for f in fields(section.type)}
+        for section in fields(RunConfig)
+    }
+
+
+def page_table() -> str:
+    """The rules by section, as the table of docs/recipes.md."""
+    rows = [
+        "| section | may change, and computes the same | may change | only in a fork | never |",
+        "|---|---|---|---|---|",
+    ]
+    for section, keys in rules().items():
+        cells = [_named(rule, list(keys.values()), keys) for rule in RULES]
+        rows.append(f"| `{section}` | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _named(rule: OnResume, all_rules: list[OnResume], keys: dict[str, OnResume]) -> str:
+    """The keys of a rule; of the rule that most keys of the section have, no names."""
+    if rule == max(RULES, key=all_rules.count):
+        return "all" if len(set(all_rules)) == 1 else "all others"
+    return " ".join(f"`{key}`" for key, its in keys.items() if its == rule)
+
+
+def _rule(f: Any) -> OnResume:
+    # A key that says nothing is taken for a part of what the run computes.
+    return f.metadata.get("on_resume", "fork")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):  # rewards by name
+        parts = (f"{name}: {part.weight:g} * {part.described}" for name, part in value.items())
+        return f"{{{', '.join(parts)}}}"
+    return "''" if value == "" else str(value)

@@ -1,0 +1,280 @@
+"""Questions in files as people have them: JSONL or parquet, prompts as text or as chats.
+
+Training and evaluation read them alike. Dotted paths such as ``reward_model.ground_truth`` say
+where a row has its prompt and its answer; in our own columns, verl's layout and slime's they are
+found. All other columns are kept as metadata.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.config import DataConfig
+from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.observe.text import how_many
+
+PROMPT_KEYS = ("prompt", "problem", "question", "messages")
+ANSWER_KEYS = ("reward_model.ground_truth", "answer", "label")
+"""Where prompts and answers usually are; the first that a row has is taken."""
+
+LAYOUTS = {"reward_model.ground_truth": "verl's layout", "label": "slime's layout"}
+"""By where the answer is."""
+
+EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
+_MISSING = object()
+_HALVES = re.compile("[\ud800-\udfff]")
+
+Turn = dict[str, Any]
+"""Of a chat: ``role``, ``content``, and what else the model's chat template may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str  # of a chat: what each turn says, after its role
+    answer: str
+    metadata: dict[str, Any] = field(default_factory=dict, hash=False)
+    turns: tuple[Turn, ...] = field(default=(), hash=False)  # of a chat
+    place: str = field(default="", compare=False)  # the file and the line, for messages
+
+    @property
+    def prompt(self) -> str | Sequence[Turn]:
+        """What the tokenizer gets."""
+        return self.turns or self.text
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Dotted paths of prompt and answer, where they are set, and what sets them."""
+
+    prompt: str = ""
+    answer: str = ""
+    settings: tuple[str, str] = ("data.prompt_key", "data.answer_key")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """What a file holds."""
+
+    name: str  # in messages: its key and its path
+    questions: list[Question]
+    checksum: str  # changes with every byte
+    prompt_key: str  # of the first row, as is the next
+    answer_key: str
+
+    @property
+    def summary(self) -> str:
+        """What was found where, for a person."""
+        first = self.questions[0]
+        chats = " (chats)" if first.turns else ""
+        layout = f", {LAYOUTS[self.answer_key]}" if self.answer_key in LAYOUTS else ""
+        kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
+        return (
+            f"{self.name}: {how_many(len(self.questions), 'prompt')} in {self.prompt_key}{chats}, "
+            f"answers in {self.answer_key}{layout}{kept}"
+        )
+
+
+def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile:
+    """All rows of a JSONL or parquet file.
+
+    Args:
+        name: what messages call the file.
+
+    Raises:
+        ConfigError: it is missing, empty, unreadable or malformed; says which line.
+    """
+    columns = columns or Columns()
+    if path.suffix not in READERS:
+        raise ConfigError(f"{name} must end in {' or '.join(READERS)}")
+    if not path.is_file():
+        raise ConfigError(f"{name} does not exist or is not a file")
+    checksum = checksum_of(path)
+    questions: list[Question] = []
+    keys = ("", "")
+    for where, row in READERS[path.suffix](path, name):
+        question, found = _question(row, f"{name} {where}", columns)
+        keys = keys if questions else found
+        questions.append(question)
+    if not questions:
+        raise ConfigError(f"{name} holds no prompts")
+    return DataFile(name, questions, checksum, *keys)
+
+
+def checksum_of(path: Path) -> str:
+    """
+    Raises:
+        ConfigError: the system cannot read the file.
+    """
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> list[str]:
+    """Which files are no longer what they were, by their keys and paths; missing ones aside.
+
+    Args:
+        checksums: of what they were, by key.
+    """
+    now = {"data.path": config.path, "data.eval_path": config.eval_path}
+    return [
+        f"{key}={now[key]}"
+        for key, checksum in checksums.items()
+        if os.path.isfile(now[key])
+        and os.access(now[key], os.R_OK)
+        and checksum_of(Path(now[key])) != checksum
+    ]
+
+
+def look_up(row: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path; a column may have the dots in its own name."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
+def as_text(value: Any, what: str, place: str) -> str:
+    """As it is, and numbers as text: many public files have answers, or ids, that are."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT_FLOATS:
+        value = int(value)  # tables make a column of whole numbers and gaps one of floats
+    finite = not isinstance(value, float | Decimal) or math.isfinite(value)
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and finite:
+        return str(value)
+    return _checked(value, what, "text or a number", place)
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+    with reading(path), path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except json.JSONDecodeError as error:
+                why = f"{error.msg} at column {error.colno}"  # its own line number is always 1
+            except UnicodeDecodeError as error:
+                why = f"byte {error.start + 1} is not UTF-8"
+            except RecursionError:
+                why = "its brackets nest too deeply"
+            except ValueError as error:  # a number of too many digits
+                why = str(error)
+            else:
+                yield f"line {number}", row
+                continue
+            raise ConfigError(f"{name} line {number} is not valid JSON: {why}")
+
+
+def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            start = 0
+            for batch in file.iter_batches():
+                for row, values in enumerate(batch.to_pylist(), start=start):
+                    yield f"row {row}", values
+                start += len(batch)
+    # ValueError and OverflowError: of values that Python cannot hold.
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} is not a readable parquet file: {error}") from None
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl_rows,
+    ".parquet": _parquet_rows,
+}
+
+
+# -- columns -----------------------------------------------------------------------------------
+
+
+def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[str, str]]:
+    """The question of a row, and where prompt and answer were."""
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} must be an object with prompt and answer, got {row!r:.80}")
+    by_prompt, by_answer = columns.settings
+    prompt_key = _key(row, columns.prompt, PROMPT_KEYS, by_prompt, place)
+    answer_key = _key(row, columns.answer, ANSWER_KEYS, by_answer, place)
+    prompt = look_up(row, prompt_key)
+    if isinstance(prompt, list):
+        turns = _chat(prompt, place)
+        text = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    else:
+        turns, text = (), _checked(prompt, "prompt", "text or a list of turns", place)
+    answer = as_text(look_up(row, answer_key), "answer", place)
+    metadata = {key: value for key, value in row.items() if key not in (prompt_key, answer_key)}
+    if isinstance(inner := metadata.get("metadata"), dict):  # slime's column of them
+        del metadata["metadata"]
+        metadata = {**inner, **metadata}
+    return Question(text, answer, metadata, turns, place), (prompt_key, answer_key)
+
+
+def _key(row: dict, given: str, usual: Sequence[str], setting: str, place: str) -> str:
+    """Which path to take: the first that has a value, else the first that is there at all."""
+    keys = (given,) if given else usual
+    there = [key for key in keys if look_up(row, key, _MISSING) is not _MISSING]
+    if not there:
+        raise ConfigError(
+            f"{place} has no {' or '.join(keys)}; it has {_names(row) or 'nothing'}: name the "
+            f"right one in {setting}"
+        )
+    return next((key for key in there if look_up(row, key) is not None), there[0])
+
+
+def _chat(turns: list, place: str) -> tuple[Turn, ...]:
+    """The turns without what is null: a table has the same keys in each."""
+    for number, turn in enumerate(turns, start=1):
+        where = f"{place}: turn {number} of the prompt"
+        said = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
+        if not said or not all(isinstance(value, str) for value in said):
+            raise ConfigError(f"{where} must have role and content, both text, got {turn!r:.80}")
+        for value in turn.values():
+            if isinstance(value, str):
+                refuse_half_characters(value, where)
+    if not any(turn["content"].strip() for turn in turns):
+        raise ConfigError(f"{place}: the prompt is empty")
+    if turns[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{place}: the last turn of the prompt is the assistant's, which leaves nothing to "
+            "answer; leave that turn out"
+        )
+    return tuple({key: value for key, value in turn.items() if value is not None} for turn in turns)
+
+
+def _checked(value: Any, what: str, kind: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"{place}: the {what} must be {kind}, got {value!r:.80} ({type(value).__name__})"
+        )
+    if not value.strip():
+        raise ConfigError(f"{place}: the {what} is empty")
+    refuse_half_characters(value, f"{place}: the {what}")
+    return value
+
+
+def refuse_half_characters(text: str, place: str) -> None:
+    """Raise ``ConfigError`` where a text has what JSON can write, but no UTF-8 and no tokenizer."""
+    if half := _HALVES.search(text):
+        raise ConfigError(
+            f"{place} has half a character (\\u{ord(half[0]):x}, a surrogate without its pair); "
+            "write the whole character or leave it out"
+        )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names).encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,124 @@
+"""A reward that the user wrote: found by its name, checked before the run, called and not believed.
+
+This runs in a worker alone: importing a module runs it.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rewards.item import Item, Score, as_score, unscored
+
+FIELDS = ("prompt", "response", "answer", "metadata")
+CALLED = "prompt=..., response=..., answer=..., metadata=..."
+
+Function = Callable[..., Any]
+
+
+def find_function(key: str, name: str) -> Function:
+    """The callable that a recipe names.
+
+    Args:
+        key: of the recipe, for messages.
+        name: "package.module:name" or "path/to/file.py:name".
+
+    Raises:
+        ConfigError: there is none, or it cannot be called as rewards are.
+    """
+    target, _, attribute = name.rpartition(":")
+    module = _module(f"{key}={name}", target)
+    found = getattr(module, attribute, None)
+    if found is None:
+        own = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
+        close = get_close_matches(attribute, own, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or 'no function'}"
+        raise ConfigError(f"{key}={name}: {target} has no {attribute}; {hint}")
+    if not callable(found):
+        raise ConfigError(
+            f"{key}={name} is of type {type(found).__name__} and cannot be called; name a function"
+        )
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{key}={name} is an async function; name one that returns its score")
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(FIELDS))
+    except ValueError:
+        pass  # some of those written in C tell no signature; the first call will
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}={name} cannot be called as {attribute}({CALLED}): {error}; give it these "
+            "parameters, or **others for those it does not use"
+        ) from None
+    return found
+
+
+def _module(named: str, target: str) -> ModuleType:
+    try:
+        if target.endswith(".py"):
+            return _module_of_file(Path(target))
+        return importlib.import_module(target)
+    except FileNotFoundError as error:
+        if error.filename != target:
+            raise ConfigError(f"{named} cannot be imported: {_last_line(error)}") from None
+        raise ConfigError(
+            f"{named}: {target} does not exist; the path is relative to the recipe's folder"
+        ) from None
+    except (Exception, SystemExit) as error:  # importing runs it: whatever it does
+        raise ConfigError(
+            f"{named} cannot be imported: {_last_line(error)}; mend it, or have PYTHONPATH lead to "
+            "what it needs"
+        ) from None
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """The file as a module, which finds others beside it after all that is installed."""
+    spec = importlib.util.spec_from_file_location(f"qurl_reward_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.path.append(str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Score]:
+    """The scores of some responses; where a batched call fails, its halves are called.
+
+    So one response that a function cannot bear costs the others nothing.
+    """
+    try:
+        if batched:
+            given = {name: [getattr(item, name) for item in items] for name in FIELDS}
+            values = list(itertools.islice(function(**given), len(items) + 1))
+        else:
+            values = [function(**{name: getattr(item, name) for name in FIELDS}) for item in items]
+    except BaseException as error:  # sys.exit() is no reason to end, either
+        found = unscored("exceptions", _last_line(error))
+    else:
+        if len(values) == len(items):
+            return [as_score(value) for value in values]
+        count = "more" if len(values) > len(items) else len(values)
+        found = unscored("invalid", f"{count} scores for {len(items)} responses")
+    if len(items) == 1:
+        return [found]
+    half = len(items) // 2
+    return [
+        score
+        for part in (items[:half], items[half:])
+        for score in call(function, part, batched=batched)
+    ]
+
+
+def _last_line(error: BaseException) -> str:
+    """What a traceback ends with, and where that was."""
+    said = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    return f"{said} ({Path(where[-1].filename).name}, line {where[-1].lineno})" if where else said

@@ -1,0 +1,78 @@
+"""What is scored, and what comes of it: a finite number, or why there is none.
+
+Scores come from code and servers that nobody has seen before. Whatever they give goes through
+``as_score``, in the worker and again where its answer is read, so no NaN gets to the policy.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from qurl_megatron.config.sections import LARGEST_SCORE
+
+CAUSES = {
+    "timeouts": "took too long",
+    "crashes": "ended the worker",
+    "exceptions": "raised",
+    "invalid": "got no finite number",
+    "unanswered": "got no answer",
+}
+"""Why a response has no score, by the metric below ``reward/`` that counts it."""
+
+LONGEST = 300  # characters of a reason
+
+
+@dataclass(frozen=True)
+class Item:
+    """One response, with what a reward may know of its question."""
+
+    prompt: str
+    response: str
+    answer: str
+    metadata: dict[str, Any]
+
+    @property
+    def line(self) -> str:
+        """As JSON on one line of ASCII."""
+        metadata = _finite(self.metadata)
+        return json.dumps([self.prompt, self.response, self.answer, metadata], default=str)
+
+
+def _finite(value: Any) -> Any:
+    """With null for NaN and infinities, which tables have in gaps and JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """In place of a score."""
+
+    cause: str  # of CAUSES
+    why: str
+
+
+Score = float | Unscored
+
+
+def as_score(value: object) -> Score:
+    """Any real number as a float; booleans are 1.0 and 0.0, text is no number."""
+    try:
+        score = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:  # __float__ may be anybody's
+        score = None
+    if score is None:
+        return Unscored("invalid", f"a value of type {type(value).__name__}")
+    if not abs(score) <= LARGEST_SCORE:  # NaN is not, either
+        return Unscored("invalid", f"{score:g}")
+    return score
+
+
+def unscored(cause: str, why: str) -> Unscored:
+    """With a reason that fits on a line of a terminal, and does nothing to it."""
+    why = "".join(c if c.isprintable() else "?" for c in " ".join(why.split()))
+    return Unscored(cause, why if len(why) <= LONGEST else f"{why[: LONGEST - 3]}...")

@@ -1,0 +1,128 @@
+"""A reward over HTTP: a verifier, or a model that judges. The worker's side of the conversation.
+
+    POST URL   {"items": [{"prompt": "...", "response": "...", "answer": "...", "metadata": {}}]}
+    200        {"scores": [1.0]}
+
+One score per item, in their order; null for one that has none. What may pass by itself is asked
+again: no connection, no answer in time, and the answers in ``PASSING``. All else is the last word.
+"""
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from urllib.parse import urlsplit
+
+import httpx
+
+from qurl_megatron.config import RewardConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rewards.item import Item, Score, as_score, unscored
+from qurl_megatron.rollout import loop
+
+PASSING = {408, 425, 429, 500, 502, 503, 504}
+ANSWER_BYTES = 1 << 22
+LONGEST_PAUSE_S = 30.0
+
+
+def server_key(key: str, config: RewardConfig, env: Mapping[str, str] = os.environ) -> str | None:
+    """The key that requests bring, where the recipe names one.
+
+    Args:
+        key: of this reward in the recipe, for messages.
+
+    Raises:
+        ConfigError: the environment has none, or one that no header can carry; it is not shown.
+    """
+    if not config.key_env:
+        return None
+    value = env.get(config.key_env, "")
+    if not (value.isascii() and value.isprintable() and value.strip() == value != ""):
+        wrong = "has characters no key has" if value.strip() else "is not set, or empty"
+        raise ConfigError(
+            f"{key}.key_env={config.key_env}: this environment variable {wrong}; set it to the key "
+            f"of {key}.url"
+        )
+    return value
+
+
+class Passing(Exception):
+    """The server may answer the same request later."""
+
+
+class Refused(Exception):
+    """It will not, or what it says is no list of scores."""
+
+
+class Judge:
+    """Scores what it is called with, by one server."""
+
+    def __init__(self, key: str, config: RewardConfig) -> None:
+        self.config = config
+        self.name = config.url
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if token := server_key(key, config):
+            headers["Authorization"] = f"Bearer {token}"
+        secure = urlsplit(config.url).scheme == "https"
+        self._options = {
+            "headers": headers,
+            "timeout": None,  # a whole request has one
+            # A proxy for the internet must not get what goes to a server in the cluster.
+            "trust_env": secure,
+            "verify": ssl.create_default_context() if secure else False,
+        }
+
+    def __call__(self, items: Sequence[Item]) -> list[Score]:
+        try:
+            return loop.run(self._asked(items))
+        except (Passing, Refused) as error:
+            return [unscored("unanswered", f"{self.name} {error}")] * len(items)
+
+    async def _asked(self, items: Sequence[Item]) -> list[Score]:
+        body = json.dumps({"items": [asdict(item) for item in items]}).encode()
+        async with httpx.AsyncClient(**self._options) as http:
+            for attempt in range(self.config.url_retries):
+                try:
+                    return _scores(await self._answer(http, body), len(items))
+                except Passing:
+                    await asyncio.sleep(min(2.0**attempt, LONGEST_PAUSE_S))
+            return _scores(await self._answer(http, body), len(items))
+
+    async def _answer(self, http: httpx.AsyncClient, body: bytes) -> bytes:
+        """The body of one answer, whole within ``timeout_s``, connection and headers included."""
+        limit, found = self.config.timeout_s, bytearray()
+        try:
+            async with (
+                asyncio.timeout(limit),
+                http.stream("POST", self.config.url, content=body) as response,
+            ):
+                if response.status_code != 200:
+                    kind = Passing if response.status_code in PASSING else Refused
+                    raise kind(f"answered {response.status_code}")
+                async for chunk in response.aiter_raw():
+                    found += chunk
+                    if len(found) > ANSWER_BYTES:
+                        raise Refused(f"answered with more than {ANSWER_BYTES} bytes")
+        except TimeoutError:
+            raise Passing(f"did not answer within {limit:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Passing(f"did not answer: {error or type(error).__name__}") from None
+        return bytes(found)
+
+
+def _scores(content: bytes, count: int) -> list[Score]:
+    """
+    Raises:
+        Refused: the answer does not hold that many values.
+    """
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"answered with something that is not JSON: {error}") from None
+    scores = answer.get("scores") if isinstance(answer, dict) else None
+    if not isinstance(scores, list) or len(scores) != count:
+        found = f"{len(scores)} scores" if isinstance(scores, list) else "no list of scores"
+        raise Refused(f"answered with {found} for {count} responses")
+    return [as_score(value) for value in scores]

@@ -1,0 +1,175 @@
+"""``qurl train --fork``: a new run folder that begins with another run's newest checkpoint.
+
+    new_run_dir/fork.json   {"source": "/runs/old", "step": 40, "changes": ["data.path a -> b"]}
+
+Weights, optimizer, schedule and random state go along; so do metrics and timeline, which then tell
+of the fork. The files of a checkpoint are linked where both folders are on one file system: nobody
+writes into them once they are whole.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from qurl_megatron.config import Change, RunConfig, changes, refused
+from qurl_megatron.data.rows import changed_files
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.timeline import Timeline
+from qurl_megatron.runtime.files import refusing
+from qurl_megatron.training.state import (
+    REFERENCE,
+    STATE,
+    TrainState,
+    after,
+    claim,
+    latest,
+    recipe_of,
+)
+from qurl_megatron.weights.sums import RECORD, read_record, to_disk, write_record
+
+FORK = "fork.json"
+ORDER = ("data.", "train.seed")  # keys that say which prompt comes when ...
+NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only says how many
+HELD_AGAINST = ("algo.reference", "algo.reference_every", "model.path")
+UPDATES = ("algo.epochs", "algo.minibatches", "algo.advantage", "critic.ahead_steps")  # of a step
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a run comes from."""
+
+    source: str  # folder of the other run
+    step: int  # of its checkpoint
+    changes: tuple[str, ...]
+
+
+def fork(source: Path, config: RunConfig) -> None:
+    """Make ``train.run_dir`` a fork of ``source``; nothing is done where it is one already.
+
+    Raises:
+        ConfigError: there is nothing to begin with, the folder is another run's, or a change is
+            one that the checkpoint does not allow.
+    """
+    run_dir = Path(config.train.run_dir)
+    if latest(run_dir) is not None:
+        _refuse_another(run_dir, source)
+        print(f"{run_dir} is a fork of {source} already, and goes on", flush=True)
+        return
+    newest = latest(source)
+    if newest is None:
+        raise ConfigError(
+            f"--fork: {source} has no checkpoint to begin with; set train.run_dir to the folder of "
+            "the run to fork, or leave --fork out"
+        )
+    found = changes(recipe_of(source), config)
+    if never := refused(found, fork=True):
+        raise ConfigError(
+            f"--fork: the checkpoints of {source} are of other settings, which are part of what is "
+            f"in them ({'; '.join(map(str, never))}); set these back, or begin anew with the "
+            f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
+        )
+    _refuse_another_pace(config, found)
+    state = TrainState.read(newest)
+    if changed_files(config.data, (state.cursor or {}).get("files", {})):
+        state = replace(state, cursor=None, accuracy=None, accuracy_before=None)
+    if state.step >= config.train.steps:
+        raise ConfigError(
+            f"--fork: {source} has done {state.step} steps, and train.steps={config.train.steps} "
+            "leaves none to do; set train.steps higher"
+        )
+    with claim(run_dir, config), refusing(run_dir, key="--fork"):
+        begun = Fork(str(source.resolve()), state.step, tuple(one.told for one in found))
+        _copy_logs(source, run_dir, begun)
+        (run_dir / FORK).write_text(json.dumps(asdict(begun), indent=1) + "\n", encoding="utf-8")
+        without = REFERENCE if any(one.key in HELD_AGAINST for one in found) else None
+        _copy_checkpoint(newest, run_dir / "checkpoints", forked(state, found), without)
+    print(f"{run_dir} {told(begun)}", flush=True)
+
+
+def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
+    """What of the other run's state the fork begins with."""
+    state = replace(after(found, state), guard={})
+    if any(one.key.startswith(ORDER) and one.key not in NOT_ORDER for one in found):
+        state = replace(state, cursor=None)
+    if any(one.key.startswith("quant.") for one in found):
+        state = replace(state, unquantized_since=None, notice="")
+    return state
+
+
+def told(begun: Fork) -> str:
+    """What a fork says of itself."""
+    changed = f", with {', '.join(begun.changes)}" if begun.changes else ", unchanged"
+    return f"goes on from step {begun.step} of {begun.source}{changed}"
+
+
+def _refuse_another_pace(config: RunConfig, found: Sequence[Change]) -> None:
+    """Raise ``ConfigError`` where a schedule would count the updates done as others."""
+    paced = [one.key for one in found if one.key in UPDATES]
+    optimizer = config.optimizer
+    if paced and optimizer.schedule != "constant" and not optimizer.decay_steps:
+        raise ConfigError(
+            f"--fork: {paced[0]} changes how many updates a step has, and the schedule counts "
+            "those that were done; set optimizer.decay_steps to the update at which it is to end"
+        )
+
+
+def _refuse_another(run_dir: Path, source: Path) -> None:
+    """Raise ``ConfigError`` unless the folder is a fork of ``source``."""
+    record = run_dir / FORK
+    try:
+        origin = json.loads(record.read_text(encoding="utf-8"))["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        origin = None
+    if origin != str(source.resolve()):
+        raise ConfigError(
+            f"--fork: {run_dir} holds a run that is not a fork of {source}; name a new folder"
+        )
+
+
+def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
+    """Metrics and timeline, and the fork as an event; what is of later steps is dropped when the
+    run begins, as in any that goes on."""
+    for name in ("metrics.jsonl", "timeline.jsonl"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, run_dir / name)
+    timeline = Timeline(run_dir / "timeline.jsonl", resume_step=begun.step + 1)
+    timeline.event("run", f"fork: {told(begun)}", begun.step)
+    timeline.close()
+
+
+def _copy_checkpoint(newest: Path, root: Path, state: TrainState, without: str | None) -> None:
+    """Whole or not at all, with another state.
+
+    Args:
+        without: folder in it that is left out.
+    """
+    aside = root / f".{newest.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    record = read_record(newest)
+    for path in sorted(newest.rglob("*")):
+        name = path.relative_to(newest)
+        if path.is_file() and name.as_posix() not in (STATE, RECORD) and name.parts[0] != without:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            _link(path, aside / name)
+    state.write(aside)
+    if record is not None:
+        kept = {n: its for n, its in record.items() if n != STATE and Path(n).parts[0] != without}
+        write_record(aside, kept)
+    aside.rename(root / newest.name)
+    to_disk(root)
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except FileNotFoundError:  # the run is at work, and keeps no more than checkpoint.keep
+        raise ConfigError(
+            f"--fork: {path.parent} went away while it was copied, as its run is at work; give the "
+            "same command again"
+        ) from None
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(path, to)
+        to_disk(to)

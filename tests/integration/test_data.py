@@ -1,0 +1,68 @@
+"""Other trainers' files, trained on and evaluated as they are by the real command line."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qurl_megatron.testing.models import tiny_checkpoint
+from tests.datasets import slime_lines, verl_table
+from tests.runs import QURL
+
+LONG = " ".join(["1 +"] * 20)
+QUESTIONS = [(f"{i} + 1 =", str(i + 1)) for i in range(5)] + [(LONG, "20")]
+WORDS = ["?", "</s>", "system", "user", "assistant", "you", "add", "+", "=", *map(str, range(99))]
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
+SETTINGS = [
+    *("model.dtype=float32", "rollout.engines=1", "rollout.samples_per_prompt=2"),
+    *("rollout.max_new_tokens=4", "reward.kind=last_number", "data.prompts_per_step=5"),
+    *("data.max_prompt_tokens=20", "train.steps=1", "train.micro_batch=5"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A random model with a word for each token, and a chat template."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("data") / "model", "qwen2")
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def qurl(*words: object) -> str:
+    command = [*QURL, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_verls_table_and_slimes_lines_are_trained_on_as_they_are(model, tmp_path):
+    verl = verl_table(tmp_path / "verl.parquet", QUESTIONS)
+    slime = slime_lines(tmp_path / "slime.jsonl", QUESTIONS)
+    (tmp_path / "recipe.toml").write_text(f'[model]\npath = "{model}"\n')
+    for path, other, held_out in ((verl, slime, 2), (slime, verl, 0)):
+        run = tmp_path / path.stem
+        files = (f"data.path={path}", f"data.eval_path={other}", f"train.eval_prompts={held_out}")
+        more = (*files, f"train.run_dir={run}", "train.save_rollouts=true")
+        said = qurl("train", tmp_path / "recipe.toml", *SETTINGS, *more)
+        assert f"data.path={path}: 6 prompts in prompt (chats), answers in " in said
+        assert f"{path.stem}'s layout; kept as metadata: " in said
+        assert (f"data.eval_path={other}: 6 prompts" in said) == bool(held_out)
+        assert "1 of 6 training prompts are longer than data.max_prompt_tokens=20" in said
+        assert "1 prompt too long, left out" in (run / "report.html").read_text()
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        assert 1 in [line["metrics"].get("data/too_long") for line in lines]
+        samples = (run / "rollouts/step_000001.jsonl").read_text().splitlines()
+        prompts = [json.loads(line)["prompt"] for line in samples]
+        [zero] = [prompt for prompt in prompts[::2] if prompt["answer"] == "1"]
+        start = "system you add user 0" if path == verl else "user 0"
+        assert [WORDS[i] for i in zero["input_ids"]] == f"{start} + 1 = assistant".split()
+        about = zero["metadata"]
+        assert about["data_source"] == "sums/main" if path == verl else about["rm_type"] == "math"

@@ -1,0 +1,140 @@
+"""Rewards for tests: a file of functions that misbehave, and a server that does as it is told."""
+
+import contextlib
+import json
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from qurl_megatron.rewards import Item
+
+FUNCTIONS = '''
+import os, subprocess, sys, time
+
+def score(prompt, response, answer, metadata):
+    """The response names what happens, else it is a number."""
+    if response == "raise":
+        raise ValueError("no unit in\\n  this response")
+    if response == "exit":
+        sys.exit(0)
+    if response == "die":
+        os._exit(7)
+    if response == "hang":
+        time.sleep(1000)
+    if response == "children":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", answer])
+        time.sleep(1000)
+    if response == "memory":
+        return len(bytearray(1 << 30))
+    if response == "stdin":
+        print("ready 1.0", flush=True)
+        return float(len(sys.stdin.read()))
+    odd = {"nan": float("nan"), "inf": -float("inf"), "none": None, "text": "0.5", "true": True,
+           "huge": 1e9}
+    return odd[response] if response in odd else float(response)
+
+def lengths(prompt, response, answer, metadata):
+    for one in response:
+        score("", one, "", {})
+    return [len(one) + len(response) / 100 for one in response]
+
+lengths.batched = True
+
+def sums(response, **others):
+    return (float(one) for one in response)
+
+def short(prompt, response, answer, metadata):
+    return [1.0]
+
+def echo(prompt, response, answer, metadata):
+    return float(f"{prompt}{response}{answer}{len(metadata)}")
+
+async def later(prompt, response, answer, metadata):
+    return 1.0
+
+def two(response, answer):
+    return 1.0
+
+number = 3
+'''
+
+
+def write_functions(folder: Path) -> Path:
+    path = folder / "own.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def items(*responses: str) -> list[Item]:
+    return [Item("1 + 1 =", response, "2", {}) for response in responses]
+
+
+@dataclass
+class Server:
+    """Answers POST requests with what ``answers`` gives, one after the other, the last for ever."""
+
+    answers: list[Callable[[list[dict]], tuple[int, bytes]]]
+    asked: list[list[dict]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    url: str = ""
+
+
+def numbers(items: list[dict]) -> tuple[int, bytes]:
+    """Each response is its score."""
+    return 200, json.dumps({"scores": [float(item["response"]) for item in items]}).encode()
+
+
+def answered(status: int, content: bytes = b"") -> Callable[[list[dict]], tuple[int, bytes]]:
+    return lambda items: (status, content)
+
+
+@contextlib.contextmanager
+def reward_server(
+    *answers: Callable[[list[dict]], tuple[int, bytes]], tls: Path | None = None
+) -> Iterator[Server]:
+    """
+    Args:
+        tls: folder of cert.pem and key.pem; None speaks plain HTTP.
+    """
+    server = Server(list(answers))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.headers.append(dict(self.headers))
+            turn = min(len(server.asked), len(server.answers) - 1)
+            server.asked.append(body["items"])
+            status, content = server.answers[turn](body["items"])
+            with contextlib.suppress(OSError):  # it has given up
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with serving(Handler, tls) as url:
+        server.url = f"{url}/score"
+        yield server
+
+
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler], tls: Path | None = None) -> Iterator[str]:
+    """The URL of a server of requests, on a port of its own."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        listening.daemon_threads = True
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
+            listening.socket = context.wrap_socket(listening.socket, server_side=True)
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f"{'https' if tls else 'http'}://127.0.0.1:{listening.server_address[1]}"
+        finally:
+            listening.shutdown()
+            thread.join()

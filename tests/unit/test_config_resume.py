@@ -1,0 +1,100 @@
+"""What a run may change where it goes on: each key says it, and the page tells the same."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config import RunConfig, changes, load, refused
+from qurl_megatron.config.resume import RULES, page_table, rules
+from qurl_megatron.config.sections import WarmstartConfig, on_resume
+
+PAGE = Path(__file__).parents[2] / "docs/recipes.md"
+RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n'
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """The changes that overrides of a recipe are."""
+    (tmp_path / "r.toml").write_text(RECIPE)
+    before = load(tmp_path / "r.toml")
+    return lambda *overrides: changes(before, load(tmp_path / "r.toml", overrides))
+
+
+def test_every_key_says_what_it_may_do():
+    for section in fields(RunConfig):
+        for key in fields(section.type):
+            assert key.metadata.get("on_resume") in RULES, f"{section.name}.{key.name}"
+
+
+def test_a_rule_for_a_key_that_is_not_there_is_a_fault():
+    with pytest.raises(AssertionError, match="WarmstartConfig lacks .*stepz"):
+        on_resume("change", fork=("stepz",))(WarmstartConfig)
+
+
+def test_the_page_tells_the_rules():
+    assert page_table() in PAGE.read_text(encoding="utf-8"), page_table()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("optimizer.lr=1e-3", "optimizer.schedule=cosine", "optimizer.warmup_steps=3"),
+        *("train.steps=7", "train.eval_prompts=64", "train.save_rollouts=true"),
+        *("checkpoint.every=3", "guard.kl_above=0.1", "quant.diagnostics_every=4"),
+        *("rollout.engines=3", "rollout.timeout_s=60", "rollout.urls=['http://a']"),
+        *("parallel.tensor=2", "reward.overlong_penalty=0.25", "critic.lr=1e-3"),
+    ],
+)
+def test_how_it_learns_how_long_it_runs_and_where_may_change(changed, override):
+    (one,) = changed(override)
+    assert one.key == override.partition("=")[0]
+    assert refused([one]) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        *(("parallel.tensor=2", "free"), ("train.steps=7", "free"), ("checkpoint.every=3", "free")),
+        *(("optimizer.lr=1e-3", "change"), ("train.eval_prompts=64", "change")),
+        *(("optimizer.overlap_grad_reduce=false", "free"), ("reward.overlong_penalty=0", "change")),
+    ],
+)
+def test_how_long_and_where_it_runs_is_told_from_what_it_computes(changed, override, rule):
+    (one,) = changed(override)
+    assert one.rule == rule
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("data.task_size=7", "train.seed=3", "quant.scheme=fp8", "algo.objective=tis"),
+        *("algo.minibatches=4", "rollout.temperature=0.6", "model.path=other", "reward.kind=exact"),
+    ],
+)
+def test_what_it_computes_changes_in_a_fork_alone(changed, override):
+    found = changed(override)
+    assert refused(found) == found and refused(found, fork=True) == []
+
+
+@pytest.mark.parametrize(
+    "override", ["model.dtype=float32", "quant.uaq_scale=1.0", "optimizer.distributed=false"]
+)
+def test_what_lies_in_the_checkpoint_changes_not_even_there(changed, override):
+    found = changed(override)
+    assert refused(found, fork=True) == found
+
+
+def test_a_folder_that_was_moved_is_no_change(changed):
+    assert changed("train.run_dir=elsewhere") == []
+
+
+def test_changes_read_as_a_refusal_and_as_an_event(changed):
+    (one,) = changed("model.path=other")
+    assert (str(one), one.told) == ("model.path: m there, other here", "model.path m -> other")
+    (empty,) = changed("sync.dir=/shared")
+    assert empty.told == "sync.dir '' -> /shared"
+
+
+def test_all_sections_of_a_recipe_are_in_the_rules():
+    assert list(rules()) == [section.name for section in fields(RunConfig)]

@@ -1,0 +1,166 @@
+"""The one reader of data files: layouts, keys, chats, numbers, and what is refused."""
+
+import json
+import re
+from decimal import Decimal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from qurl_megatron.config import DataConfig
+from qurl_megatron.data.questions import training_questions
+from qurl_megatron.data.rows import Columns, changed_files, checksum_of, read_file
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.evaluation.benchmarks import read_benchmarks
+from tests.datasets import SYSTEM, slime_lines, verl_table
+
+SUMS = [("1 + 1 =", "2"), ("2 + 3 =", "5")]
+TURN = {"role": "user", "content": "1 + 1 ="}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads rows that were written as JSONL."""
+
+    def read(*rows, columns=None):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_file(path, "FILE", columns)
+
+    return read
+
+
+def test_verls_tables_are_read_as_they_are(tmp_path):
+    file = read_file(verl_table(tmp_path / "a.parquet", SUMS), "FILE")
+    first, second = file.questions
+    assert first.turns == ({"role": "system", "content": SYSTEM}, TURN)
+    assert first.text == f"system: {SYSTEM}\nuser: 1 + 1 =" and first.prompt == first.turns
+    assert (first.answer, second.answer) == ("2", "5")
+    assert second.metadata == {
+        "data_source": "sums/main",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "extra_info": {"split": "train", "index": 1},
+    }
+    assert second.place == "FILE row 1"
+    assert file.summary == (
+        "FILE: 2 prompts in prompt (chats), answers in reward_model.ground_truth, verl's layout; "
+        "kept as metadata: data_source, ability, reward_model, extra_info"
+    )
+
+
+def test_slimes_lines_are_read_as_they_are(tmp_path):
+    file = read_file(slime_lines(tmp_path / "a.jsonl", SUMS), "FILE")
+    assert [q.answer for q in file.questions] == ["2", "5"]
+    assert file.questions[0].turns == (TURN,)
+    assert file.questions[1].metadata == {"rm_type": "math", "index": 1}
+    assert file.summary == (
+        "FILE: 2 prompts in prompt (chats), answers in label, slime's layout; "
+        "kept as metadata: rm_type, index"
+    )
+
+
+def test_training_and_evaluation_read_the_same(tmp_path):
+    for path in (
+        verl_table(tmp_path / "verl.parquet", SUMS),
+        slime_lines(tmp_path / "slime.jsonl", SUMS),
+    ):
+        [benchmark] = read_benchmarks([path])
+        trained_on = training_questions(DataConfig(path=str(path)))
+        assert [problem.question for problem in benchmark.problems] == trained_on
+        assert benchmark.summary.startswith(f"{path}: 2 prompts in prompt (chats)")
+
+
+def test_the_answer_is_where_the_layout_says_and_null_is_no_answer(read):
+    both = {"prompt": "a", "answer": "step by step", "reward_model": {"ground_truth": "7"}}
+    assert read(both).questions[0].answer == "7"
+    assert read({"prompt": "a", "answer": "1", "label": "easy"}).questions[0].answer == "1"
+    assert read({"prompt": "a", "answer": None, "label": "1"}).questions[0].answer == "1"
+    assert read({"prompt": None, "question": "b", "label": "1"}).questions[0].text == "b"
+
+
+def test_keys_are_dotted_paths_or_names_with_a_dot(read):
+    row = {"prompt": "not this", "in": {"text": "a"}, "out.x": 3, "more": 1}
+    file = read(row, columns=Columns("in.text", "out.x"))
+    [question] = file.questions
+    assert (question.text, question.answer) == ("a", "3")
+    assert question.metadata == {"prompt": "not this", "in": {"text": "a"}, "more": 1}
+    with pytest.raises(ConfigError, match="line 1 has no in.txt; it has .*in data.prompt_key"):
+        read(row, columns=Columns("in.txt", "out.x"))
+
+
+def test_keys_of_a_recipe_are_used_for_both_files_and_refused_beside_a_task(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": {"text": "a"}, "a": 1}\n')
+    config = DataConfig(path=str(path), prompt_key="q.text", answer_key="a")
+    assert training_questions(config)[0].text == "a"
+    with pytest.raises(ConfigError, match="data.answer_key is for files"):
+        DataConfig(task="chain_sum", answer_key="a")
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(12, "12"), (-0.5, "-0.5"), (72.0, "72"), (2**70, str(2**70)), (1e300, "1e+300")],
+)
+def test_answers_may_be_numbers(read, value, text):
+    assert read({"prompt": "a", "answer": value}).questions[0].answer == text
+
+
+def test_a_tables_numbers_are_text_too_and_its_dates_are_kept(tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {"prompt": ["a", "b"], "answer": [Decimal("1.50"), Decimal("2.00")]}
+    pq.write_table(pa.table(columns | {"when": pa.array([0, 1], pa.date32())}), path)
+    first, second = read_file(path, "FILE").questions
+    assert (first.answer, second.answer) == ("1.50", "2.00")
+    assert second.metadata["when"].isoformat() == "1970-01-02"
+
+
+@pytest.mark.parametrize("value", [True, float("nan"), float("inf"), None, ["2"], {"a": 1}])
+def test_other_answers_are_refused(read, value):
+    with pytest.raises(ConfigError, match="FILE line 1: the answer must be text or a number, got"):
+        read({"prompt": "a", "answer": value})
+
+
+@pytest.mark.parametrize(
+    "prompt, complaint",
+    [
+        ([], "the prompt is empty"),
+        ([{**TURN, "content": " "}], "the prompt is empty"),
+        (["1 + 1 ="], "turn 1 of the prompt must have role and content, both text"),
+        ([TURN, {"role": "user"}], "turn 2 of the prompt must have role and content"),
+        ([{**TURN, "content": [{"type": "text"}]}], "turn 1 of the prompt must have role and"),
+        ([{**TURN, "content": "\ud83d"}], "turn 1 of the prompt has half a character"),
+        ([TURN, {"role": "assistant", "content": "2"}], "the last turn .* is the assistant's"),
+        ({"role": "user"}, "the prompt must be text or a list of turns"),
+    ],
+    ids=range(8),
+)
+def test_a_bad_chat_is_refused_with_its_line_and_turn(read, prompt, complaint):
+    with pytest.raises(ConfigError, match=rf"FILE line 2: {complaint}"):
+        read({"prompt": [TURN], "answer": "2"}, {"prompt": prompt, "answer": "2"})
+
+
+def test_several_turns_are_kept_in_their_order(read):
+    turns = [TURN, {"role": "assistant", "content": "2"}, {**TURN, "name": None}]
+    [question] = read({"messages": turns, "answer": "2"}).questions
+    assert question.turns == (TURN, turns[1], TURN)
+
+
+def test_bad_json_names_one_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "a" "answer": "1"}\n')
+    with pytest.raises(ConfigError) as caught:
+        read_file(path, "FILE")
+    assert re.findall(r"line \d+", str(caught.value)) == ["line 2"]
+    assert "Expecting ',' delimiter at column 16" in str(caught.value)
+
+
+def test_a_changed_file_is_found_and_a_missing_one_passed_over(tmp_path):
+    path = slime_lines(tmp_path / "a.jsonl", SUMS)
+    config = DataConfig(path=str(path), eval_path=str(tmp_path / "gone.jsonl"))
+    checksums = {"data.path": checksum_of(path), "data.eval_path": "0"}
+    assert changed_files(config, checksums) == []
+    path.write_text(path.read_text() + "\n")  # the same questions
+    assert changed_files(config, checksums) == [f"data.path={path}"]
+    assert changed_files(config, {}) == []

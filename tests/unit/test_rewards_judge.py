@@ -1,0 +1,194 @@
+"""A reward over HTTP, by real workers from a real server that fails in every way."""
+
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from qurl_megatron.config import RewardConfig
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rewards import Item, RewardPool, check_rewards
+from qurl_megatron.rewards.item import Unscored
+from qurl_megatron.rewards.judge import Judge
+from tests.rewards import answered, items, numbers, reward_server
+from tests.waiting import NEVER_S, wait_until
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("qurl_megatron.rewards.judge.LONGEST_PAUSE_S", 0.01)
+
+
+def judge(url: str, **options) -> Judge:
+    return Judge("reward", RewardConfig(url=url, **options))
+
+
+def test_workers_ask_in_batches_and_scores_come_back_in_order():
+    texts = [str(number) for number in range(10)]
+    with (
+        reward_server(numbers) as server,
+        RewardPool(RewardConfig(url=server.url, batch=3, workers=2)) as pool,
+    ):
+        grades = pool.grade(items(*texts))
+    assert grades.scores == [float(text) for text in texts]
+    assert max(map(len, server.asked)) <= 3
+    first = next(item for items in server.asked for item in items if item["response"] == "0")
+    assert first == {"prompt": "1 + 1 =", "response": "0", "answer": "2", "metadata": {}}
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_what_may_pass_is_asked_again(status):
+    with reward_server(answered(status), answered(status), numbers) as server:
+        assert judge(server.url, url_retries=2)(items("5", "6")) == [5.0, 6.0]
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (answered(401, b"no"), "answered 401"),
+        (answered(302), "answered 302"),
+        (answered(200, b"<html>"), "answered with something that is not JSON: "),
+        (answered(200, b"[" * 100_000), "answered with something that is not JSON: "),
+        (answered(200, b"[1.0, 2.0]"), "answered with no list of scores for 2 responses"),
+        (answered(200, b'{"scores": {"0": 1}}'), "answered with no list of scores for 2"),
+        (answered(200, b'{"scores": [1]}'), "answered with 1 scores for 2 responses"),
+        (answered(200, b" " * (1 << 23)), "answered with more than 4194304 bytes"),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_answer_is_not_asked_again(answer, said):
+    with reward_server(answer, numbers) as server:
+        first, second = judge(server.url)(items("5", "6"))
+    assert first == second and first.cause == "unanswered"
+    assert first.why.startswith(f"{server.url} {said}")
+    assert len(server.asked) == 1
+
+
+def test_a_response_may_have_no_score_beside_others_that_have():
+    content = json.dumps({"scores": [None, 0.5, float("nan"), "1"]}).encode()
+    with reward_server(answered(200, content)) as server:
+        found = judge(server.url)(items("a", "b", "c", "d"))
+    assert [one.cause if isinstance(one, Unscored) else one for one in found] == [
+        *("invalid", 0.5, "invalid", "invalid")
+    ]
+
+
+def test_a_server_that_is_down_is_named_after_the_retries():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    found = judge(f"http://127.0.0.1:{port}/a", url_retries=1)(items("1"))
+    assert found[0].cause == "unanswered"
+    assert found[0].why.startswith(f"http://127.0.0.1:{port}/a did not answer: ")
+
+
+def test_one_request_has_a_limit_for_all_of_it():
+    def silent(items):
+        time.sleep(NEVER_S)
+        raise AssertionError
+
+    with reward_server(silent, numbers) as server:
+        assert judge(server.url, timeout_s=2.0)(items("4")) == [4.0]
+        assert len(server.asked) >= 2
+
+
+def test_all_requests_have_one_deadline_and_what_has_a_score_keeps_it():
+    def silent(items):
+        time.sleep(NEVER_S)
+        raise AssertionError
+
+    def first_only(items):
+        return (numbers if items[0]["response"] == "3" else silent)(items)
+
+    with reward_server(first_only) as server:
+        config = RewardConfig(url=server.url, batch=1, url_deadline_s=3.0, timeout_s=NEVER_S)
+        with RewardPool(dataclasses.replace(config, failed=-2.0)) as pool:
+            grades = pool.grade(items("3", "4", "5"))
+    assert grades.scores == [3.0, -2.0, -2.0]
+    assert grades.tally.causes == {"unanswered": 2}
+    assert grades.tally.first["unanswered"] == f"{server.url} within reward.url_deadline_s=3"
+
+
+def test_who_leaves_does_not_wait_for_a_slow_server():
+    def silent(items):
+        time.sleep(NEVER_S)
+        raise AssertionError
+
+    config = RewardConfig(url_deadline_s=NEVER_S, timeout_s=NEVER_S, url="http://later")
+    with (
+        reward_server(silent) as server,
+        RewardPool(dataclasses.replace(config, url=server.url)) as pool,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        grading = threads.submit(pool.grade, items("1"))
+        wait_until(lambda: server.asked)
+        pool.leave()
+        with pytest.raises(RuntimeError, match="responses are no longer scored: the run ends"):
+            grading.result()
+
+
+def test_a_key_comes_from_the_environment_and_is_never_shown(monkeypatch, capfd):
+    config = RewardConfig(url="http://127.0.0.1:1/", key_env="A_KEY", url_retries=0)
+    with pytest.raises(
+        ConfigError, match="^reward.key_env=A_KEY: this environment variable is not"
+    ):
+        check_rewards(config)
+    monkeypatch.setenv("A_KEY", "s3cret\n")
+    with pytest.raises(
+        ConfigError, match="has characters no key has; set it to the key of reward.u"
+    ):
+        check_rewards(config)
+    monkeypatch.setenv("A_KEY", "s3cret")
+    with (
+        reward_server(numbers) as server,
+        RewardPool(dataclasses.replace(config, url=server.url)) as pool,
+    ):
+        assert pool.grade(items("1")).scores == [1.0]
+        worker = pool.pools["reward"]._workers[0]
+        assert not any("s3cret" in word for word in worker.process.args)
+    assert [headers["Authorization"] for headers in server.headers] == ["Bearer s3cret"]
+    assert "s3cret" not in repr(judge("http://127.0.0.1:1/", url_retries=0)(items("1")))
+    assert "s3cret" not in "".join(capfd.readouterr())
+
+
+def test_without_a_key_none_is_sent(monkeypatch):
+    monkeypatch.setenv("QURL_API_KEY", "of the engines")
+    with reward_server(numbers) as server:
+        judge(server.url)([Item("p", "1", "a", {"level": 3})])
+    assert "Authorization" not in server.headers[0]
+    assert server.asked[0][0]["metadata"] == {"level": 3}
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl to make a certificate")
+def test_certificates_are_checked(tmp_path, monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *(
+                "-nodes",
+                "-days",
+                "2",
+                "-subj",
+                "/CN=judge",
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
+            ),
+            *("-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    with reward_server(numbers, tls=tmp_path) as server:
+        assert server.url.startswith("https://")
+        (unknown,) = judge(server.url, url_retries=0)(items("1"))
+        assert "certificate" in unknown.why.lower()
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        assert judge(server.url, url_retries=0)(items("1")) == [1.0]
+    assert len(server.asked) == 1

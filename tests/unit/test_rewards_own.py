@@ -1,0 +1,232 @@
+"""Functions of the user's own: found or refused in one sentence, called, and never believed."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from qurl_megatron.config import RewardConfig
+from qurl_megatron.config.sections import MixedReward
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rewards import Item, RewardPool, check_rewards
+from qurl_megatron.rewards.functions import call, find_function
+from qurl_megatron.rewards.item import Unscored, as_score, unscored
+from tests.rewards import items, write_functions
+from tests.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    return write_functions(tmp_path_factory.mktemp("own"))
+
+
+@pytest.fixture(scope="module")
+def pool(own):
+    config = RewardConfig(function=f"{own}:score", workers=2, timeout_s=5.0, failed=-1.0)
+    with RewardPool(config) as pool:
+        yield pool
+
+
+def test_a_function_of_a_file_gets_the_four_fields_by_name(own):
+    found = find_function("reward.function", f"{own}:echo")
+    assert call(found, [Item("1", "2", "3", {"a": 1})], batched=False) == [1231.0]
+
+
+def test_a_file_finds_modules_beside_it_but_they_hide_none_that_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (tmp_path / "own_units.py").write_text("KILO = 1000\n")
+    (tmp_path / "colorsys.py").write_text("raise AssertionError\n")
+    (tmp_path / "near.py").write_text(
+        "import colorsys, math, own_units\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Found:\n    value: 'float'\n"
+        "def score(**fields):\n    return math.floor(Found(1.5).value) * own_units.KILO\n"
+    )
+    assert call(find_function("k", f"{tmp_path}/near.py:score"), items("a"), batched=False) == [1e3]
+
+
+def test_gaps_of_a_table_are_null_in_json():
+    gaps = {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}
+    line = Item("p", "r", "a", gaps).line
+    assert json.loads(line)[3] == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+
+
+def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypatch):
+    monkeypatch.syspath_prepend(own.parent)
+    assert call(find_function("k", "own:sums"), items("1", "2"), batched=True) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "nowhere:score",
+            r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; me",
+        ),
+        ("none.py:score", r"none.py does not exist; the path is relative to the recipe's folder"),
+        ("broken.py:score", r"cannot be imported: ZeroDivisionError: .* \(broken.py, line 2\); me"),
+        ("leaves.py:score", r"cannot be imported: SystemExit: 3 \(leaves.py, line 1\); me"),
+        (
+            "opens.py:score",
+            r"cannot be imported: FileNotFoundError: .*'weights.bin' \(opens.py, li",
+        ),
+        ("own.py:scor", r"own.py has no scor; did you mean score\?"),
+        ("own.py:xyz", r"own.py has no xyz; it has score, lengths, sums"),
+        ("own.py:number", r"is of type int and cannot be called; name a function"),
+        ("own.py:later", r"is an async function; name one that returns its score"),
+        (
+            "own.py:two",
+            r"cannot be called as two\(prompt=.*: got an unexpected keyword .*'prompt'; ",
+        ),
+    ],
+)
+def test_a_name_that_leads_to_no_reward_is_one_sentence(name, said, own):
+    folder = own.parent
+    (folder / "broken.py").write_text("one = 1\none / 0\n")
+    (folder / "leaves.py").write_text("raise SystemExit(3)\n")
+    (folder / "opens.py").write_text("open('weights.bin')\n")
+    target = name if name == "nowhere:score" else f"{folder}/{name}"
+    with pytest.raises(ConfigError) as error:
+        find_function("reward.function", target)
+    assert re.search(said, str(error.value)), error.value
+    assert str(error.value).startswith(f"reward.function={target}")
+    assert "\n" not in str(error.value)
+
+
+def test_the_start_of_a_run_refuses_what_a_worker_cannot_import(own):
+    with pytest.raises(
+        ConfigError, match=r"^reward.function=\S+own.py:xyz: \S+ has no xyz; it has"
+    ):
+        check_rewards(RewardConfig(function=f"{own}:xyz"))
+    mix = {"style": MixedReward(function="nowhere:score")}
+    with pytest.raises(ConfigError, match="^reward.mix.style.function=nowhere:score cannot be imp"):
+        check_rewards(RewardConfig(mix=mix))
+    check_rewards(RewardConfig(function=f"{own}:score"))
+
+
+class Odd:
+    def __float__(self):
+        raise KeyError("odd")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1, 1.0), (True, 1.0), (-0.5, -0.5), (1e6, 1e6)]
+    + [(value, None) for value in (math.nan, math.inf, -math.inf, 1e7, 10**400, None, "0.5", b"1")]
+    + [(value, None) for value in ([1.0], 1j, {"score": 1})]
+    + [pytest.param(Odd(), None, id="odd")],
+    ids=repr,
+)
+def test_only_finite_numbers_are_scores(value, expected):
+    found = as_score(value)
+    assert found == expected if expected is not None else found.cause == "invalid"
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    assert as_score(np.float32(0.25)) == as_score(np.array(0.25)) == 0.25
+    assert as_score(np.array(math.nan)).cause == as_score(np.ones(2)).cause == "invalid"
+
+
+def test_a_reason_fits_on_a_line_and_does_nothing_to_a_terminal():
+    assert unscored("exceptions", "a\n  b\x1b[2J\x07c").why == "a b?[2J?c"
+    assert len(unscored("exceptions", "x" * 10_000).why) == 300
+
+
+def test_each_way_to_fail_has_its_cause_and_costs_no_other_response_its_score(pool):
+    ways = ("raise", "exit", "die", "hang", "nan", "inf", "none", "text", "huge")
+    grades = pool.grade(items("0.25", *ways, "true", "stdin", "7"))
+    assert grades.scores == [0.25] + [-1.0] * 9 + [1.0, 0.0, 7.0]
+    tally = grades.tally
+    assert (tally.responses, tally.failed) == (13, 9)
+    assert tally.causes == {"exceptions": 2, "crashes": 1, "timeouts": 1, "invalid": 5}
+    assert tally.first["exceptions"] == "ValueError: no unit in this response (own.py, line 7)"
+    assert "2 raised (ValueError: no unit in this" in tally.said()
+    metrics = {name: metric.value for name, metric in tally.metrics().items()}
+    assert metrics["reward/failed_fraction"] == 9 / 13
+    assert (metrics["reward/timeouts"], metrics["reward/unanswered"]) == (1, 0)
+
+
+def test_memory_beyond_the_limit_is_an_exception(own):
+    config = RewardConfig(function=f"{own}:score", memory_gb=0.75)
+    with RewardPool(config) as pool:
+        grades = pool.grade(items("memory", "2"))
+    assert grades.scores == [0.0, 2.0]
+    assert grades.tally.first["exceptions"].startswith("MemoryError")
+
+
+def test_what_a_function_started_ends_with_its_worker(pool, tmp_path):
+    marked = Item("", "children", str(tmp_path), {})
+    assert pool.grade([marked]).tally.causes == {"timeouts": 1}
+
+    def started() -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline"])
+        return [one for one in found if str(tmp_path) in (one.info["cmdline"] or [])]
+
+    wait_until(lambda: not started())
+
+
+def test_a_function_is_called_with_lists_where_the_recipe_says_so(own):
+    texts = [str(i) for i in range(20)]
+    with RewardPool(RewardConfig(function=f"{own}:sums", batched=True, batch=8)) as pool:
+        assert pool.grade(items(*texts)).scores == [float(text) for text in texts]
+
+
+def test_one_response_does_not_spoil_the_others_of_its_call(own):
+    config = RewardConfig(function=f"{own}:lengths", timeout_s=4.0, batch=2)
+    texts = ["1", "22", "hang", "333", "die", "4444", "raise", "55555", "1234567"]
+    with RewardPool(config) as pool:
+        grades = pool.grade(items(*texts))
+        together = pool.grade(items("1", "22", "333")).scores
+    assert [int(score) for score in grades.scores] == [1, 2, 0, 3, 0, 4, 0, 5, 7]
+    assert grades.tally.causes == {"timeouts": 1, "crashes": 1, "exceptions": 1}
+    assert together == pytest.approx([1.02, 2.02, 3.01])  # two calls
+
+
+def test_too_few_values_are_no_scores(own):
+    found = call(find_function("k", f"{own}:short"), items("a", "b", "c"), batched=True)
+    assert found == [1.0, 1.0, 1.0]  # alone, each has the one value that comes
+    found = call(lambda **fields: [], items("a"), batched=True)
+    assert found == [Unscored("invalid", "0 scores for 1 responses")]
+    found = call(lambda **fields: None, items("a"), batched=True)
+    assert found[0].cause == "exceptions" and found[0].why.startswith("TypeError")
+
+
+def test_a_mix_adds_up_what_each_gave_times_its_weight(own):
+    mix = {
+        "right": MixedReward(kind="exact", weight=2.0),
+        "own": MixedReward(function=f"{own}:score", weight=-0.5),
+    }
+    with RewardPool(RewardConfig(mix=mix, failed=3.0)) as pool:
+        grades = pool.grade(items("2", "nan", "4"))
+    assert grades.scores == [2.0 - 1.0, 0.0 - 1.5, 0.0 - 2.0]
+    metrics = {name: metric.value for name, metric in grades.tally.metrics().items()}
+    assert metrics["reward/mix/right"] == 1 / 3
+    assert metrics["reward/mix/own"] == (2 + 3 + 4) / 3
+    assert grades.tally.first == {"invalid": "reward.mix.own: nan"}
+
+
+def test_a_run_that_is_to_stop_is_told_why(own):
+    with (
+        RewardPool(RewardConfig(function=f"{own}:score", on_failure="stop")) as pool,
+        pytest.raises(ConfigError) as error,
+    ):
+        assert pool.grade(items("1")).scores == [1.0]
+        pool.grade(items("1", "raise"))
+    assert str(error.value) == (
+        "1 of 2 responses could not be scored: 1 raised (ValueError: no unit in this response "
+        "(own.py, line 7)); mend the reward, or set reward.on_failure=score to give such responses "
+        "reward.failed"
+    )
+
+
+def test_workers_of_functions_import_no_torch(pool):
+    pool.grade(items("1"))
+    for worker in pool.pools["reward"]._workers:
+        maps = Path(f"/proc/{worker.process.pid}/maps").read_text()
+        assert "torch" not in maps and "numpy" not in maps
+    assert sys.executable in worker.process.args

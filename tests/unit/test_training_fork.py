@@ -1,0 +1,192 @@
+"""A fork begins with what another run has learnt, and leaves that run as it is."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from qurl_megatron.config import load
+from qurl_megatron.data.rows import checksum_of
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.sinks import JsonlSink
+from qurl_megatron.observe.timeline import Timeline, read_timeline
+from qurl_megatron.training import fork as forking
+from qurl_megatron.training.fork import FORK, fork
+from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
+from qurl_megatron.weights.sums import damaged, read_record, write_record
+from tests.unit.test_damaged_files import RECIPE_TEXT
+
+STATE = TrainState(
+    step=3, cursor={"epoch": 1}, accuracy_before=0.1, accuracy=0.2, guard={"kl_above": 2}
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE_TEXT)
+    return lambda *overrides: load(path, [f"train.run_dir={tmp_path / 'new'}", *overrides])
+
+
+@pytest.fixture
+def source(tmp_path, recipe):
+    """A run of three steps, with logs of a fourth that no checkpoint has."""
+    run = tmp_path / "old"
+    claim(run, recipe(f"train.run_dir={run}")).close()
+    folder = run / "checkpoints/step_000003"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner/weights.distcp").write_bytes(b"weights")
+    STATE.write(folder)
+    write_record(folder, {})
+    metrics, timeline = JsonlSink(run / "metrics.jsonl"), Timeline(run / "timeline.jsonl")
+    for step in (1, 2, 3, 4):
+        metrics.write(step, {"reward/mean": 0.5})
+        timeline.event("guard", "warning: x", step)
+    metrics.close()
+    timeline.close()
+    return run
+
+
+def contents(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
+    source, recipe, capsys
+):
+    before = contents(source)
+    config = recipe("algo.objective=tis", "optimizer.lr=1e-3")
+    fork(source, config)
+    new = source.parent / "new"
+    newest = latest(new)
+    assert newest.name == "step_000003" and recipe_of(new) == config
+    record = read_record(newest)
+    assert (newest / "inner/weights.distcp").read_bytes() == b"weights"
+    assert (
+        damaged(newest, record, record) is None
+        and record.keys() == read_record(latest(source)).keys()
+    )
+    state = TrainState.read(newest)
+    assert state == TrainState(3, {"epoch": 1}, 0.1, 0.2)  # the guard counts anew
+    told = (
+        f"goes on from step 3 of {source}, with optimizer.lr 1e-06 -> 0.001, "
+        "algo.objective acr -> tis"
+    )
+    assert capsys.readouterr().out == f"{new} {told}\n"
+    assert json.loads((new / FORK).read_text())["step"] == 3
+    events = read_timeline(new / "timeline.jsonl")
+    assert [span.step for span in events] == [1, 2, 3, 3]
+    assert (events[-1].lane, events[-1].name) == ("run", f"fork: {told}")
+    assert (new / "metrics.jsonl").read_text() == (source / "metrics.jsonl").read_text()
+    assert contents(source) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("data.task_size=99", (False, False)),
+        ("train.seed=5", (False, True)),
+        ("data.prompts_per_step=16", (True, False)),
+        ("rollout.temperature=0.5", (True, True)),
+    ],
+)
+def test_prompts_begin_anew_where_they_are_others_and_so_do_accuracies(
+    source, recipe, override, kept
+):
+    fork(source, recipe(override))
+    state = TrainState.read(latest(source.parent / "new"))
+    assert (state.cursor is not None, state.accuracy is not None) == kept
+
+
+def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_path):
+    """A run refuses to go on then, and a fork of it begins."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}')
+    files = {"data.path": checksum_of(path)}
+    folder = latest(source)
+    replace(STATE, cursor={"epoch": 1, "files": files}).write(folder)
+    (source / "config.toml").unlink()
+    claim(source, recipe(f"train.run_dir={source}", f"data.path={path}", "data.task=")).close()
+    path.write_text('{"prompt": "b", "answer": "2"}')
+    fork(source, recipe(f"data.path={path}", "data.task="))
+    state = TrainState.read(latest(tmp_path / "new"))
+    assert (state.cursor, state.accuracy) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"), [("optimizer.lr=1e-4", True), ("algo.reference_every=2", False)]
+)
+def test_a_reference_that_has_moved_goes_along_unless_another_is_asked_for(
+    source, recipe, override, kept
+):
+    moved = latest(source) / REFERENCE / "inner.distcp"
+    moved.parent.mkdir()
+    moved.write_bytes(b"reference")
+    fork(source, recipe(override, *([] if kept else ["algo.kl_coef=0.1"])))
+    newest = latest(source.parent / "new")
+    assert (newest / REFERENCE / "inner.distcp").exists() == kept
+    assert (f"{REFERENCE}/inner.distcp" in read_record(newest)) == kept
+    record = read_record(newest)
+    assert damaged(newest, record, record) is None
+
+
+def test_another_scheme_ends_what_the_guard_fell_back_to():
+    fallen = TrainState(step=3, unquantized_since=2, notice="rollouts are unquantized")
+    config = forking.Change("quant.scheme", "int8", "fp8", "fork")
+    assert forking.forked(fallen, [config]) == TrainState(step=3)
+    assert forking.forked(fallen, []) == fallen
+
+
+def test_asked_for_again_a_fork_goes_on(source, recipe, capsys):
+    fork(source, recipe())
+    before = contents(source.parent / "new")
+    fork(source, recipe())
+    assert contents(source.parent / "new") == before
+    assert "is a fork of" in capsys.readouterr().out
+
+
+def test_a_fork_that_was_cut_off_is_made_again(source, recipe, monkeypatch):
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forking, "write_record", cut)
+    with pytest.raises(KeyboardInterrupt):
+        fork(source, recipe())
+    monkeypatch.undo()
+    assert latest(source.parent / "new") is None
+    fork(source, recipe("train.seed=4"))
+    assert recipe_of(source.parent / "new").train.seed == 4
+    assert len(read_timeline(source.parent / "new/timeline.jsonl")) == 4  # one event, not two
+
+
+def test_what_cannot_be_forked_is_one_sentence_and_leaves_no_folder(source, recipe, tmp_path):
+    for config, run, message in (
+        (recipe("quant.uaq_scale=1.0"), source, r"quant.uaq_scale: 1.5 there, 1.0 here.*no --fork"),
+        (recipe("train.steps=3"), source, "has done 3 steps, and train.steps=3 leaves none"),
+        (recipe("algo.minibatches=4", "optimizer.schedule=linear"), source, "set optimizer.decay_"),
+        (recipe(), tmp_path / "none", "none has no checkpoint to begin with; set train.run_dir"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fork(run, config)
+        assert not (tmp_path / "new").exists()
+
+
+def test_the_folder_of_another_run_is_refused(source, recipe, tmp_path):
+    shutil.copytree(source, tmp_path / "new")
+    with pytest.raises(
+        ConfigError, match="new holds a run that is not a fork of .*old; name a new"
+    ):
+        fork(source, recipe())
+    with pytest.raises(ConfigError, match="old holds a run that is not a fork of"):
+        fork(source, recipe(f"train.run_dir={source}"))
+
+
+def test_files_are_copied_where_they_cannot_be_linked(source, recipe, monkeypatch):
+    def refuse(*_):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(forking.os, "link", refuse)
+    fork(source, recipe())
+    weights = latest(source.parent / "new") / "inner/weights.distcp"
+    assert weights.read_bytes() == b"weights" and weights.stat().st_nlink == 1
