@@ -371,10 +371,13 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
         self.sums: dict[str, FileSum] = {}  # of the files this rank has written, by name
         self.failure: Exception | None = None
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, **strategy: Any
+    ) -> AsyncRequest:
         # Megatron would start a process that serves such a queue to writers in other processes.
         filesystem_async._results_queue = queue.Queue()
-        request = super().async_save(sharded_state_dict, checkpoint_dir)
+        # Megatron-Core 0.19 says which of its two ways it wants, its own; before there was one.
+        request = super().async_save(sharded_state_dict, checkpoint_dir, **strategy)
         if request.async_fn is None:  # nothing to write on this rank
             return request
         transforms, *_ = request.async_fn.args

@@ -128,8 +128,10 @@ def test_padding_of_any_width_gets_no_gradient(block, device):
         padded = torch.cat([logits, torch.full((TOKENS, padding), 1e4, device=device)], dim=1)
         *values, gradient = computed(padded, targets, vocab_size=101)
         *expected, expected_gradient = computed(logits, targets)
-        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
-        assert torch.equal(gradient[:, :101], expected_gradient) and not gradient[:, 101:].any()
+        # Rows that begin elsewhere are loaded otherwise on a GPU, and summed up in another order.
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient[:, :101], expected_gradient, rtol=1e-5, atol=1e-6)
+        assert not gradient[:, 101:].any()
 
 
 def test_the_kernels_are_what_runs_unless_they_are_switched_off(device, monkeypatch):
