@@ -200,7 +200,8 @@ def bounds(
     least = decode_step(decode_rank(arch, kind, 1, itemsize), machine, ALL_OF_IT, batch, context)
     rank = engine_rank(arch, kind, 1, itemsize, machine)
     expected = decode_step(rank, machine, constants_of(machine, kind), batch, context)
-    products = "INT8 products" if scheme == "int8" else f"{wide.upper()} products"
+    units = scheme == "int8" or f"{scheme}_gflop_s" in limits(device)
+    products = f"{(scheme if units else wide).upper()} products"
     return (
         batch / sum(least.values()),
         products if least[COMPUTE] else "bytes read",

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ HARDWARE = ("cpu", "cores", "instructions", "gpus")
 
 SIZE = 1024  # of the square products that are timed
 READ_MIB = 256  # more than caches hold
+ON_A_GPU = 8  # times as much of both: less does not keep all of its units at work
 TIMES = 5  # the fastest counts
 
 
@@ -148,29 +149,37 @@ def measured_limits(device: str) -> dict[str, float]:
     and GFLOP/s (for INT8 10^9 operations per second) of products. A second on two cores.
 
     Returns:
-        ``read_gb_s``, ``int8_gop_s``, ``bf16_gflop_s``, ``fp32_gflop_s``.
+        ``read_gb_s``, ``int8_gop_s``, ``bf16_gflop_s``, ``fp32_gflop_s``; also ``fp8_gflop_s`` on
+        GPUs with units for it.
     """
     import torch
 
+    size = SIZE if device == "cpu" else SIZE * ON_A_GPU
+    kinds = {
+        "int8_gop_s": (torch.int8, torch._int_mm),
+        "bf16_gflop_s": (torch.bfloat16, torch.mm),
+        "fp32_gflop_s": (torch.float32, torch.mm),
+    }
     with torch.inference_mode():
+        if device != "cpu" and torch.cuda.get_device_capability(device) >= (8, 9):
+            one = torch.ones((), device=device)
+            product = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            kinds["fp8_gflop_s"] = torch.float8_e4m3fn, product
         found = {"read_gb_s": _read_gb_s(torch.device(device))}
-        for name, kind in (
-            ("int8_gop_s", torch.int8),
-            ("bf16_gflop_s", torch.bfloat16),
-            ("fp32_gflop_s", torch.float32),
-        ):
-            a = torch.ones(SIZE, SIZE, device=device).to(kind)
-            b = torch.ones(SIZE, SIZE, device=device).to(kind).t()  # as weights lie: [out, in]
-            multiply = torch._int_mm if kind == torch.int8 else torch.mm
-            seconds = fastest(lambda a=a, b=b, multiply=multiply: multiply(a, b), device)
-            found[name] = _digits(2 * SIZE**3 / 1e9 / seconds)
+        for name, (kind, multiply) in kinds.items():
+            # Not of ones or zeros, with which chips draw less power and run faster.
+            a, b = (torch.randint(-100, 100, (size, size), device=device).to(kind) for _ in "ab")
+            # The second as weights lie: [out, in].
+            seconds = fastest(lambda a=a, b=b, multiply=multiply: multiply(a, b.t()), device)
+            found[name] = _digits(2 * size**3 / 1e9 / seconds)
     return found
 
 
 def _read_gb_s(device) -> float:
     import torch
 
-    data = torch.ones(READ_MIB << 18, device=device).view(-1, 4096)  # float32
+    mib = READ_MIB if device.type == "cpu" else READ_MIB * ON_A_GPU
+    data = torch.ones(mib << 18, device=device).view(-1, 4096)  # float32
     vector = torch.ones(4096, device=device)
     # A product with a vector reads every number once, and so does a sum.
     ways = (lambda: torch.mv(data, vector), lambda: data.sum())

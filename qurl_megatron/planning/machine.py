@@ -30,7 +30,7 @@ def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
     return Gpu(
         gib=psutil.virtual_memory().total / 2**30,
         # Without units for FP8 its products are those of the wider format.
-        flops={"none": plain, "fp8": plain, **codes},
+        flops={"none": plain, "fp8": 1e9 * limits.get("fp8_gflop_s", plain / 1e9), **codes},
         hbm=1e9 * limits["read_gb_s"],
         nvlink=LOOPBACK,
         network=LOOPBACK,
