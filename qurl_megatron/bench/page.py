@@ -89,6 +89,7 @@ def part_of(record: Record) -> Part:
     environment = record.environment
     facts = [
         record.started,
+        *(gpu["name"] for gpu in environment.get("gpus", [])),
         f"{environment.get('cores')} cores, {', '.join(environment.get('instructions', []))}",
         f"commit {environment.get('commit')}",
         *beside(environment),

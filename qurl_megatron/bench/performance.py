@@ -96,6 +96,7 @@ def _section(path: Path, record: Record, *, alone: bool) -> str:
     title = BENCHMARKS[record.benchmark].help + ("" if alone else f": {path.stem}")
     facts = [
         f"`{record.command}`",
+        *(gpu["name"] for gpu in environment.get("gpus", [])),
         f"{environment['cpu']}, {environment['cores']} cores",
         *([", ".join(found)] if (found := environment.get("instructions")) else []),
         *beside(environment),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-NEEDED = 4  # GPUs: two for ranks, two for engines
+NEEDED = 4  # GPUs: two for ranks, two for engines; a test marked gpus(n) needs n
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,18 +20,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reason = _missing(config.getoption("--engines"))
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.gpu)
-            if reason:
+            gpus = item.get_closest_marker("gpus")
+            needed = gpus.args[0] if gpus else NEEDED
+            if reason := _missing(config.getoption("--engines"), needed):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _missing(engines: str) -> str:
-    """Why the runs cannot be made here; "" where they can."""
-    if torch.cuda.device_count() < NEEDED:
-        return f"{torch.cuda.device_count()} GPUs are visible, and {NEEDED} are needed"
+def _missing(engines: str, needed: int) -> str:
+    """Why a run cannot be made here; "" where it can."""
+    if torch.cuda.device_count() < needed:
+        return f"{torch.cuda.device_count()} GPUs are visible, and {needed} are needed"
     given = os.environ.get("SGLANG_PYTHON") or importlib.util.find_spec("sglang")
     if engines == "sglang" and not given:
         return "SGLang is not installed here; name the Python that has it in SGLANG_PYTHON"

@@ -101,6 +101,18 @@ def test_runs_keep_both_policies_close(recipe, engine_options, options):
     assert_close_policies(run_dir)
 
 
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
+def test_an_engine_and_the_trainer_share_the_only_gpu(recipe, engine_options, scheme):
+    options = ["rollout.engines=1", "parallel.tensor=1", f"quant.scheme={scheme}"]
+    if "rollout.backend=sglang" in engine_options:
+        options += ["rollout.colocate=true", "rollout.engine_first_gpu=0", "sync.transport=memory"]
+    run_dir = recipe.parent / f"only-{scheme}"
+    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert_close_policies(run_dir)
+
+
 def test_engines_on_the_ranks_gpus_give_their_memory_back_while_it_trains_and_saves(
     recipe, engine_options
 ):
