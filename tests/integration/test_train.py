@@ -117,8 +117,10 @@ def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted
 
 
 def test_started_again_a_finished_run_says_so(recipe, uninterrupted):
-    again = qurl("train", recipe, "parallel.tensor=2", f"train.run_dir={uninterrupted}")
+    command = ("train", recipe, "parallel.tensor=2", f"train.run_dir={uninterrupted}")
+    again = qurl(*command, "optimizer.lr=1e-3")
     assert again.returncode == 0 and "has all 4 steps" in again.stdout
+    assert "not used, as no step was left to do: optimizer.lr 0.0001 -> 0.001" in again.stdout
 
 
 def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
@@ -317,7 +319,7 @@ def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
         "train", recipe, "quant.scheme=fp8", "train.steps=9", f"train.run_dir={uninterrupted}"
     )
     assert done.returncode == 2
-    assert "holds another run (quant.scheme: int8 there, fp8 here)" in done.stderr
+    assert "holds another run (quant.scheme int8 -> fp8); undo that" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -326,6 +328,7 @@ def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_o
 ):
     new = recipe.parent / "fork"
     changes = ("train.seed=7", "optimizer.lr=1e-5", "train.steps=5", "rollout.engines=1")
+    changes += ("reward.kind=last_number",)  # with which other answers are right
     done = qurl("train", recipe, f"train.run_dir={uninterrupted}", "--fork", new, *changes)
     assert done.returncode == 0, done.stderr
     told = f"goes on from step 4 of {uninterrupted}, with "
@@ -335,6 +338,8 @@ def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_o
     assert {step: seen[step] for step in range(4)} == {step: before[step] for step in range(4)}
     assert (seen[4]["optimizer/lr"], seen[5]["optimizer/lr"]) == (1e-4, 1e-5)
     assert seen[5]["optimizer/grad_norm"] > 0
+    assert seen[5]["eval/measured_since"] == seen[5]["reward/measured_since"] == 4
+    assert "step 5 done\n" in done.stdout  # and no accuracy that was measured otherwise
 
 
 @pytest.mark.parametrize(
