@@ -97,10 +97,13 @@ class TrainState:
         Args:
             right_or_wrong: each held-out score is 1 or 0.
         """
-        text = f"step {self.step} done"
-        if self.accuracy is None or self.accuracy_before is None:
+        text, before, now = f"step {self.step} done", self.accuracy_before, self.accuracy
+        if now is None:
             return text
-        before, now = self.accuracy_before, self.accuracy
+        if before is None:
+            now = f"accuracy {now:.1%}" if right_or_wrong else f"reward {now:.3f}"
+            since = self.measured_since.get("eval", 0)
+            return f"{text}; held-out {now}, measured like this since step {since} alone"
         if not right_or_wrong:
             return f"{text}; held-out reward {before:.3f} before, {now:.3f} after"
         points = 100 * (now - before)

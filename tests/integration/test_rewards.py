@@ -65,7 +65,9 @@ def test_a_run_trains_on_what_has_a_score_and_counts_the_rest(trained):
     assert (
         trained.stdout().count("*** reward") == 1
     )  # evaluations fail as well, and say nothing new
-    assert "raised (reward.mix.own: ValueError: a third of them (own.py, line 5))" in trained.stdout()
+    assert (
+        "raised (reward.mix.own: ValueError: a third of them (own.py, line 5))" in trained.stdout()
+    )
 
 
 def test_a_mean_of_scores_is_not_called_an_accuracy(trained):

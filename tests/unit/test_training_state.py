@@ -313,6 +313,12 @@ def test_a_mean_score_is_called_an_accuracy_where_scores_are_right_or_wrong_alon
     assert state.summary(right_or_wrong=False) == (
         "step 2 done; held-out reward 0.250 before, 1.500 after"
     )
+    state = replace(state, accuracy_before=None, measured_since={"eval": 1})
+    said = [state.summary(right_or_wrong=one) for one in (True, False)]
+    alone = ", measured like this since step 1 alone"
+    assert said == [
+        f"step 2 done; held-out {what}{alone}" for what in ("accuracy 150.0%", "reward 1.500")
+    ]
 
 
 def test_a_missing_model_is_to_be_fetched_and_only_a_small_one_is_made(config, tmp_path):
