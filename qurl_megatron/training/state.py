@@ -234,8 +234,9 @@ def relatives(run_dir: Path) -> list[Path]:
 
 
 def _recipe_name(run_dir: Path) -> str:
-    """The part of a run folder's name before what its overrides added; once that was a comma."""
-    return re.split(f"{VARIANT}|,", run_dir.name)[0]
+    """The part of a run folder's name before its overrides, also of ``run,quant.scheme=fp8``, as
+    folders were named before."""
+    return re.split(rf"{VARIANT}|,(?=\w+\.\w+=)", run_dir.name)[0]
 
 
 def recipe_of(run_dir: Path) -> RunConfig:

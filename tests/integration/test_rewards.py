@@ -70,6 +70,15 @@ def test_a_run_trains_on_what_has_a_score_and_counts_the_rest(trained):
     )
 
 
+def test_a_model_that_is_made_on_the_spot_is_told_from_one_that_was_meant(trained, tiny):
+    first, _, _ = trained.stdout().partition("\n")
+    assert first == (
+        f"model.path={tiny.parent}/model does not exist, and warmstart.steps=10 asks for a small "
+        "model of random weights to be made there and fitted to the answers of chain_sum; if you "
+        "meant a model of your own, stop this and correct model.path"
+    )
+
+
 def test_a_mean_of_scores_is_not_called_an_accuracy(trained):
     """Nor is it a percentage; and the rewards of a mix are told apart, as in training."""
     text = (trained.dir / "metrics.jsonl").read_text()

@@ -225,6 +225,8 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
         done.stdout,
     )
     assert f"resuming {run_dir} after step 2\n" in done.stdout
+    assert "settings changed: train.steps 4 -> 5" in done.stdout
+    assert "\nsteps = 5\n" in (run_dir / "config.toml").read_text()  # since it has a checkpoint
     assert "metrics.jsonl ends with step 1: step 2 is in the checkpoint, but missing" in done.stdout
     seen, expected = metrics(run_dir), metrics(uninterrupted)
     assert list(seen) == [0, 1, 3, 4, 5] and seen[3] == expected[3]
