@@ -1,7 +1,10 @@
 """From a TOML file and ``section.key=value`` overrides to one checked ``RunConfig``."""
 
+import copy
 import dataclasses
+import hashlib
 import json
+import re
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -13,6 +16,9 @@ from qurl_megatron.config import sections
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
+
+VARIANT = "--"  # stands before each override in the name of a run's folder
+LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +247,7 @@ def load(
     config = dataclasses.replace(config, reward=config.reward.beside(path.parent))
     if config.train.run_dir:
         return config
-    default = _default_run_dir(path, overrides if named_by is None else named_by)
+    default = _default_run_dir(path, given if named_by is None else map(_parse, named_by))
     train = dataclasses.replace(config.train, run_dir=default)
     return dataclasses.replace(config, train=train)
 
@@ -290,17 +296,34 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines)
 
 
-def _default_run_dir(recipe: Path, overrides: typing.Sequence[str]) -> str:
-    """runs/quickstart for the recipe as it is, runs/quickstart,quant.scheme=fp8 for a variant."""
-    ignored = ("train.steps", "train.run_dir", "checkpoint.", "sync.")
-    variant = sorted(o.strip() for o in overrides if not o.strip().startswith(ignored))
-    return "runs/" + ",".join([recipe.stem, *variant]).replace("/", "_")
+def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> str:
+    """runs/quickstart for the recipe as it is, runs/quickstart--quant.scheme-fp8 for a variant.
+
+    Settings with which a run computes the same are in no name; layouts are, to be compared.
+    """
+    known = {f.name: f.type for f in dataclasses.fields(RunConfig)}
+    variant = {}  # the last of several for a key counts
+    for key, value in given:
+        section, name = key.split(".")[:2]
+        if section == "parallel" or sections.rules_of(known[section])[name] != "free":
+            variant[key] = f"{value:.12g}" if type(value) is float else _toml_value(value)
+    parts = [f"{key}-{_in_a_name(value)}" for key, value in sorted(variant.items())]
+    name = VARIANT.join([recipe.stem, *parts])
+    if len(name) > LONGEST_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: LONGEST_NAME - 9]}-{digest}"
+    return f"runs/{name}"
+
+
+def _in_a_name(value: str) -> str:
+    """Letters, digits, dots, dashes and underscores alone; others become one underscore."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", value).strip("_")
 
 
 def _parse(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not (equals and dot and section and name):
+    names = key.strip().split(".")
+    if not (equals and len(names) > 1 and all(names)):
         raise ConfigError(
             f"override {override!r} must look like section.key=value, e.g. quant.scheme=fp8"
         )
@@ -312,13 +335,17 @@ def _parse(override: str) -> tuple[str, Any]:
 
 
 def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> None:
-    """Put one ``section.key`` in; without ``over`` only where there is nothing yet."""
-    section, _, name = key.partition(".")
-    table = tables.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{section} must be a table [{section}], got {table!r}")
+    """Put one ``section.key``, or a key of tables in it, in; without ``over`` only where there is
+    nothing yet."""
+    *path, name = key.split(".")
+    table = tables
+    for depth, inner in enumerate(path, start=1):
+        table = table.setdefault(inner, {})
+        if not isinstance(table, dict):
+            where = ".".join(path[:depth])
+            raise ConfigError(f"{where} is not a table, so there is no {key}; it is {table!r}")
     if over or name not in table:
-        table[name] = value
+        table[name] = copy.deepcopy(value)  # another override may reach into it
 
 
 def _preset(tables: dict[str, Any]) -> dict[str, Any]:
@@ -362,7 +389,8 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
-            raise ConfigError(f"{key} must be one of {', '.join(map(str, choices))}, got {value!r}")
+            named = ", ".join(str(choice) for choice in choices if choice != "")
+            raise ConfigError(f"{key} must be one of {named}, got {value!r}")
         return value
     if typing.get_origin(hint) is tuple:
         (item, _) = typing.get_args(hint)

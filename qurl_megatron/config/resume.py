@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from qurl_megatron.config.load import RunConfig
-from qurl_megatron.config.sections import OnResume
+from qurl_megatron.config.sections import MixedReward, OnResume, rules_of
 
 RULES: tuple[OnResume, ...] = ("free", "change", "fork", "never")
 
@@ -19,11 +19,6 @@ class Change:
     rule: OnResume
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.before)} there, {_shown(self.now)} here"
-
-    @property
-    def told(self) -> str:
-        """As an event of the run."""
         return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
 
 
@@ -36,10 +31,10 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     found = []
     for section in fields(RunConfig):
         old, new = getattr(before, section.name), getattr(now, section.name)
-        for f in fields(old):
-            key, a, b = f"{section.name}.{f.name}", getattr(old, f.name), getattr(new, f.name)
+        for name, marked in rules_of(section.type).items():
+            key, a, b = f"{section.name}.{name}", getattr(old, name), getattr(new, name)
             if a != b and key != "train.run_dir":
-                rule = "fork" if key in computed else moved.get(key, _rule(f))
+                rule = "fork" if key in computed else moved.get(key, marked)
                 found.append(Change(key, a, b, rule))
     return found
 
@@ -52,10 +47,7 @@ def refused(found: list[Change], *, fork: bool = False) -> list[Change]:
 
 def rules() -> dict[str, dict[str, OnResume]]:
     """The rule of every key: ``{section: {key: rule}}``."""
-    return {
-        section.name: {f.name: _rule(f) for f in fields(section.type)}
-        for section in fields(RunConfig)
-    }
+    return {section.name: rules_of(section.type) for section in fields(RunConfig)}
 
 
 def page_table() -> str:
@@ -77,13 +69,13 @@ def _named(rule: OnResume, all_rules: list[OnResume], keys: dict[str, OnResume])
     return " ".join(f"`{key}`" for key, its in keys.items() if its == rule)
 
 
-def _rule(f: Any) -> OnResume:
-    # A key that says nothing is taken for a part of what the run computes.
-    return f.metadata.get("on_resume", "fork")
-
-
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):  # rewards by name
-        parts = (f"{name}: {part.weight:g} * {part.described}" for name, part in value.items())
+    if isinstance(value, dict):
+        parts = (
+            f"{name}: {one.weight:g} * {one.described}"
+            if isinstance(one, MixedReward)
+            else f"{name}: {one}"
+            for name, one in value.items()
+        )
         return f"{{{', '.join(parts)}}}"
     return "''" if value == "" else str(value)

@@ -55,6 +55,12 @@ def on_resume(
     return mark
 
 
+def rules_of(section: type) -> dict[str, OnResume]:
+    """What each key of a section may do on resume."""
+    # A key that says nothing is taken for a part of what the run computes.
+    return {f.name: f.metadata.get("on_resume", "fork") for f in fields(section)}
+
+
 @on_resume("fork", free=("recompute",), never=("dtype",))
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -667,9 +673,10 @@ LARGEST_SCORE = 1e6
 class RewardSource:
     """Where a score comes from: a function or a server of one's own, else one of our kinds."""
 
-    kind: Literal["math", "last_number", "exact"] = "math"
+    kind: Literal["", "math", "last_number", "exact"] = ""
     """math: math-verify on the boxed or last expression; last_number: the last number in the text
-    equals the answer; exact: the whole text, stripped, equals the answer. Each gives 1.0 or 0.0."""
+    equals the answer; exact: the whole text, stripped, equals the answer. Each gives 1.0 or 0.0.
+    Empty: math, unless there is a function, a url or a mix, beside which no kind may stand."""
 
     function: str = ""
     """Your own in place of kind: "package.module:name", or "file.py:name" with the file relative to
@@ -717,6 +724,12 @@ class RewardSource:
             f"{self.function!r}",
         )
         require(not (self.function and self.url), f"{key} needs one of function and url, not both")
+        own = "function" if self.function else "url"
+        require(
+            not (self.kind and (self.function or self.url)),
+            f"{key}.kind={self.kind} would not be used beside {key}.{own}; leave one of them out "
+            f"({key}.kind= on the command line empties the recipe's)",
+        )
         require(
             not self.batched or bool(self.function),
             f"{key}.batched is for {key}.function; set that, or leave it out",
@@ -813,6 +826,11 @@ class RewardConfig(RewardSource):
         } or {"reward": self}
 
     @property
+    def right_or_wrong(self) -> bool:
+        """True where each score is known to be 1 or 0, so that their mean is an accuracy."""
+        return bool(self.kind)
+
+    @property
     def scorers(self) -> dict[str, tuple[Any, ...]]:
         """What scores, by key, apart from weights and from where a server is."""
         return {
@@ -835,6 +853,13 @@ class RewardConfig(RewardSource):
             not (self.mix and (self.function or self.url)),
             "reward.mix stands in place of reward.function and reward.url; make them one of it",
         )
+        require(
+            not (self.mix and self.kind),
+            f"reward.kind={self.kind} would not be used beside reward.mix; make it one of the mix, "
+            "or leave it out (reward.kind= on the command line empties the recipe's)",
+        )
+        if not (self.kind or self.function or self.url or self.mix):
+            object.__setattr__(self, "kind", "math")
         for name, part in self.mix.items():
             require(
                 re.fullmatch("[A-Za-z0-9_-]+", name) is not None,
@@ -842,6 +867,11 @@ class RewardConfig(RewardSource):
             )
             part.check(f"reward.mix.{name}")
             _check_score(f"reward.mix.{name}.weight", part.weight)
+            require(
+                bool(part.kind or part.function or part.url),
+                f"reward.mix.{name} has nothing that scores; set its kind, function or url (the "
+                f"mix has {', '.join(self.mix)})",
+            )
         _check_score("reward.failed", self.failed)
         require(
             0 <= self.overlong_fraction <= 1,
@@ -866,14 +896,15 @@ def _check_score(key: str, value: float) -> None:
     )
 
 
-@on_resume("free", change=("eval_prompts", "eval_samples", "save_rollouts"), fork=("align", "seed"))
+@on_resume("free", change=("eval_prompts", "eval_samples"), fork=("align", "seed"))
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length and shape of the run."""
 
     run_dir: str = ""
     """Everything the run writes: checkpoints, metrics, report. Empty: runs/ and the recipe's name,
-    followed by the overrides that make it another run."""
+    and those of the overrides that change what the run computes, or its layout: for
+    quant.scheme=fp8 runs/quickstart--quant.scheme-fp8."""
 
     steps: int = 100
     """Rollout batches to train on."""

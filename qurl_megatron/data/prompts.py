@@ -19,6 +19,7 @@ from qurl_megatron.data.questions import (
 from qurl_megatron.data.rows import DataFile, Question
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import Prompt
 
 
@@ -39,16 +40,16 @@ class PromptStream:
         self.tokenizer = tokenizer
         self.seed = seed
         self.files: dict[str, DataFile] = {}  # by key; a task has none
-        self.questions, asked = self._read(held_out)
+        self.questions, self._asked = self._read(held_out)
         self._lengths = [len(self._ids(question)) for question in self.questions]  # tokens
         self.longest = max(self._lengths)
         limit = config.max_prompt_tokens
         self.too_long = {i for i, n in enumerate(self._lengths) if n > limit}
-        self.held_out = self._short(asked)
-        self.held_out_too_long = len(asked) - len(self.held_out)
+        self.held_out = self._short(self._asked)
+        self.held_out_too_long = len(self._asked) - len(self.held_out)
         if len(self.too_long) == len(self.questions):
             raise self._all_too_long("training")
-        if asked and not self.held_out:
+        if self._asked and not self.held_out:
             raise self._all_too_long("held-out")
         self.epoch = 0
         self.position = 0  # in the order of this epoch
@@ -89,10 +90,25 @@ class PromptStream:
                 f"{self.held_out_too_long} of {asked} held-out prompts are {limit} and left out: "
                 "held-out accuracy is that of the others"
             )
+        said += self._unknown()
         first = [question.prompt for question in self.questions[:COMPARED]]
         if other := self.tokenizer.disagreement(first, chat=self.config.chat):
             said.append(other)
         return said
+
+    def _unknown(self) -> list[str]:
+        """A sentence on prompts of which the tokenizer does not know a part."""
+        chat, asked = self.config.chat, [*self.questions, *self._asked]
+        parts = [(self.tokenizer.unknown(q.prompt, chat=chat), q) for q in asked]
+        found = [(part, question) for part, question in parts if part]
+        if not found:
+            return []
+        part, question = found[0]
+        return [
+            f"{len(found)} of {how_many(len(asked), 'prompt')} have text that the tokenizer has no "
+            f"token for, which the model cannot see: first {part[:20]!r} in "
+            f"{question.place or repr(question.text[:40])}"
+        ]
 
     def refuse_longer(self, limit: int) -> None:
         """Where data.max_prompt_tokens lets prompts pass that are too long for the model.

@@ -116,31 +116,38 @@ def checksum_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> list[str]:
-    """Which files are no longer what they were, by their keys and paths; missing ones aside.
+def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> dict[str, str]:
+    """Which files are no longer what they were, as "data.path=..."; missing ones aside.
 
     Args:
         checksums: of what they were, by key.
+
+    Returns:
+        What messages call them, by key.
     """
     now = {"data.path": config.path, "data.eval_path": config.eval_path}
-    return [
-        f"{key}={now[key]}"
+    return {
+        key: f"{key}={now[key]}"
         for key, checksum in checksums.items()
         if os.path.isfile(now[key])
         and os.access(now[key], os.R_OK)
         and checksum_of(Path(now[key])) != checksum
-    ]
+    }
 
 
 def look_up(row: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path; a column may have the dots in its own name."""
+    """The value at a dotted path, in which numbers count items of lists from 0, as in
+    prompt.0.content; a column may have the dots in its own name."""
     if path in row:
         return row[path]
     value: Any = row
     for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
             return default
-        value = value[name]
     return value
 
 

@@ -80,6 +80,26 @@ class Tokenizer:
                 f"the chat template in {self.path} refuses the prompt's turns: {error}"
             ) from None
 
+    def unknown(self, prompt: str | Sequence[Turn], *, chat: bool = False) -> str:
+        """The first word of a prompt that has a part without a token; empty where there is none.
+
+        The part becomes the unknown token, or nothing: the model does not see it either way.
+        """
+        text, special = self._rendered(prompt, chat)
+        found = self._wrapped(text, add_special_tokens=special)
+        if not found.is_fast:  # tells no places
+            return ""
+        token, unknown, done = self._wrapped.unk_token, self._wrapped.unk_token_id, 0
+        (encoding,) = found.encodings
+        for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if start > done and text[done:start].strip():
+                return _word(text, done)
+            # Some write the unknown token where a text begins or ends; that covers nothing.
+            if id == unknown and text[start:end].strip() not in ("", token):
+                return _word(text, start)
+            done = max(done, end)
+        return _word(text, done) if text[done:].strip() else ""
+
     def disagreement(self, prompts: Sequence[str | Sequence[Turn]], *, chat: bool = False) -> str:
         """What to tell of prompts that ``AutoTokenizer`` splits otherwise; empty where all agree.
 
@@ -120,6 +140,13 @@ class Tokenizer:
         return self._wrapped.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+def _word(text: str, at: int) -> str:
+    """What stands at a position or behind it, from blank to blank."""
+    at += len(text[at:]) - len(text[at:].lstrip())
+    start = max(text.rfind(blank, 0, at) for blank in " \n\t") + 1
+    return text[start:].split()[0]
 
 
 def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:

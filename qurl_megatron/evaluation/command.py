@@ -177,15 +177,15 @@ def _reward(given: str | None, base: RewardConfig) -> RewardConfig:
     """The recipe's reward, unless an option names a kind or a function."""
     if given is None:
         return base
-    plain = dataclasses.replace(base, function="", batched=False, url="", key_env="", mix={})
+    empty = dict(kind="", function="", batched=False, url="", key_env="", mix={})
     if ":" in given:
-        return dataclasses.replace(plain, function=given).beside(Path())
+        return dataclasses.replace(base, **{**empty, "function": given}).beside(Path())
     if given not in KINDS:
         raise ConfigError(
             f"--reward {given} is none of {', '.join(KINDS)}; give one of them, or a function of "
             "your own as file.py:name or package.module:name"
         )
-    return dataclasses.replace(plain, kind=given)
+    return dataclasses.replace(base, **{**empty, "kind": given})
 
 
 def _rollout(

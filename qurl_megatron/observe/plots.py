@@ -62,6 +62,10 @@ STYLE = {
 }
 
 
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps and values, equally long and not empty."""
+
+
 class History:
     """Each metric over the steps at which it was measured; non-finite values are counted apart."""
 
@@ -71,7 +75,7 @@ class History:
             for name, value in record.metrics.items():
                 points.setdefault(name, {})[record.step] = value
         self.non_finite: dict[str, int] = {}
-        self._series: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._series: dict[str, Series] = {}
         for name, by_step in points.items():
             steps = np.array(sorted(by_step))
             values = np.array([by_step[step] for step in steps], dtype=float)
@@ -90,9 +94,20 @@ class History:
     def __iter__(self):
         return iter(self._series)
 
-    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def series(self, name: str) -> Series:
         """Steps and values, equally long and not empty."""
         return self._series[name]
+
+    def stretches(self, name: str) -> list[Series]:
+        """The series, cut where it began to be measured otherwise; nothing compares the parts.
+
+        Metrics tell it by another of their group, e.g. ``eval/measured_since`` of eval/accuracy.
+        """
+        steps, values = self.series(name)
+        _, cuts = self._series.get(f"{name.split('/')[0]}/measured_since", ((), ()))
+        at = sorted({int(np.searchsorted(steps, cut, side="right")) for cut in cuts})
+        at = [index for index in at if 0 < index < len(steps)]
+        return list(zip(np.split(steps, at), np.split(values, at), strict=True))
 
     def last(self, name: str) -> float | None:
         return float(self._series[name][1][-1]) if name in self._series else None
@@ -112,23 +127,28 @@ class Line:
 def draw_lines(axes: Axes, picture: "Picture", history: History) -> None:
     """A smoothed line over the faint measured points, for each metric."""
     for line in picture.present(history):
-        steps, values = history.series(line.metric)
-        if picture.log:
-            steps, values = steps[values > 0], values[values > 0]
-        color = COLORS[line.color]
-        if line.rings:
-            style = dict(marker="o", markersize=6.5, markerfacecolor=COLORS["paper"])
-            axes.plot(steps, values, color=color, lw=1.2, mew=1.8, zorder=4, **style)
-            continue
-        smoothed = smooth(values, log=picture.log)
-        if smoothed is not values:
-            _draw_measured(axes, steps, values, color)
-        dot = "o" if len(steps) == 1 else None
-        axes.plot(*thin(steps, smoothed), color=color, lw=1.9, marker=dot, zorder=3)
+        for steps, values in history.stretches(line.metric):
+            if picture.log:
+                steps, values = steps[values > 0], values[values > 0]
+            if len(steps):
+                _draw_line(axes, line, steps, values, log=picture.log)
     axes.margins(y=0.1)
     if picture.from_zero and not picture.log:
         low, high = axes.dataLim.intervaly
         axes.set_ylim(min(0.0, 1.12 * low), 1.12 * high if high > 0 else 0.01)
+
+
+def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *, log: bool) -> None:
+    color = COLORS[line.color]
+    if line.rings:
+        style = dict(marker="o", markersize=6.5, markerfacecolor=COLORS["paper"])
+        axes.plot(steps, values, color=color, lw=1.2, mew=1.8, zorder=4, **style)
+        return
+    smoothed = smooth(values, log=log)
+    if smoothed is not values:
+        _draw_measured(axes, steps, values, color)
+    dot = "o" if len(steps) == 1 else None
+    axes.plot(*thin(steps, smoothed), color=color, lw=1.9, marker=dot, zorder=3)
 
 
 def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str) -> None:
@@ -207,9 +227,11 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             (
                 Line("reward/mean", "rollout reward", "blue"),
                 Line("eval/accuracy", "held-out accuracy", "orange", rings=True),
+                Line("eval/reward", "held-out reward", "orange", rings=True),
             ),
-            "Mean reward of each rollout batch, sampled by the quantized policy. Rings: accuracy "
-            "on held-out prompts; the first one is the model before training.",
+            "Mean reward of each rollout batch, sampled by the quantized policy. Rings: held-out "
+            "prompts; the first one is the model before training. A line ends where other data or "
+            "another reward makes a new scale.",
             "Fig. 2 (a)",
             wide=True,
         ),

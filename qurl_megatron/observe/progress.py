@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FIELDS: dict[str, Callable[[float], str]] = {
     "reward/mean": lambda value: f"reward {value:.3f}",
     "eval/accuracy": lambda value: f"eval {percent(value)}",
+    "eval/reward": lambda value: f"eval {value:.3f}",
     "policy/clip_fraction": lambda value: f"clip {percent(value)}",
     "rollout/kl_k1": lambda value: f"kl {scientific(value)}",
     "quant/code_flip_rate": lambda value: f"flips {percent(value)}",

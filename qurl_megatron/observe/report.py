@@ -44,6 +44,10 @@ GROUPS = {
 """Headings of the table, by the first part of a metric's name; other names keep theirs."""
 
 
+HELD_OUT = {"eval/accuracy": "Held-out accuracy", "eval/reward": "Held-out reward"}
+"""What evaluations measure: an accuracy where each score is 1 or 0, else a mean."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """A key figure in the headline row."""
@@ -154,21 +158,26 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
 
 
 def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
-    if "eval/accuracy" in history:
-        steps, values = history.series("eval/accuracy")
-        shown = [percent(value).replace(" ", NARROW_SPACE) for value in values[[0, -1]]]
+    newest = max(
+        (n for n in HELD_OUT if n in history), key=lambda n: history.series(n)[0][-1], default=""
+    )
+    if newest:
+        steps, values = history.stretches(newest)[-1]
+        shown = [_held_out(newest, value) for value in values[[0, -1]]]
         if len(steps) > 1:
             note = f"step {steps[0]} to step {steps[-1]}"
-            yield Figure("Held-out accuracy", shown[1], note, before=shown[0])
+            yield Figure(HELD_OUT[newest], shown[1], note, before=shown[0])
         else:
-            yield Figure("Held-out accuracy", shown[0], f"step {steps[0]}")
+            yield Figure(HELD_OUT[newest], shown[0], f"step {steps[0]}")
     if "reward/mean" in history:
-        _, values = history.series("reward/mean")
+        stretches = history.stretches("reward/mean")
+        steps, values = stretches[-1]
+        since = f", since step {steps[0]}" if stretches[1:] else ""
         n = min(10, max(1, len(values) // 10))  # single batches are noisy
         if len(values) > 1:
             note = f"first and last {n} steps" if n > 1 else "first to last step"
             first, last = f"{values[:n].mean():.3f}", f"{values[-n:].mean():.3f}"
-            yield Figure("Reward", last, note, before=first)
+            yield Figure("Reward", last, note + since, before=first)
         else:
             yield Figure("Reward", f"{values[0]:.3f}")
     if tokens := _rollout_speed(history):
@@ -189,6 +198,12 @@ def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
         if "sync/staleness" in history:
             note = f"staleness at most {history.series('sync/staleness')[1].max():g}"
         yield Figure("Versions published", f"{history.series('sync/version')[1].max():.0f}", note)
+
+
+def _held_out(metric: str, value: float) -> str:
+    if metric == "eval/accuracy":
+        return percent(value).replace(" ", NARROW_SPACE)
+    return f"{value:.3f}"
 
 
 def _rollout_speed(history: History) -> float | None:
@@ -272,7 +287,7 @@ def _groups(history: History) -> dict[str, list[Row]]:
     names = sorted(history, key=lambda name: (order.get(name.split("/")[0], len(order)), name))
     groups: dict[str, list[Row]] = {}
     for name in names:
-        steps, values = history.series(name)
+        steps, values = history.stretches(name)[-1]
         prefix = name.split("/")[0]
         groups.setdefault(GROUPS.get(prefix, prefix), []).append(
             Row(

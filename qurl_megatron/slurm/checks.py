@@ -43,7 +43,6 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     check_container(cluster)
     run_dir = Path(config.train.run_dir)
     check_shared("train.run_dir", run_dir, cluster)
-    refuse_other_run(run_dir, config)
     check_writable(run_dir)
     check_engines(config)
     arch = check_model(config)
@@ -52,6 +51,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     check_newest(run_dir)
     check_data(config)
     check_rewards_are_there(config)
+    refuse_other_run(run_dir, config)  # after the values: a mistaken one makes no other run
     check_paths(config, cluster, nodes=layout.whole.nodes)
     nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
     if layout.rollout:

@@ -79,6 +79,7 @@ class Status:
     attempt: int | None = None
     reward: float | None = None
     accuracy: float | None = None
+    held_out_reward: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
     step_s: float | None = None
     save_s: float | None = None
@@ -155,6 +156,7 @@ def describe(facts: Facts, at: float) -> Status:
         attempt=newest.number if newest else None,
         reward=_last(facts.records, "reward/mean"),
         accuracy=_last(facts.records, "eval/accuracy"),
+        held_out_reward=_last(facts.records, "eval/reward"),
         phases=_phases(facts.records),
         step_s=timing.step if timing else None,
         save_s=timing.save if timing else None,
@@ -194,6 +196,8 @@ def render(found: Status) -> str:
         reached.append(f"reward {found.reward:.3f}")
     if found.accuracy is not None:
         reached.append(f"held-out accuracy {percent(found.accuracy)}")
+    if found.held_out_reward is not None:
+        reached.append(f"held-out reward {found.held_out_reward:.3f}")
     lines.append(_row("progress", ", ".join(reached)))
     if found.step_s is not None:
         phases = ", ".join(f"{name} {duration(s)}" for name, s in found.phases.items())

@@ -57,6 +57,9 @@ def look(study: Study, cell: Cell, out: Path) -> Look:
     except ConfigError as error:
         return Look("failed", reason=str(error))
     history = History(record for record in records if record.step <= cell.steps)
-    evaluated = "eval/accuracy" in history and history.series("eval/accuracy")[0][-1] == cell.steps
+    evaluated = any(
+        name in history and history.series(name)[0][-1] == cell.steps
+        for name in ("eval/accuracy", "eval/reward")
+    )
     done = history.last_step == cell.steps and (evaluated or not cell.evaluated)
     return Look("done" if done else "waiting", history)

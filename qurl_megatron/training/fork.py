@@ -68,20 +68,20 @@ def fork(source: Path, config: RunConfig) -> None:
     if never := refused(found, fork=True):
         raise ConfigError(
             f"--fork: the checkpoints of {source} are of other settings, which are part of what is "
-            f"in them ({'; '.join(map(str, never))}); set these back, or begin anew with the "
+            f"in them ({', '.join(map(str, never))}); set these back, or begin anew with the "
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
     _refuse_another_pace(config, found)
     state = TrainState.read(newest)
-    if changed_files(config.data, (state.cursor or {}).get("files", {})):
-        state = replace(state, cursor=None, accuracy=None, accuracy_before=None)
+    if files := changed_files(config.data, (state.cursor or {}).get("files", {})):
+        state = replace(after(files, state), cursor=None)
     if state.step >= config.train.steps:
         raise ConfigError(
             f"--fork: {source} has done {state.step} steps, and train.steps={config.train.steps} "
             "leaves none to do; set train.steps higher"
         )
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
-        begun = Fork(str(source.resolve()), state.step, tuple(one.told for one in found))
+        begun = Fork(str(source.resolve()), state.step, tuple(map(str, found)))
         _copy_logs(source, run_dir, begun)
         (run_dir / FORK).write_text(json.dumps(asdict(begun), indent=1) + "\n", encoding="utf-8")
         without = REFERENCE if any(one.key in HELD_AGAINST for one in found) else None
@@ -91,7 +91,7 @@ def fork(source: Path, config: RunConfig) -> None:
 
 def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
     """What of the other run's state the fork begins with."""
-    state = replace(after(found, state), guard={})
+    state = replace(after((one.key for one in found), state), guard={})
     if any(one.key.startswith(ORDER) and one.key not in NOT_ORDER for one in found):
         state = replace(state, cursor=None)
     if any(one.key.startswith("quant.") for one in found):

@@ -39,7 +39,7 @@ from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
-from qurl_megatron.training.state import Claim, TrainState
+from qurl_megatron.training.state import RECIPE, Claim, TrainState
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
@@ -81,6 +81,9 @@ class Lead:
         self.stop = stop
         self.start_step = state.step
         self.unquantized_since = state.unquantized_since
+        self._measured_since = {
+            f"{name}/measured_since": float(step) for name, step in state.measured_since.items()
+        }
         self._growth, self._beyond = Growth(weight_norm), BeyondRounding()
         self._refused: ConfigError | None = None
         own = not (config.rollout.urls or config.rollout.rendezvous)
@@ -171,10 +174,17 @@ class Lead:
         self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
         stack.callback(self.timeline.close)
         if self.claimed.changes:
-            told = f"settings changed: {', '.join(one.told for one in self.claimed.changes)}"
+            told = f"settings changed: {', '.join(map(str, self.claimed.changes))}"
             self.timeline.event("run", told, self.start_step)
             print(told, flush=True)
-            self.claimed.keep_recipe()
+
+    def saved(self) -> None:
+        """A checkpoint has been made with the settings of this start, which the run keeps now.
+
+        Kept any earlier, a start from the checkpoint before would not know of the changes.
+        """
+        if self.claimed.changes:
+            self._keep(self.run_dir / RECIPE, self.claimed.keep_recipe)
 
     @property
     def refused(self) -> ConfigError | None:
@@ -382,7 +392,7 @@ class Lead:
         return fill(draft, answer, draw)
 
     def evaluate(self, step: int) -> float:
-        """Accuracy on held-out prompts, by the engines as they are: at rollout precision."""
+        """Mean score on held-out prompts, by the engines as they are: at rollout precision."""
         train = self.config.train
         self.progress.phase("evaluate")
         prompts = self.prompts.held_out
@@ -394,10 +404,16 @@ class Lead:
             samples = collect(self.fleet, prompts, sampling, seed=train.seed, step=EVALUATION)
         samples, tally = self._graded(samples)
         self._tell_unscored(tally, step)
-        accuracy = sum(sample.reward for sample in samples) / len(samples)
-        unscored = {"eval/failed_fraction": tally.failed / len(samples)} if tally.failed else {}
-        self._log(step, {"eval/accuracy": accuracy, **unscored})
-        return accuracy
+        score = sum(sample.reward for sample in samples) / len(samples)
+        name = "eval/accuracy" if self.config.reward.right_or_wrong else "eval/reward"
+        measured = {name: score}
+        measured |= {
+            f"eval/mix/{part}": total / len(samples) for part, total in tally.parts.items()
+        }
+        if tally.failed:
+            measured["eval/failed_fraction"] = tally.failed / len(samples)
+        self._log(step, measured | self._since("eval"))
+        return score
 
     def finish(self, state: TrainState) -> None:
         """Write the report and say how the run ended.
@@ -408,7 +424,7 @@ class Lead:
         from qurl_megatron.observe.report import write_report  # matplotlib takes a second to import
 
         self.progress.close()
-        print(state.summary())
+        print(state.summary(right_or_wrong=self.config.reward.right_or_wrong))
         if self.stop and state.step < self.config.train.steps:
             print(_stopped(self.stop, state.step, self.config.train.steps))
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
@@ -420,7 +436,7 @@ class Lead:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step's metrics, and what happened to the engines meanwhile."""
-        metrics = {**metrics, **self.happened(step)}
+        metrics = {**metrics, **self.happened(step), **self._since("reward")}
         self._log(step, metrics)
         self.progress.step(step, metrics)
         if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
@@ -435,6 +451,11 @@ class Lead:
                 sink.write(step, metrics)
 
         self._keep(self.run_dir / "metrics.jsonl", write)
+
+    def _since(self, group: str) -> dict[str, float]:
+        """The step after which the group's metrics are measured as now; nothing where all are."""
+        key = f"{group}/measured_since"
+        return {key: self._measured_since[key]} if key in self._measured_since else {}
 
     def happened(self, step: int) -> dict[str, float]:
         """Log what happened to the engines since the last call; returns metrics of it."""

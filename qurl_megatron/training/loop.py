@@ -65,7 +65,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         newest = newest_whole(run_dir, ranks)
         if newest and newest[1].step >= config.train.steps:
             if ranks.leads:
-                tell_done(run_dir, newest[1], config.data)
+                tell_done(run_dir, newest[1], config, claimed.changes)
             return True
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
         if ranks.leads:
@@ -90,7 +90,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         )
         state = _resume(newest, policy, critic)
         if claimed:
-            state = after(claimed.changes, state)
+            state = after((one.key for one in claimed.changes), state)
         scheme = state.scheme(config.quant.scheme)
         if scheme == "none":
             policy.unalign()
@@ -169,6 +169,8 @@ class _Parts:
         span = timeline.span("trainer", "save", state.step) if timeline else nullcontext()
         with HERE.doing("saving"), span:
             checkpoint.save(run_dir, self.policy, state, keep=keep, critic=self.critic)
+        if self.lead:
+            self.lead.saved()
 
 
 def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:
@@ -429,7 +431,7 @@ def _rollout(
 def _evaluated(
     lead: Lead | None, publisher: Publisher, state: TrainState
 ) -> tuple[TrainState, Exception | None]:
-    """The state with its held-out accuracy, on the leading rank; what went wrong, on all."""
+    """The state with its held-out score, on the leading rank; what went wrong, on all."""
     HERE.enter("evaluate")
     for _ in range(HEALS):
         failure = None

@@ -1,12 +1,14 @@
 """``qurl train`` before there are ranks: check what it can, make the warm-start model, start."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from qurl_megatron.config import RunConfig
+from qurl_megatron.config import Change, RunConfig
+from qurl_megatron.data.questions import training_questions
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.text import how_many
@@ -17,7 +19,13 @@ from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.training.lengths import refuse_endless_responses
-from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
+from qurl_megatron.training.state import (
+    TrainState,
+    latest,
+    refuse_other_run,
+    relatives,
+    tell_done,
+)
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
 
@@ -41,12 +49,12 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if fork is not None:
         config = _forked(config, fork, lead=not placed or os.environ["RANK"] == "0")
     path = Path(config.model.path)
-    if not placed:  # else the ranks are not alone: rank 0 looks at the run directory for all
-        refuse_other_run(Path(config.train.run_dir), config)
-        if _already_done(config):
-            return 0
+    # Under a launcher the ranks are not alone: rank 0 looks at the run directory for all.
+    if not placed and _already_done(config, _changes(config)):
+        return 0
     if not placed or os.environ["RANK"] == "0":
         check_rewards(config.reward)
+        _tell_of_relatives(Path(config.train.run_dir))
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)
     if not path.exists():
@@ -107,7 +115,19 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def _already_done(config: RunConfig) -> bool:
+def _changes(config: RunConfig) -> list[Change]:
+    """``refuse_other_run``; but a value that no run can have is named as what it is."""
+    try:
+        return refuse_other_run(Path(config.train.run_dir), config)
+    except ConfigError:
+        check_rewards(config.reward)
+        training_questions(config.data)
+        if not Path(config.model.path).exists() and not config.warmstart.steps:
+            raise ConfigError(_missing(config)) from None
+        raise
+
+
+def _already_done(config: RunConfig, changed: Sequence[Change]) -> bool:
     """True where the run directory holds all the steps the recipe asks for."""
     run_dir = Path(config.train.run_dir)
     checkpoint = latest(run_dir)
@@ -119,14 +139,31 @@ def _already_done(config: RunConfig) -> bool:
         return False  # the ranks look for an older one, and say so
     if state.step < config.train.steps:
         return False
-    tell_done(run_dir, state, config.data)
+    tell_done(run_dir, state, config, changed)
     return True
+
+
+def _tell_of_relatives(run_dir: Path) -> None:
+    """Say that a run begins where somebody may have meant one of another name."""
+    if latest(run_dir) is None and (found := relatives(run_dir)):
+        others = f", the newest of {len(found)} runs with other overrides" if found[1:] else ""
+        print(
+            f"{run_dir} begins a new run, as overrides are part of a run's name; to go on with "
+            f"{found[0]}{others}, stop this and add train.run_dir={found[0]}",
+            flush=True,
+        )
 
 
 def _make_model(config: RunConfig, path: Path) -> None:
     from qurl_megatron.training.warmstart import warmstart
 
-    print(f"model.path={path} does not exist: making a small model there", flush=True)
+    print(
+        f"model.path={path} does not exist, and warmstart.steps={config.warmstart.steps} asks for a"
+        " small model of random weights to be made there and fitted to the answers of "
+        f"{config.data.path or config.data.task}; if you meant a model of your own, stop this and "
+        "correct model.path",
+        flush=True,
+    )
     with refusing(path, key="model.path"):
         accuracy = warmstart(
             path, config.data, config.warmstart, log=lambda line: print(line, flush=True)

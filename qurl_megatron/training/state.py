@@ -11,13 +11,14 @@ import fcntl
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from qurl_megatron.config import Change, DataConfig, RunConfig, changes, load, refused, to_toml
+from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
+from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.runtime.files import refusing
@@ -27,6 +28,22 @@ REFERENCE = (
     "reference"  # folder in a checkpoint: the reference, where it has moved since the run began
 )
 RECIPE = "config.toml"
+SCORES = {
+    *("reward.kind", "reward.function", "reward.batched", "reward.url", "reward.mix"),
+    "reward.failed",
+}
+QUESTIONS = {
+    *("data.prompt_key", "data.answer_key", "data.task", "data.task_args", "data.chat"),
+    "data.max_prompt_tokens",
+}
+ANSWERS = {"model.path", "quant.scheme", "rollout.max_new_tokens"}
+HELD_OUT = {"data.eval_path", "train.eval_prompts", "train.eval_samples"}
+MEASURES = {
+    "eval": SCORES | QUESTIONS | ANSWERS | HELD_OUT,
+    "reward": SCORES | QUESTIONS | {"data.path"},
+}
+"""By the first part of the metrics' names, the settings that say how they are measured. Metrics on
+the two sides of a change have nothing that compares them."""
 HEADER, END = "# The run's recipe, down to the last line.\n", "# The end.\n"  # of RECIPE
 
 
@@ -36,8 +53,9 @@ class TrainState:
 
     step: int = 0  # updates done; also the weight version the engines hold
     cursor: dict[str, Any] | None = None  # where the prompts go on
-    accuracy_before: float | None = None  # held-out, of the model the run began with
-    accuracy: float | None = None  # held-out, the newest
+    accuracy_before: float | None = None  # held-out score of the model the run began with
+    accuracy: float | None = None  # the newest held-out score
+    measured_since: dict[str, int] = field(default_factory=dict)  # what MEASURES say, if not from 0
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
     unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
     notice: str = ""  # what the guard did last
@@ -61,8 +79,9 @@ class TrainState:
         for name, kinds in _KINDS.items():
             if type(value := getattr(state, name)) not in kinds:
                 raise ConfigError(f"{path} is damaged ({name} is {value!r:.80})")
-        if state.step < 0 or not all(type(rows) is int for rows in state.guard.values()):
-            raise ConfigError(f"{path} is damaged (step {state.step}, guard {state.guard!r:.80})")
+        counts = {**state.guard, **state.measured_since}
+        if state.step < 0 or not all(type(count) is int for count in counts.values()):
+            raise ConfigError(f"{path} is damaged (step {state.step}, counts {counts!r:.80})")
         return state
 
     def write(self, checkpoint: Path) -> None:
@@ -72,15 +91,24 @@ class TrainState:
         """The number format that rollout weights have from here on."""
         return configured if self.unquantized_since is None else "none"
 
-    def summary(self) -> str:
-        """How far the run has come, for a person."""
-        text = f"step {self.step} done"
-        if self.accuracy is None or self.accuracy_before is None:
+    def summary(self, *, right_or_wrong: bool) -> str:
+        """How far the run has come, for a person.
+
+        Args:
+            right_or_wrong: each held-out score is 1 or 0.
+        """
+        text, before, now = f"step {self.step} done", self.accuracy_before, self.accuracy
+        if now is None:
             return text
-        points = 100 * (self.accuracy - self.accuracy_before)
+        if before is None:
+            now = f"accuracy {now:.1%}" if right_or_wrong else f"reward {now:.3f}"
+            since = self.measured_since.get("eval", 0)
+            return f"{text}; held-out {now}, measured like this since step {since} alone"
+        if not right_or_wrong:
+            return f"{text}; held-out reward {before:.3f} before, {now:.3f} after"
+        points = 100 * (now - before)
         return (
-            f"{text}; held-out accuracy {self.accuracy_before:.1%} before, "
-            f"{self.accuracy:.1%} after ({points:+.1f} points)"
+            f"{text}; held-out accuracy {before:.1%} before, {now:.1%} after ({points:+.1f} points)"
         )
 
 
@@ -89,6 +117,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "cursor": (dict, type(None)),
     "accuracy_before": (float, int, type(None)),
     "accuracy": (float, int, type(None)),
+    "measured_since": (dict,),
     "guard": (dict,),
     "unquantized_since": (int, type(None)),
     "notice": (str,),
@@ -124,21 +153,39 @@ def set_aside(checkpoint: Path) -> Path:
         return checkpoint.rename(free)
 
 
-def after(changed: Sequence[Change], state: TrainState) -> TrainState:
-    """What of a state still holds after changes: accuracies measured otherwise do not compare."""
-    scores = ("kind", "function", "batched", "url", "mix", "failed")
-    answers = ("model.path", "quant.scheme", "rollout.max_new_tokens")
-    asked = ("train.eval_prompts", "train.eval_samples", "data.")
-    measures = (*asked, *answers, *(f"reward.{name}" for name in scores))
-    if any(one.key.startswith(measures) for one in changed):
-        return replace(state, accuracy=None, accuracy_before=None)
-    return state
+def after(changed: Iterable[str], state: TrainState) -> TrainState:
+    """What of a state still holds after changes: what was measured otherwise does not compare,
+    neither here nor in a picture.
+
+    Args:
+        changed: keys that have other values now, and those of files that hold others.
+    """
+    changed = set(changed)
+    otherwise = [name for name, keys in MEASURES.items() if keys & changed]
+    if not otherwise:
+        return state
+    since = state.measured_since | dict.fromkeys(otherwise, state.step)
+    state = replace(state, measured_since=since)
+    return replace(state, accuracy=None, accuracy_before=None) if "eval" in otherwise else state
 
 
-def tell_done(run_dir: Path, state: TrainState, data: DataConfig) -> None:
-    """Tell that the run directory holds all the steps the recipe asks for, and of which data."""
-    print(f"{run_dir} has all {state.step} steps: {state.summary()}")
-    for file in changed_files(data, (state.cursor or {}).get("files", {})):
+def tell_done(
+    run_dir: Path, state: TrainState, config: RunConfig, changed: Sequence[Change]
+) -> None:
+    """Tell that the run directory holds all the steps the recipe asks for, and of which settings
+    and data nothing was used.
+
+    Args:
+        changed: settings that are not those of the run.
+    """
+    done = state.summary(right_or_wrong=config.reward.right_or_wrong)
+    print(f"{run_dir} has all {state.step} steps: {done}")
+    if unused := [str(one) for one in changed if one.key != "train.steps"]:
+        print(
+            f"not used, as no step was left to do: {', '.join(unused)}; set train.steps above "
+            f"{state.step} to go on with this, or train.run_dir to a new folder to begin again"
+        )
+    for file in changed_files(config.data, (state.cursor or {}).get("files", {})).values():
         print(
             f"{file} has changed since this run read it, and nothing was trained on what it holds "
             "now; restore the file, or train on it in another train.run_dir"
@@ -161,16 +208,35 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
         return []
     found = changes(recipe_of(run_dir), config)
     if other := refused(found):
-        told, fork = "; ".join(map(str, other)), ""
+        fork = ""
         if not refused(other, fork=True):
             fork = (
-                " to begin anew, or add --fork NEW_RUN_DIR to `qurl train` to go on there from its "
-                "newest checkpoint, changed like this"
+                "add --fork NEW_RUN_DIR to `qurl train` to go on there from its newest checkpoint, "
+                "changed like this, or "
             )
         raise ConfigError(
-            f"{run_dir} holds another run ({told}); set train.run_dir to a new folder{fork}"
+            f"{run_dir} holds another run ({', '.join(map(str, other))}); undo that to go on with "
+            f"it, {fork or 'or '}set train.run_dir to a new folder to begin again"
         )
     return found
+
+
+def relatives(run_dir: Path) -> list[Path]:
+    """Folders beside it that hold runs of the same recipe with other overrides, newest first."""
+    recipe = _recipe_name(run_dir)
+    beside = run_dir.parent.iterdir() if run_dir.parent.is_dir() else ()
+    found = [
+        path
+        for path in beside
+        if path != run_dir and _recipe_name(path) == recipe and latest(path) is not None
+    ]
+    return sorted(found, key=lambda path: (path / "checkpoints").stat().st_mtime, reverse=True)
+
+
+def _recipe_name(run_dir: Path) -> str:
+    """The part of a run folder's name before its overrides, also of ``run,quant.scheme=fp8``, as
+    folders were named before."""
+    return re.split(rf"{VARIANT}|,(?=\w+\.\w+=)", run_dir.name)[0]
 
 
 def recipe_of(run_dir: Path) -> RunConfig:

@@ -20,7 +20,7 @@ def score(prompt, response, answer, metadata):
 
 
 OPTIONS = ("rollout.engines=1", "train.eval_prompts=8", "reward.failed=-0.25")
-OPTIONS += ("reward.function=own.py:score",)
+OPTIONS += ("reward.kind=", "reward.mix.own.function=own.py:score", "reward.mix.own.weight=1")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def trained(tiny) -> Run:
 
 
 def test_a_name_that_is_wrong_ends_the_command_before_a_model_is_made(tiny):
-    command = [*QURL, "train", str(tiny), "reward.function=own.py:scor"]
+    command = [*QURL, "train", str(tiny), "reward.kind=", "reward.function=own.py:scor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tiny.parent)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
@@ -60,11 +60,37 @@ def test_a_run_trains_on_what_has_a_score_and_counts_the_rest(trained):
     assert step["reward/exceptions"] == failed and step["reward/failed_fraction"] == failed / 64
     assert step["reward/mean"] == pytest.approx(sum(rewards) / 64)
     assert all(map(math.isfinite, step.values()))
+    assert step["reward/mix/own"] == step["reward/mean"]
     assert step["optimizer/grad_norm"] > 0
     assert (
         trained.stdout().count("*** reward") == 1
     )  # evaluations fail as well, and say nothing new
-    assert "raised (ValueError: a third of them (own.py, line 5))" in trained.stdout()
+    assert (
+        "raised (reward.mix.own: ValueError: a third of them (own.py, line 5))" in trained.stdout()
+    )
+
+
+def test_a_model_that_is_made_on_the_spot_is_told_from_one_that_was_meant(trained, tiny):
+    first, _, _ = trained.stdout().partition("\n")
+    assert first == (
+        f"model.path={tiny.parent}/model does not exist, and warmstart.steps=10 asks for a small "
+        "model of random weights to be made there and fitted to the answers of chain_sum; if you "
+        "meant a model of your own, stop this and correct model.path"
+    )
+
+
+def test_a_mean_of_scores_is_not_called_an_accuracy(trained):
+    """Nor is it a percentage; and the rewards of a mix are told apart, as in training."""
+    text = (trained.dir / "metrics.jsonl").read_text()
+    records = [json.loads(line)["metrics"] for line in text.splitlines()]
+    evaluated = [one for one in records if "eval/reward" in one]
+    assert len(evaluated) == 2 and "eval/accuracy" not in text
+    assert all(one["eval/reward"] == one["eval/mix/own"] for one in evaluated)
+    before, after = (one["eval/reward"] for one in evaluated)
+    said = f"held-out reward {before:.3f} before, {after:.3f} after\n"
+    assert said in trained.stdout() and "accuracy" not in trained.stdout().partition("step 1/1")[2]
+    page = (trained.dir / "report.html").read_text()
+    assert "Held-out reward" in page and "Held-out accuracy" not in page
 
 
 def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):

@@ -117,8 +117,10 @@ def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted
 
 
 def test_started_again_a_finished_run_says_so(recipe, uninterrupted):
-    again = qurl("train", recipe, "parallel.tensor=2", f"train.run_dir={uninterrupted}")
+    command = ("train", recipe, "parallel.tensor=2", f"train.run_dir={uninterrupted}")
+    again = qurl(*command, "optimizer.lr=1e-3")
     assert again.returncode == 0 and "has all 4 steps" in again.stdout
+    assert "not used, as no step was left to do: optimizer.lr 0.0001 -> 0.001" in again.stdout
 
 
 def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
@@ -223,6 +225,8 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
         done.stdout,
     )
     assert f"resuming {run_dir} after step 2\n" in done.stdout
+    assert "settings changed: train.steps 4 -> 5" in done.stdout
+    assert "\nsteps = 5\n" in (run_dir / "config.toml").read_text()  # since it has a checkpoint
     assert "metrics.jsonl ends with step 1: step 2 is in the checkpoint, but missing" in done.stdout
     seen, expected = metrics(run_dir), metrics(uninterrupted)
     assert list(seen) == [0, 1, 3, 4, 5] and seen[3] == expected[3]
@@ -317,7 +321,7 @@ def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
         "train", recipe, "quant.scheme=fp8", "train.steps=9", f"train.run_dir={uninterrupted}"
     )
     assert done.returncode == 2
-    assert "holds another run (quant.scheme: int8 there, fp8 here)" in done.stderr
+    assert "holds another run (quant.scheme int8 -> fp8); undo that" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -326,6 +330,7 @@ def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_o
 ):
     new = recipe.parent / "fork"
     changes = ("train.seed=7", "optimizer.lr=1e-5", "train.steps=5", "rollout.engines=1")
+    changes += ("reward.kind=last_number",)  # with which other answers are right
     done = qurl("train", recipe, f"train.run_dir={uninterrupted}", "--fork", new, *changes)
     assert done.returncode == 0, done.stderr
     told = f"goes on from step 4 of {uninterrupted}, with "
@@ -335,6 +340,10 @@ def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_o
     assert {step: seen[step] for step in range(4)} == {step: before[step] for step in range(4)}
     assert (seen[4]["optimizer/lr"], seen[5]["optimizer/lr"]) == (1e-4, 1e-5)
     assert seen[5]["optimizer/grad_norm"] > 0
+    assert seen[5]["eval/measured_since"] == seen[5]["reward/measured_since"] == 4
+    assert re.search(
+        "step 5 done; held-out accuracy [0-9.]+%, measured like this since step 4", done.stdout
+    )
 
 
 @pytest.mark.parametrize(

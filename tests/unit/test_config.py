@@ -46,7 +46,7 @@ def test_group_is_refused_where_both_ends_would_be_on_one_gpu(recipe):
 
 def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(recipe):
     drawn = load(recipe, ["quant.rounding=stochastic"])
-    assert other_run(load(recipe), drawn) == ["quant.rounding: nearest there, stochastic here"]
+    assert other_run(load(recipe), drawn) == ["quant.rounding nearest -> stochastic"]
     message = "quant.rounding=dithered has no codes to choose from with quant.scheme=none; leave it"
     with pytest.raises(ConfigError, match=message):
         load(recipe, ["quant.scheme=none", "quant.rounding=dithered"])
@@ -67,6 +67,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("data.path=x.jsonl", "exactly one of data.path"),
         ("data.prompts_per_step=33", "264 responses must be a multiple of"),
         ("rollout.samples_per_prompt=1", "must be 2 or more for algo.advantage=grpo"),
+        ("reward.kind=maths", "reward.kind must be one of math, last_number, exact, got 'maths'"),
         ("reward.function=score", "must look like package.module:name or file.py:name, got 'sco"),
         ("reward.function='a:b c'", "must look like package.module:name or file.py:name, got 'a:"),
         ("reward.batched=true", "reward.batched is for reward.function; set that, or leave it out"),
@@ -122,8 +123,58 @@ def test_the_run_directory_follows_from_recipe_and_overrides(recipe):
     assert load(recipe, ["quant.scheme=fp8"], named_by=()).train.run_dir == "runs/r"
     assert load(recipe).train.run_dir == "runs/r"
     variant = load(recipe, ["quant.scheme=fp8", "train.steps=7", "model.path=a/b"])
-    assert variant.train.run_dir == "runs/r,model.path=a_b,quant.scheme=fp8"
+    assert variant.train.run_dir == "runs/r--model.path-a_b--quant.scheme-fp8"
     assert load(recipe, ["train.run_dir=x"]).train.run_dir == "x"
+
+
+def test_a_variants_folder_has_a_plain_name_whatever_it_is_a_variant_of(recipe):
+    def named(*overrides):
+        return load(recipe, overrides).train.run_dir.removeprefix("runs/r")
+
+    assert named("optimizer.lr=1e-3") == named("optimizer.lr = 0.0010") == "--optimizer.lr-0.001"
+    assert named("optimizer.lr=1e-3", "optimizer.lr=2e-3") == "--optimizer.lr-0.002"
+    assert (
+        named("data.task_args={min_terms=2, note='a b'}") == "--data.task_args-min_terms_2_note_a_b"
+    )
+    assert named("parallel.tensor=2", "data.chat=true") == "--data.chat-true--parallel.tensor-2"
+    assert named("reward.mix={a={kind='exact'}}", "reward.mix.a.weight=2") == (
+        "--reward.mix-a_kind_exact--reward.mix.a.weight-2"
+    )
+    long = [named(f"model.path={'x' * 300}{end}") for end in "ab"]
+    assert len(set(long)) == 2 and all(len(name) < 210 for name in long)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("train.steps=7", "train.save_rollouts=true", "train.eval_every=5", "train.micro_batch=2"),
+        *("checkpoint.every=3", "sync.keep=3", "rollout.engines=2", "rollout.timeout_s=60"),
+        *("guard.kl_above=0.1", "reward.workers=3", "model.recompute=true"),
+    ],
+)
+def test_what_changes_no_number_of_a_run_makes_no_other_folder(recipe, override):
+    assert load(recipe, [override]).train.run_dir == "runs/r"
+
+
+def test_an_override_reaches_into_tables_of_tables(recipe):
+    recipe.write_text(
+        RECIPE + "[reward.mix.right]\nkind = 'exact'\n[reward.mix.brief]\nfunction = 'own:score'\n"
+    )
+    config = load(recipe, ["reward.mix.brief.weight=0.5", "data.task_args.min_terms=3"])
+    assert {name: part.weight for name, part in config.reward.mix.items()} == {
+        "right": 1.0,
+        "brief": 0.5,
+    }
+    assert config.data.task_args == {"min_terms": 3}
+    for override, message in (
+        ("reward.mix.brif.weight=2", "reward.mix.brif has nothing that scores; set its kind, func"),
+        ("reward.mix.brief.wieght=2", "did you mean reward.mix.brief.weight?"),
+        ("model.path.x=2", "model.path is not a table, so there is no model.path.x; it is 'm'"),
+        ("reward..weight=2", "must look like section.key=value"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load(recipe, [override])
+        assert message in str(error.value)
 
 
 def test_length_and_place_of_a_run_may_change_but_not_what_it_computes(recipe):
@@ -131,7 +182,7 @@ def test_length_and_place_of_a_run_may_change_but_not_what_it_computes(recipe):
     longer = load(recipe, ["train.steps=500", "parallel.tensor=2", "rollout.engines=2"])
     assert other_run(before, longer) == []
     other = load(recipe, ["quant.scheme=fp8"])
-    assert other_run(before, other) == ["quant.scheme: int8 there, fp8 here"]
+    assert other_run(before, other) == ["quant.scheme int8 -> fp8"]
 
 
 @pytest.mark.parametrize("align", ["weights", "full"])
@@ -153,7 +204,7 @@ def test_engine_ranks_must_have_whole_parts_of_the_trainers_to_quantize_tokens_a
 
 def test_the_engines_tensor_size_is_part_of_what_a_fully_aligned_run_computes(recipe):
     sglang = ["rollout.backend=sglang", "sync.transport=files", "parallel.tensor=2"]
-    for align, expected in (("weights", []), ("full", ["rollout.engine_tensor: 1 there, 2 here"])):
+    for align, expected in (("weights", []), ("full", ["rollout.engine_tensor 1 -> 2"])):
         one, two = (
             load(recipe, [*sglang, f"train.align={align}", f"rollout.engine_tensor={size}"])
             for size in (1, 2)
@@ -169,7 +220,7 @@ def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
 
 def test_another_alignment_is_another_run(recipe):
     before, now = load(recipe), load(recipe, ["train.align=full"])
-    assert other_run(before, now) == ["train.align: none there, full here"]
+    assert other_run(before, now) == ["train.align none -> full"]
 
 
 def test_a_schedule_that_falls_takes_all_updates_of_the_run_or_as_many_as_it_names(recipe):
@@ -236,21 +287,41 @@ def test_a_mix_stands_alone(recipe):
         load(recipe, ["reward.url=http://a", "reward.function=own:score"])
 
 
+def test_a_kind_that_nothing_would_use_is_refused_and_not_shown(recipe):
+    for own, beside in (
+        ("reward.function=own:score", "reward.kind=exact would not be used beside reward.function"),
+        ("reward.url=http://a", "reward.kind=exact would not be used beside reward.url"),
+        ("reward.mix={a={kind='math'}}", "reward.kind=exact would not be used beside reward.mix"),
+    ):
+        assert (
+            load(recipe, [own]).reward.kind == load(recipe, [own, "reward.kind="]).reward.kind == ""
+        )
+        with pytest.raises(ConfigError, match=beside):
+            load(recipe, [own, "reward.kind=exact"])
+    with pytest.raises(ConfigError, match="reward.mix.a.kind=math would not be used beside reward"):
+        load(recipe, ["reward.mix={a={kind='math', function='own:score'}}"])
+    assert load(recipe).reward.kind == "math"
+
+
 def test_a_server_may_move_and_another_reward_is_another_run(recipe):
     before = load(recipe, ["reward.url=http://a"])
     moved = ["reward.url=https://b:1/c", "reward.key_env=KEY", "reward.on_failure=stop"]
     assert other_run(before, load(recipe, moved)) == []
-    assert other_run(load(recipe), before) == ["reward.url: '' there, http://a here"]
+    assert other_run(load(recipe), before) == [
+        "reward.kind math -> ''",
+        "reward.url '' -> http://a",
+    ]
     told = other_run(load(recipe), load(recipe, ["reward.function=own:score"]))
-    assert told == ["reward.function: '' there, own:score here"]
+    assert told == ["reward.kind math -> ''", "reward.function '' -> own:score"]
 
 
 def test_weights_of_a_mix_may_change_and_what_it_adds_up_may_not(recipe):
     mixed, heavier, other = (
         load(recipe, [f"reward.mix={{a={{kind='exact', weight={weight}}}, b={{{more}}}}}"])
-        for weight, more in ((1, ""), (2, ""), (1, "function='own:score'"))
+        for weight, more in ((1, "kind='math'"), (2, "kind='math'"), (1, "function='own:score'"))
     )
     assert other_run(mixed, heavier) == []
     (told,) = changes(mixed, heavier)
-    assert told.told == "reward.mix {a: 1 * exact, b: 1 * math} -> {a: 2 * exact, b: 1 * math}"
-    assert len(other_run(mixed, other)) == len(other_run(mixed, load(recipe))) == 1
+    assert str(told) == "reward.mix {a: 1 * exact, b: 1 * math} -> {a: 2 * exact, b: 1 * math}"
+    assert len(other_run(mixed, other)) == 1
+    assert other_run(mixed, load(recipe))[-1] == "reward.mix {a: 1 * exact, b: 1 * math} -> {}"

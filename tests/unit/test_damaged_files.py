@@ -275,7 +275,7 @@ def test_states_of_runs(place, content):
     with MENDABLE:
         state = TrainState.read(place)
         assert state.step >= 0
-        state.summary()
+        state.summary(right_or_wrong=True)
         state.scheme("int8")
 
 

@@ -1,6 +1,7 @@
 """The order of prompts: endless, reproducible, resumable."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -17,6 +18,9 @@ class Letters:
         if not isinstance(prompt, str):
             raise ConfigError("no template")
         return tuple(map(ord, f"<{prompt}>" if chat else prompt))
+
+    def unknown(self, prompt, *, chat=False):
+        return "z" if "z" in prompt else ""
 
     def disagreement(self, prompts, *, chat=False):
         return ""
@@ -36,6 +40,16 @@ def make(tmp_path):
         return PromptStream(config, Letters(), seed=seed, held_out=held_out)
 
     return make
+
+
+def test_text_that_the_model_cannot_see_is_told_with_its_line(make):
+    *_, told = make(3, held_out=26, held_out_of=range(26)).remarks()
+    assert re.fullmatch(
+        r"1 of 29 prompts have text that the tokenizer has no token for, which the model cannot "
+        r"see: first 'z' in data.eval_path=\S+ line 26",
+        told,
+    )
+    assert "cannot see" not in "".join(make(3).remarks())
 
 
 def texts(prompts) -> list[str]:

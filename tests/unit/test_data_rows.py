@@ -86,6 +86,11 @@ def test_keys_are_dotted_paths_or_names_with_a_dot(read):
     [question] = file.questions
     assert (question.text, question.answer) == ("a", "3")
     assert question.metadata == {"prompt": "not this", "in": {"text": "a"}, "more": 1}
+    chat = {"prompt": [TURN, {"role": "user", "content": "b"}], "answers": ["3", "4"]}
+    [question] = read(chat, columns=Columns("prompt.1.content", "answers.0")).questions
+    assert (question.text, question.answer, question.turns) == ("b", "3", ())
+    with pytest.raises(ConfigError, match="line 1 has no prompt.2.content; it has prompt, answers"):
+        read(chat, columns=Columns("prompt.2.content", "answers.0"))
     with pytest.raises(ConfigError, match="line 1 has no in.txt; it has .*in data.prompt_key"):
         read(row, columns=Columns("in.txt", "out.x"))
 
@@ -160,7 +165,7 @@ def test_a_changed_file_is_found_and_a_missing_one_passed_over(tmp_path):
     path = slime_lines(tmp_path / "a.jsonl", SUMS)
     config = DataConfig(path=str(path), eval_path=str(tmp_path / "gone.jsonl"))
     checksums = {"data.path": checksum_of(path), "data.eval_path": "0"}
-    assert changed_files(config, checksums) == []
+    assert changed_files(config, checksums) == {}
     path.write_text(path.read_text() + "\n")  # the same questions
-    assert changed_files(config, checksums) == [f"data.path={path}"]
-    assert changed_files(config, {}) == []
+    assert changed_files(config, checksums) == {"data.path": f"data.path={path}"}
+    assert changed_files(config, {}) == {}

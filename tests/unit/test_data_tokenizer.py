@@ -5,6 +5,10 @@ import re
 import shutil
 
 import pytest
+from tokenizers import Tokenizer as Splitter
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
@@ -70,6 +74,25 @@ def test_a_prompt_that_autotokenizer_splits_otherwise_is_told(folder, tmp_path):
     assert re.search(
         r"give 2 of the first 2 prompts different ids \(the first at position \d", told
     )
+
+
+def test_text_that_a_tokenizer_has_no_token_for_is_found(folder, tmp_path):
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.unknown("What is 4 + 17 ?") == ""
+    assert tokenizer.unknown("What is 4 plus 17 ?") == "plus"
+    assert tokenizer.unknown("4 é") == "é" and tokenizer.unknown("4 ") == ""
+    tokenizer._wrapped.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} ü"
+    assert tokenizer.unknown("4", chat=True) == "ü"
+    bytes_alone = tmp_path / "bytes"
+    vocabulary = {"a": 0, "b": 1, "Ġ": 2}  # no unknown token: what is missing is left out
+    split = Splitter(BPE(vocab=vocabulary, merges=[]))
+    split.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=split).save_pretrained(bytes_alone)
+    assert [Tokenizer(bytes_alone).unknown(text) for text in ("a b", "a cb", "ab\u00e9")] == [
+        "",
+        "cb",
+        "ab\u00e9",
+    ]
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):

@@ -474,7 +474,9 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
 
 
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
-    theirs = RewardConfig(mix={"a": MixedReward(function="a:b"), "b": MixedReward(weight=0.5)})
+    theirs = RewardConfig(
+        mix={"a": MixedReward(function="a:b"), "b": MixedReward(kind="math", weight=0.5)}
+    )
     assert theirs.described == "1 * a:b + 0.5 * math"
     parser = argparse.ArgumentParser()
     add_options(parser, ("none",))
@@ -487,6 +489,7 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
     assert planned() == theirs
     assert planned("--reward", "exact") == RewardConfig(kind="exact")
     function = RewardConfig(function="a:b", batched=True)
+    assert planned("--reward", "a:b", theirs=RewardConfig(kind="exact")).kind == ""
     assert planned("--reward", "exact", theirs=function) == RewardConfig(kind="exact")
     with pytest.raises(
         ConfigError, match="--reward exakt is none of math, last_number, exact; giv"

@@ -86,8 +86,18 @@ def test_of_a_run_that_ends_it_is_not_said_how_many_steps_fit(facts):
 def test_where_a_step_spends_its_time_is_shown_longest_first(facts):
     text = render(describe(facts, NOW))
     assert "10.0 s: rollout 6.00 s, train 3.00 s (medians)" in text
-    assert "step 20 of 200, the last 5.00 s ago, reward 0.500" in text
+    assert "step 20 of 200, the last 5.00 s ago, reward 0.500\n" in text
     assert "1 of 2 serve" in text
+
+
+def test_a_held_out_score_is_a_percentage_where_it_is_an_accuracy(facts):
+    for name, said in (
+        ("accuracy", "held-out accuracy 25.0 %"),
+        ("reward", "held-out reward 0.250"),
+    ):
+        evaluated = Record(20, NOW - 4, {f"eval/{name}": 0.25})
+        found = describe(replace(facts, records=[*facts.records, evaluated]), NOW)
+        assert f"reward 0.500, {said}\n" in render(found)
 
 
 def test_saving_and_evaluating_are_part_of_what_a_step_costs():

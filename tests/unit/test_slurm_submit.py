@@ -398,7 +398,7 @@ def test_what_the_recipe_names_must_lie_where_all_nodes_see_it(
 def test_a_reward_of_ones_own_is_looked_for_before_the_queue_and_found_by_the_job(
     here, slurm, model, tmp_path_factory, capsys
 ):
-    reward = ["train.run_dir=run", "reward.function=own.py:score"]
+    reward = ["train.run_dir=run", "reward.kind=", "reward.function=own.py:score"]
     recipe = here / "recipe.toml"
     recipe.write_text(QUICK.read_text())
     words = [str(recipe), f"model.path={model}", *reward, "--cluster", "cluster.toml"]
@@ -414,14 +414,15 @@ def test_a_reward_of_ones_own_is_looked_for_before_the_queue_and_found_by_the_jo
     local = tmp_path_factory.mktemp("local") / "own.py"
     local.write_text("def score(**fields): return 1.0")
     shares(here, here, model)
-    assert submit(model, "train.run_dir=other", f"reward.function={local}:score") == 2
+    own = ("reward.kind=", f"reward.function={local}:score")
+    assert submit(model, "train.run_dir=other", *own) == 2
     assert f"reward.function={local} is {local}, which lies in none of site.shared=" in (
         capsys.readouterr().err
     )
 
 
 def test_a_key_that_a_job_would_not_have_is_told_of(model):
-    url = ["reward.url=http://judge:1", "reward.key_env=JUDGE_KEY"]
+    url = ["reward.kind=", "reward.url=http://judge:1", "reward.key_env=JUDGE_KEY"]
     config = load(QUICK, [f"model.path={model}", *url])
     (told,) = checks.unset_keys(config, ClusterConfig())
     assert told.startswith("reward.key_env=JUDGE_KEY: a job inherits nothing of this shell, and")

@@ -303,9 +303,9 @@ def test_a_folder_of_another_run_fails_instead_of_counting(root):
     for override, told in (
         (
             "optimizer.lr=1.0",
-            "holds a run with other settings (optimizer.lr: 1.0 there, 1e-06 here",
+            "holds a run with other settings (optimizer.lr 1.0 -> 1e-06)",
         ),
-        ("train.seed=9", "holds another run (train.seed: 9 there, 0 here)"),
+        ("train.seed=9", "holds another run (train.seed 9 -> 0)"),
     ):
         other = load(root / "recipe.toml", [*cell.overrides, override])
         (run / "config.toml").write_text(to_toml(other))

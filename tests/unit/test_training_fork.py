@@ -85,33 +85,47 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
 @pytest.mark.parametrize(
     ("override", "kept"),
     [
-        ("data.task_size=99", (False, False)),
-        ("train.seed=5", (False, True)),
-        ("data.prompts_per_step=16", (True, False)),
-        ("rollout.temperature=0.5", (True, True)),
+        ("data.task_args={min_terms=3}", (False, {"eval": 3, "reward": 3})),
+        ("data.task_size=99", (False, {})),
+        ("train.seed=5", (False, {})),
+        ("data.prompts_per_step=16", (True, {})),
+        ("rollout.temperature=0.5", (True, {})),
+        ("rollout.max_new_tokens=9", (True, {"eval": 3})),
+        ("reward.kind=exact", (True, {"eval": 3, "reward": 3})),
     ],
 )
-def test_prompts_begin_anew_where_they_are_others_and_so_do_accuracies(
+def test_prompts_begin_anew_where_they_are_others_and_scores_where_they_are_measured_otherwise(
     source, recipe, override, kept
 ):
     fork(source, recipe(override))
     state = TrainState.read(latest(source.parent / "new"))
-    assert (state.cursor is not None, state.accuracy is not None) == kept
+    assert (state.cursor is not None, state.measured_since) == kept
+    assert (state.accuracy is None) == (state.accuracy_before is None) == ("eval" in kept[1])
 
 
 def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_path):
-    """A run refuses to go on then, and a fork of it begins."""
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a", "answer": "1"}')
-    files = {"data.path": checksum_of(path)}
+    """A run refuses to go on then, and a fork of it begins; held-out prompts may be the same."""
+    path, held_out = tmp_path / "data.jsonl", tmp_path / "eval.jsonl"
+    for file in (path, held_out):
+        file.write_text('{"prompt": "a", "answer": "1"}')
+    files = {"data.path": checksum_of(path), "data.eval_path": checksum_of(held_out)}
     folder = latest(source)
     replace(STATE, cursor={"epoch": 1, "files": files}).write(folder)
     (source / "config.toml").unlink()
-    claim(source, recipe(f"train.run_dir={source}", f"data.path={path}", "data.task=")).close()
+    data = (f"data.path={path}", f"data.eval_path={held_out}", "data.task=")
+    claim(source, recipe(f"train.run_dir={source}", *data)).close()
     path.write_text('{"prompt": "b", "answer": "2"}')
-    fork(source, recipe(f"data.path={path}", "data.task="))
+    fork(source, recipe(*data))
     state = TrainState.read(latest(tmp_path / "new"))
-    assert (state.cursor, state.accuracy) == (None, None)
+    assert (state.cursor, state.accuracy, state.measured_since) == (None, 0.2, {"reward": 3})
+    held_out.write_text('{"prompt": "b", "answer": "2"}')
+    fork(source, recipe(*data, f"train.run_dir={tmp_path / 'newer'}"))
+    state = TrainState.read(latest(tmp_path / "newer"))
+    assert (state.cursor, state.accuracy, state.measured_since) == (
+        None,
+        None,
+        {"eval": 3, "reward": 3},
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +148,7 @@ def test_a_reference_that_has_moved_goes_along_unless_another_is_asked_for(
 def test_another_scheme_ends_what_the_guard_fell_back_to():
     fallen = TrainState(step=3, unquantized_since=2, notice="rollouts are unquantized")
     config = forking.Change("quant.scheme", "int8", "fp8", "fork")
-    assert forking.forked(fallen, [config]) == TrainState(step=3)
+    assert forking.forked(fallen, [config]) == TrainState(step=3, measured_since={"eval": 3})
     assert forking.forked(fallen, []) == fallen
 
 
@@ -162,7 +176,7 @@ def test_a_fork_that_was_cut_off_is_made_again(source, recipe, monkeypatch):
 
 def test_what_cannot_be_forked_is_one_sentence_and_leaves_no_folder(source, recipe, tmp_path):
     for config, run, message in (
-        (recipe("quant.uaq_scale=1.0"), source, r"quant.uaq_scale: 1.5 there, 1.0 here.*no --fork"),
+        (recipe("quant.uaq_scale=1.0"), source, r"quant.uaq_scale 1.5 -> 1.0.*no --fork"),
         (recipe("train.steps=3"), source, "has done 3 steps, and train.steps=3 leaves none"),
         (recipe("algo.minibatches=4", "optimizer.schedule=linear"), source, "set optimizer.decay_"),
         (recipe(), tmp_path / "none", "none has no checkpoint to begin with; set train.run_dir"),

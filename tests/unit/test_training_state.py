@@ -17,7 +17,12 @@ from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.lead import _stopped
 from qurl_megatron.training.loop import _ending
 from qurl_megatron.training.sources import sources
-from qurl_megatron.training.start import _already_done, _missing
+from qurl_megatron.training.start import (
+    _already_done,
+    _changes,
+    _missing,
+    _tell_of_relatives,
+)
 from qurl_megatron.training.state import (
     RECIPE,
     STATE,
@@ -79,13 +84,27 @@ def test_a_finished_run_tells_that_its_data_has_changed_since(config, tmp_path, 
     config = replace(config, data=data, train=replace(config.train, run_dir=str(run_dir), steps=2))
     state = TrainState(step=2, cursor={"files": {"data.path": checksum_of(path)}})
     state.write(checkpoint(run_dir, 2))
-    assert _already_done(config) and "changed" not in capsys.readouterr().out
+    assert _already_done(config, []) and "changed" not in capsys.readouterr().out
     path.write_text('{"prompt": "a", "answer": "2"}\n')
-    assert _already_done(config)
+    assert _already_done(config, [])
     assert (
         f"data.path={path} has changed since this run read it, and nothing was trained on what it "
         "holds now; restore the file, or train on it in another train.run_dir\n"
     ) in capsys.readouterr().out
+
+
+def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
+    run = begun.parent
+    asked = load(
+        tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=1", "optimizer.lr=1e-3"]
+    )
+    assert _already_done(asked, _changes(asked))
+    assert (
+        "not used, as no step was left to do: optimizer.lr 1e-06 -> 0.001; set train.steps above 2 "
+        "to go on with this, or train.run_dir to a new folder to begin again\n"
+    ) in capsys.readouterr().out
+    shorter = load(tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=1"])
+    assert _already_done(shorter, _changes(shorter)) and "used" not in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -148,9 +167,9 @@ def test_a_newest_checkpoint_without_a_readable_state_does_not_pass_for_the_last
 ):
     done = load(tmp_path / "recipe.toml", [f"train.run_dir={tmp_path}", "train.steps=4"])
     folder = checkpoint(tmp_path, 4)
-    assert _already_done(done)
+    assert _already_done(done, [])
     (folder / STATE).write_text("{")
-    assert not _already_done(done)
+    assert not _already_done(done, [])
 
 
 @pytest.mark.parametrize(
@@ -205,13 +224,54 @@ def test_the_refusal_names_the_keys_and_both_ways_out(begun, tmp_path):
     with pytest.raises(ConfigError) as refusal:
         claim(run, other)
     assert str(refusal.value) == (
-        f"{run} holds another run (quant.scheme: int8 there, fp8 here; train.seed: 0 there, 7 "
-        "here); set train.run_dir to a new folder to begin anew, or add --fork NEW_RUN_DIR to "
-        "`qurl train` to go on there from its newest checkpoint, changed like this"
+        f"{run} holds another run (quant.scheme int8 -> fp8, train.seed 0 -> 7); undo that to go "
+        "on with it, add --fork NEW_RUN_DIR to `qurl train` to go on there from its newest "
+        "checkpoint, changed like this, or set train.run_dir to a new folder to begin again"
     )
     folded = load(tmp_path / "recipe.toml", ["quant.uaq_scale=1.0"])
-    with pytest.raises(ConfigError, match=r"\(quant.uaq_scale: .*\); set .* to a new folder$"):
+    with pytest.raises(
+        ConfigError, match=r"\(quant.uaq_scale 1.5 -> 1.0\); undo .*, or set .* to begin again$"
+    ):
         claim(run, folded)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.task=chain_summ", "data.task=chain_summ is not a reasoning-gym task; did you mean"),
+        ("model.path=moodel", "model.path=moodel does not exist"),
+        ("reward.function=nowhere:score", "reward.function"),
+        ("algo.objective=tis", "holds another run"),
+    ],
+)
+def test_a_mistaken_value_is_not_taken_for_another_run(begun, tmp_path, override, message):
+    (tmp_path / "m").mkdir()
+    kind = ["reward.kind="] if override.startswith("reward.") else []
+    given = [f"train.run_dir={begun.parent}", f"model.path={tmp_path / 'm'}", *kind, override]
+    with pytest.raises(ConfigError, match=message) as error:
+        _changes(load(tmp_path / "recipe.toml", given))
+    assert ("holds another run" in str(error.value)) == (message == "holds another run")
+
+
+def test_a_new_name_beside_a_run_of_the_recipe_is_said_to_begin_a_new_one(begun, tmp_path, capsys):
+    run = begun.parent
+    for other in ("run--optimizer.lr-0.001", "run,optimizer.lr=1e-3"):
+        _tell_of_relatives(run.with_name(other))
+        assert "begins a new run" in capsys.readouterr().out
+    for other in ("running", "run-2", "run,none,seed=1"):  # the last is a study's
+        _tell_of_relatives(run.with_name(other))
+        assert capsys.readouterr().out == "" and not run.with_name(other).exists()
+    _tell_of_relatives(run.with_name("run--optimizer.lr-0.001"))
+    assert capsys.readouterr().out == (
+        f"{run}--optimizer.lr-0.001 begins a new run, as overrides are part of a run's name; to "
+        f"go on with {run}, stop this and add train.run_dir={run}\n"
+    )
+    checkpoint(run.with_name("run--data.chat-true"), 3)
+    _tell_of_relatives(run.with_name("run--optimizer.lr-0.001"))
+    assert "the newest of 2 runs with other overrides, stop" in capsys.readouterr().out
+    _tell_of_relatives(run)
+    _tell_of_relatives(tmp_path / "nowhere/run")
+    assert capsys.readouterr().out == ""
 
 
 def test_changes_are_told_again_until_they_are_kept(config, begun, tmp_path):
@@ -219,7 +279,7 @@ def test_changes_are_told_again_until_they_are_kept(config, begun, tmp_path):
     changed = load(tmp_path / "recipe.toml", ["optimizer.lr=1e-3"])
     for _ in range(2):
         with claim(begun.parent, changed) as claimed:
-            assert [one.told for one in claimed.changes] == ["optimizer.lr 1e-06 -> 0.001"]
+            assert [str(one) for one in claimed.changes] == ["optimizer.lr 1e-06 -> 0.001"]
         assert recipe_of(begun.parent) == config
     with claim(begun.parent, changed) as claimed:
         claimed.keep_recipe()
@@ -232,10 +292,34 @@ def test_accuracies_on_other_prompts_are_not_compared(config, begun, tmp_path):
 
     def resumed(override):
         with claim(begun.parent, load(tmp_path / "recipe.toml", [override])) as claimed:
-            return after(claimed.changes, state)
+            return after((one.key for one in claimed.changes), state)
 
     assert resumed("train.eval_every=3") == state
-    assert resumed("train.eval_prompts=8") == TrainState(step=2, cursor={})
+    assert resumed("train.eval_prompts=8") == TrainState(
+        step=2, cursor={}, measured_since={"eval": 2}
+    )
+    earlier = replace(state, measured_since={"reward": 1})
+    assert after(["data.path"], earlier) == replace(state, measured_since={"reward": 2})
+    assert after(["data.path"], replace(state, measured_since={"eval": 1})).measured_since == {
+        "eval": 1,
+        "reward": 2,
+    }
+
+
+def test_a_mean_score_is_called_an_accuracy_where_scores_are_right_or_wrong_alone():
+    state = TrainState(step=2, accuracy_before=0.25, accuracy=1.5)
+    assert state.summary(right_or_wrong=True) == (
+        "step 2 done; held-out accuracy 25.0% before, 150.0% after (+125.0 points)"
+    )
+    assert state.summary(right_or_wrong=False) == (
+        "step 2 done; held-out reward 0.250 before, 1.500 after"
+    )
+    state = replace(state, accuracy_before=None, measured_since={"eval": 1})
+    said = [state.summary(right_or_wrong=one) for one in (True, False)]
+    alone = ", measured like this since step 1 alone"
+    assert said == [
+        f"step 2 done; held-out {what}{alone}" for what in ("accuracy 150.0%", "reward 1.500")
+    ]
 
 
 def test_a_missing_model_is_to_be_fetched_and_only_a_small_one_is_made(config, tmp_path):
