@@ -339,9 +339,12 @@ def check_data(config: RunConfig) -> None:
 
 
 def reward_files(config: RunConfig) -> dict[str, str]:
-    """The Python files of rewards of the user's own, by their keys in the recipe."""
+    """The Python files of rewards and of an environment of the user's own, by their keys."""
     parts = config.reward.parts.items()
-    return {f"{key}.function": part.file for key, part in parts if part.file}
+    found = {f"{key}.function": part.file for key, part in parts if part.file}
+    if config.rollout.environment_file:
+        found["rollout.environment"] = config.rollout.environment_file
+    return found
 
 
 def check_rewards_are_there(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
+from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.text import how_many
@@ -47,6 +48,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
             return 0
     if not placed or os.environ["RANK"] == "0":
         check_rewards(config.reward)
+        check_environment(config.rollout)
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)
     if not path.exists():
