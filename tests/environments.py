@@ -41,10 +41,10 @@ class Later(Scripted):
         return super().step(**given)
 
 class Repeats:
-    """Says three words after each turn, and "over" once it has been told."""
+    """Says three words after each turn, which tell what it was asked."""
 
     def step(self, messages, response, **others):
-        return {"role": "tool", "content": f"w90 w91 w{len(messages)}"}
+        return {"role": "tool", "content": f"w90 w{len(response.split())} w{len(messages)}"}
 
 class Slow:
     def step(self, messages, response, **others):

@@ -55,11 +55,14 @@ def gather(fleet, turns, prompts=PROMPTS, **options):
 def conversation(prompt: int, *, turns: int = 3) -> list[tuple[int, bool]]:
     """(token, whether the policy wrote it) of all that follows on so many tokens of a prompt."""
     found: list[tuple[int, bool]] = []
+    wrote = 0
     for turn in range(turns):
         if turn:
-            found += [(token, False) for token in (90, 91, 2 * turn - 1)]
-        while not found or not found[-1][1] or (prompt + len(found)) % 5:
+            found += [(token, False) for token in (90, wrote, 2 * turn - 1)]
+        begin = len(found)
+        while len(found) == begin or (prompt + len(found)) % 5:
             found.append((token_at(prompt + len(found)), True))
+        wrote = len(found) - begin
     return found
 
 
