@@ -85,7 +85,7 @@ class Tokenizer:
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
         """Ids of a message behind what the policy wrote, up to where its next turn begins.
 
-        The policy's own ids are never made anew from their text: these are to be appended to them.
+        The policy's own ids are never made again from their text: these are to be appended to them.
 
         Args:
             message: ``role`` and ``content``.
