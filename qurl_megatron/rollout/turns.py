@@ -1,8 +1,8 @@
 """A conversation between the policy and an environment, token by token.
 
-What the policy wrote stays as it was sampled: its ids are never made again from their text. What the
-environment says is turned into ids, and those are appended. The next turn of the policy is one more
-request for what follows on all of it.
+What the policy wrote stays as it was sampled: its ids are never made again from their text. What
+the environment says is turned into ids, and those are appended. The next turn of the policy is one
+more request for what follows on all of it.
 """
 
 import asyncio
