@@ -26,34 +26,53 @@ class Prompt:
     text: str
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)  # a file's other columns
+    turns: tuple[dict[str, Any], ...] = field(default=(), hash=False)  # of a chat
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """As a chat, whatever it was."""
+        return list(self.turns) or [{"role": "user", "content": self.text}]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a conversation could not go on, or a response got no score."""
+
+    cause: str  # of rewards.item.CAUSES
+    why: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One response to a prompt, as the behaviour policy generated it; equal to one of equal values.
 
-    The arrays may be given as any sequence; they are read-only from then on.
+    In a conversation of several turns the response is all that follows on the prompt: what the
+    policy wrote, and between its turns what an environment said. Only the former is ever trained
+    on. The arrays may be given as any sequence; they are read-only from then on.
     """
 
     prompt: Prompt
     response_ids: np.ndarray  # int32
     behaviour_log_probs: np.ndarray  # float32, one per response token, at the sampling temperature
     finish_reason: FinishReason
-    versions: Versions
+    versions: Versions  # of the tokens that the policy wrote
     text: str = ""  # the decoded response, without special tokens
     reward: float = 0.0
+    written: np.ndarray | None = None  # bool: the policy wrote this token; None: all of them
+    failure: Failure | None = None  # of the environment
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "response_ids", _frozen(self.response_ids, np.int32))
         log_probs = _frozen(self.behaviour_log_probs, np.float32)
         object.__setattr__(self, "behaviour_log_probs", log_probs)
         object.__setattr__(self, "versions", in_a_row(self.versions))
-        lengths = {
-            len(self.response_ids),
-            len(self.behaviour_log_probs),
-            sum(count for _, count in self.versions),
-        }
-        assert len(lengths) == 1, f"response, log-probs and versions differ in length: {lengths}"
+        whole = self.written is None
+        written = np.ones(len(self.response_ids), bool) if whole else self.written
+        object.__setattr__(self, "written", _frozen(written, np.bool_))
+        lengths = {len(self.response_ids), len(self.behaviour_log_probs), len(self.written)}
+        assert len(lengths) == 1, f"response, log-probs and mask differ in length: {lengths}"
+        counts = {sum(count for _, count in self.versions), self.written_tokens}
+        assert len(counts) == 1, f"versions and written tokens differ in length: {counts}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sample) and self._values() == other._values()
@@ -70,6 +89,8 @@ class Sample:
             self.versions,
             self.text,
             self.reward,
+            self.written.tobytes(),
+            self.failure,
         )
 
     @property
@@ -78,9 +99,22 @@ class Sample:
         return self.finish_reason == "length"
 
     @property
-    def token_versions(self) -> list[int]:
-        """The weight version that generated each response token."""
-        return [version for version, count in self.versions for _ in range(count)]
+    def written_tokens(self) -> int:
+        """How many tokens of the response the policy wrote."""
+        return int(self.written.sum())
+
+    @property
+    def turns(self) -> list[np.ndarray]:
+        """The ids of each stretch of tokens in a row that the policy wrote."""
+        ends = np.flatnonzero(np.diff(self.written)) + 1
+        parts = np.split(self.response_ids, ends), np.split(self.written, ends)
+        return [ids for ids, mine in zip(*parts, strict=True) if mine.any()]
+
+    @property
+    def token_versions(self) -> list[int | None]:
+        """The weight version that generated each response token; None where none did."""
+        theirs = iter([version for version, count in self.versions for _ in range(count)])
+        return [next(theirs) if mine else None for mine in self.written]
 
 
 def in_a_row(versions: Iterable[tuple[int, int]]) -> Versions:

@@ -244,7 +244,11 @@ def load(
     for key, value in [*_preset(chosen).items(), *given]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
-    config = dataclasses.replace(config, reward=config.reward.beside(path.parent))
+    config = dataclasses.replace(
+        config,
+        reward=config.reward.beside(path.parent),
+        rollout=config.rollout.beside(path.parent),
+    )
     if config.train.run_dir:
         return config
     default = _default_run_dir(path, given if named_by is None else map(_parse, named_by))
@@ -254,8 +258,11 @@ def load(
 
 def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
     """The overrides with which a copy of a recipe in another folder is the same recipe."""
-    reward = load(path, overrides).reward
+    config = load(path, overrides)
+    reward, rollout = config.reward, config.rollout
     found = list(overrides)
+    if rollout.environment_file:
+        found.append(f"rollout.environment={_toml_value(rollout.environment)}")
     if reward.file:
         found.append(f"reward.function={_toml_value(reward.function)}")
     if any(part.file for part in reward.mix.values()):

@@ -453,7 +453,11 @@ class GuardConfig:
 
 @on_resume(
     "free",
-    fork=("backend", "samples_per_prompt", "max_new_tokens", "temperature", "max_staleness"),
+    change=("turn_timeout_s",),
+    fork=(
+        *("backend", "samples_per_prompt", "max_new_tokens", "temperature", "max_staleness"),
+        *("environment", "max_turns"),
+    ),
 )
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -506,6 +510,7 @@ class RolloutConfig:
     """Group size G: responses per prompt."""
 
     max_new_tokens: int = 64
+    """Tokens of a response; with an environment, of all turns and of what it said between them."""
 
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
@@ -549,13 +554,33 @@ class RolloutConfig:
     after twice the wait. The count begins anew once it has served three versions in a row without
     a fault, which in ``qurl eval``, where nothing is published, it never has."""
 
+    environment: str = ""
+    """Class that answers what the policy writes, as a tool or a user: "package.module:Class", or
+    "file.py:Class" with the file relative to the recipe's folder. docs/environments.md has more."""
+
+    environment_workers: int = 2
+    """Processes that answer for the environment, each one response at a time."""
+
+    environment_memory_gb: float = 4.0
+    """Address space of one of them, GiB."""
+
+    max_turns: int = 8
+    """Turns of the policy in a conversation with the environment; the last one ends it."""
+
+    turn_timeout_s: float = 30.0
+    """Seconds that the environment has for one answer; a response that gets none by then has
+    failed."""
+
     def __post_init__(self) -> None:
+        _check_name("rollout.environment", self.environment, "Class")
         for key in (
             "engines",
             "engine_tensor",
             "samples_per_prompt",
             "max_new_tokens",
             "requests_per_engine",
+            "environment_workers",
+            "max_turns",
         ):
             require(
                 getattr(self, key) >= 1,
@@ -566,7 +591,10 @@ class RolloutConfig:
             f"rollout.temperature must be positive, got {self.temperature}; "
             "greedy decoding is for evaluation only",
         )
-        for key in ("timeout_s", "update_timeout_s", "health_every_s"):
+        for key in (
+            *("timeout_s", "update_timeout_s", "health_every_s"),
+            *("turn_timeout_s", "environment_memory_gb"),
+        ):
             require(
                 getattr(self, key) > 0,
                 f"rollout.{key} must be positive, got {getattr(self, key)}",
@@ -599,6 +627,15 @@ class RolloutConfig:
             "rollout.colocate takes the engines' memory away while the policy trains; it needs "
             "rollout.max_staleness=0",
         )
+
+    @property
+    def environment_file(self) -> str:
+        """The Python file that holds the environment; empty where it is in a module."""
+        return _file_of(self.environment)
+
+    def beside(self, folder: Path) -> Self:
+        """The same, with a file's path no longer relative to ``folder``."""
+        return replace(self, environment=_named_beside(folder, self.environment))
 
     @property
     def start_limit_s(self) -> float:
@@ -694,8 +731,7 @@ class RewardSource:
     @property
     def file(self) -> str:
         """The Python file that holds the function; empty where it is in a module."""
-        target = self.function.rpartition(":")[0]
-        return target if target.endswith(".py") else ""
+        return _file_of(self.function)
 
     @property
     def described(self) -> str:
@@ -704,10 +740,7 @@ class RewardSource:
 
     def beside(self, folder: Path) -> Self:
         """The same, with a file's path no longer relative to ``folder``."""
-        if not self.file:
-            return self
-        name = self.function.rpartition(":")[2]
-        return replace(self, function=f"{os.path.abspath(folder / self.file)}:{name}")
+        return replace(self, function=_named_beside(folder, self.function))
 
     def check(self, key: str) -> None:
         """
@@ -717,12 +750,7 @@ class RewardSource:
         Raises:
             ConfigError: its keys do not go together, or one is malformed.
         """
-        target, _, name = self.function.rpartition(":")
-        require(
-            not self.function or bool(target) and name.isidentifier(),
-            f"{key}.function must look like package.module:name or file.py:name, got "
-            f"{self.function!r}",
-        )
+        _check_name(f"{key}.function", self.function, "name")
         require(not (self.function and self.url), f"{key} needs one of function and url, not both")
         own = "function" if self.function else "url"
         require(
@@ -740,6 +768,28 @@ class RewardSource:
         )
         if self.url:
             _check_url(f"{key}.url", self.url)
+
+
+def _check_name(key: str, given: str, name: str) -> None:
+    """Of something in Python: "package.module:name" or "file.py:name", or nothing."""
+    target, _, last = given.rpartition(":")
+    require(
+        not given or bool(target) and last.isidentifier(),
+        f"{key} must look like package.module:{name} or file.py:{name}, got {given!r}",
+    )
+
+
+def _file_of(given: str) -> str:
+    """The file of "file.py:name"; empty for a module's."""
+    target = given.rpartition(":")[0]
+    return target if target.endswith(".py") else ""
+
+
+def _named_beside(folder: Path, given: str) -> str:
+    """The same name, with a file's path no longer relative to ``folder``."""
+    if not (file := _file_of(given)):
+        return given
+    return f"{os.path.abspath(folder / file)}:{given.rpartition(':')[2]}"
 
 
 def _check_url(key: str, url: str) -> None:

@@ -1,10 +1,12 @@
 """Responses into training tensors, and nothing else: pure and on the CPU.
 
-Shapes: B = rows, S = their length, N = response tokens of the batch. A row is one response, padded
-on the right; or all of them lie end to end in a single row (packed); or those of one prompt follow
-on the prompt, which is there once (``data.trees``). Position t predicts token t+1: a response
-token's log-prob is read one place before it. What the loss knows of response tokens is kept flat,
-[N], in the order of the responses: a prompt has no ratio and no advantage.
+Shapes: B = rows, S = their length, N = response tokens of the batch that the policy wrote; all
+others, those of prompts and of what an environment said, are context and nothing else. A row is one
+response, padded on the right; or all of them lie end to end in a single row (packed); or those of
+one prompt follow on the prompt, which is there once (``data.trees``). Position t predicts token
+t+1: a response token's log-prob is read one place before it. What the loss knows of tokens is kept
+flat, [N], in the order of the responses: what the policy did not write has no ratio and no
+advantage.
 """
 
 from collections.abc import Sequence
@@ -27,9 +29,9 @@ class TokenBatch:
     input_ids: Tensor  # [B, S] int64
     positions: Tensor  # [B, S] int64: within the response's own sequence
     targets: Tensor  # [B, S] int64: the next token; 0 where there is none
-    mask: Tensor  # [B, S] bool: the target is a response token
+    mask: Tensor  # [B, S] bool: the target is a response token that the policy wrote
     indices: tuple[int, ...]  # which response of the step each one is
-    lengths: tuple[int, ...]  # response tokens of each; they add up to N
+    lengths: tuple[int, ...]  # written tokens of each; they add up to N
     owners: Tensor  # [N] int64: which response of the batch a token belongs to
     behaviour: Tensor  # [N] float32: log-probs the engine reported
     weights: Tensor  # [N] float32: share of each token in the batch loss
@@ -130,7 +132,7 @@ def plant_samples(
         for index, branch in zip(family, tree.branches, strict=True):
             put(responses.tokens_of(index), tree.prefix, branch, at)
             at += branch
-            mask[at - responses.summary.lengths[index] : at] = True
+            mask[at - responses.summary.lengths[index] : at] = responses.mask_of(index).bool()
     return TokenBatch(
         input_ids=ids[None],
         positions=positions[None],
@@ -163,7 +165,7 @@ def _batch(
         ids[start:end] = tokens
         positions[start:stop] = torch.arange(stop - start)
         targets[start : end - 1] = tokens[1:]
-        mask[end - length - 1 : end - 1] = True
+        mask[end - length - 1 : end - 1] = responses.mask_of(index).bool()
     return TokenBatch(
         input_ids=ids.view(rows, -1),
         positions=positions.view(rows, -1),
@@ -177,7 +179,7 @@ def _flat(
     responses: Responses, chosen: tuple[int, ...], token_weights: Sequence[float]
 ) -> dict[str, Any]:
     """What a batch has of responses and their tokens, however these lie in rows."""
-    lengths = tuple(responses.summary.lengths[i] for i in chosen)
+    lengths = tuple(responses.summary.written[i] for i in chosen)
     repeats = torch.tensor(lengths, dtype=torch.int64)
     return {
         "indices": chosen,

@@ -219,4 +219,4 @@ class PromptStream:
 
 
 def _prompt(question: Question, index: int, ids: tuple[int, ...]) -> Prompt:
-    return Prompt(index, ids, question.text, question.answer, question.metadata)
+    return Prompt(index, ids, question.text, question.answer, question.metadata, question.turns)

@@ -2,7 +2,8 @@
 
 Of every response there are the few numbers that baselines, weights and penalties are made of; of
 those that are held also the tokens. A held response lies in one piece: its prompt's tokens, then
-its own, then those of the next.
+its own, then those of the next. Of a response's tokens the policy wrote all, or in a conversation
+with an environment some: log-probs and lengths that count for anything are those of these alone.
 
 Shapes: R = responses of the step; H = those held here.
 """
@@ -26,6 +27,7 @@ class Summary:
 
     prompt_lengths_R: Tensor  # int64
     lengths_R: Tensor  # int64, of the responses alone
+    written_R: Tensor  # int64, tokens of these that the policy wrote
     rewards_R: Tensor  # float64
     truncated_R: Tensor  # bool
     prompts_R: Tensor  # int64: which prompt is answered; one number, the same tokens
@@ -33,10 +35,11 @@ class Summary:
     @staticmethod
     def empty(count: int) -> "Summary":
         """Room for so many responses."""
-        prompt_lengths, lengths, prompts = torch.zeros(3, count, dtype=torch.int64)
+        prompt_lengths, lengths, written, prompts = torch.zeros(4, count, dtype=torch.int64)
         return Summary(
             prompt_lengths,
             lengths,
+            written,
             torch.zeros(count, dtype=torch.float64),
             torch.zeros(count, dtype=torch.bool),
             prompts,
@@ -49,6 +52,11 @@ class Summary:
     def lengths(self) -> list[int]:
         """Tokens of each response alone."""
         return self.lengths_R.tolist()
+
+    @cached_property
+    def written(self) -> list[int]:
+        """Tokens of each response that the policy wrote."""
+        return self.written_R.tolist()
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
@@ -75,7 +83,8 @@ class Responses:
     summary: Summary
     held: tuple[int, ...]  # H of the R responses, in the order in which their tokens lie here
     tokens: Tensor  # int32
-    behaviour: Tensor  # float32, one per token of a held response, its prompt left out
+    mask: Tensor  # uint8, one per token of a held response, its prompt left out: 1 if written
+    behaviour: Tensor  # float32, one per written token of a held response
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> "Responses":
@@ -86,17 +95,20 @@ class Responses:
         for prompt in prompts.values():
             numbers.setdefault(prompt.input_ids, len(numbers))
         pieces = [part for s in samples for part in (arrays[id(s.prompt)], s.response_ids)]
-        log_probs = [sample.behaviour_log_probs for sample in samples]
+        masks = [sample.written for sample in samples]
+        log_probs = [sample.behaviour_log_probs[sample.written] for sample in samples]
         return Responses(
             Summary(
                 torch.tensor([len(s.prompt.input_ids) for s in samples], dtype=torch.int64),
                 torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64),
+                torch.tensor([s.written_tokens for s in samples], dtype=torch.int64),
                 torch.tensor([s.reward for s in samples], dtype=torch.float64),
                 torch.tensor([s.truncated for s in samples], dtype=torch.bool),
                 torch.tensor([numbers[s.prompt.input_ids] for s in samples], dtype=torch.int64),
             ),
             tuple(range(len(samples))),
             torch.from_numpy(np.concatenate([np.empty(0, np.int32), *pieces])),
+            torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *masks], dtype=np.uint8)),
             torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
         )
 
@@ -107,7 +119,8 @@ class Responses:
             summary,
             tuple(held),
             torch.empty(sum(summary.totals[i] for i in held), dtype=torch.int32),
-            torch.empty(sum(summary.lengths[i] for i in held), dtype=torch.float32),
+            torch.empty(sum(summary.lengths[i] for i in held), dtype=torch.uint8),
+            torch.empty(sum(summary.written[i] for i in held), dtype=torch.float32),
         )
 
     def __len__(self) -> int:
@@ -116,22 +129,31 @@ class Responses:
     def part(self, indices: Sequence[int]) -> "Responses":
         """The same step, holding these responses alone, in this order."""
         tokens = [self.tokens[:0], *(self.tokens_of(i) for i in indices)]
+        mask = [self.mask[:0], *(self.mask_of(i) for i in indices)]
         behaviour = [self.behaviour[:0], *(self.behaviour_of(i) for i in indices)]
-        return Responses(self.summary, tuple(indices), torch.cat(tokens), torch.cat(behaviour))
+        return Responses(self.summary, tuple(indices), *map(torch.cat, (tokens, mask, behaviour)))
 
     def tokens_of(self, index: int) -> Tensor:
         """Prompt and response, a view; ``index`` counts the responses of the step."""
-        start, _ = self._places[index]
+        start, _, _ = self._places[index]
         return self.tokens[start : start + self.summary.totals[index]]
 
+    def mask_of(self, index: int) -> Tensor:
+        """Of the response's tokens, a view: 1 where the policy wrote one."""
+        _, start, _ = self._places[index]
+        return self.mask[start : start + self.summary.lengths[index]]
+
     def behaviour_of(self, index: int) -> Tensor:
-        """Log-probs of the response, a view."""
-        _, start = self._places[index]
-        return self.behaviour[start : start + self.summary.lengths[index]]
+        """Log-probs of the response's written tokens, a view."""
+        _, _, start = self._places[index]
+        return self.behaviour[start : start + self.summary.written[index]]
 
     @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        """Where the tokens and the log-probs of each held response begin."""
-        tokens = accumulate((self.summary.totals[i] for i in self.held), initial=0)
-        behaviour = accumulate((self.summary.lengths[i] for i in self.held), initial=0)
-        return {i: place for i, *place in zip(self.held, tokens, behaviour, strict=False)}
+    def _places(self) -> dict[int, tuple[int, int, int]]:
+        """Where the tokens, the mask and the log-probs of each held response begin."""
+        summary = self.summary
+        tokens, mask, behaviour = (
+            accumulate([counts[i] for i in self.held], initial=0)
+            for counts in (summary.totals, summary.lengths, summary.written)
+        )
+        return {i: place for i, *place in zip(self.held, tokens, mask, behaviour, strict=False)}

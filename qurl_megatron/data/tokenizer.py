@@ -8,10 +8,12 @@ from typing import Any
 
 from qurl_megatron.data.rows import Question, Turn
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.types import Sample
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MADE_HERE = "qurl_warmstart"  # in tokenizer_config.json: of a tokenizer that no family knows
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
+SAID = "~what the policy said~"  # in a template's output: where its turn ends
 
 
 class Tokenizer:
@@ -100,6 +102,44 @@ class Tokenizer:
             done = max(done, end)
         return _word(text, done) if text[done:].strip() else ""
 
+    def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
+        """Ids of a message behind what the policy wrote, up to where its next turn begins.
+
+        The policy's own ids are never made again from their text: these are to be appended to them.
+
+        Args:
+            message: ``role`` and ``content``.
+            chat: by the model's chat template; else as plain text.
+            last: id that the policy ended its turn with, if it wrote any. The template's own end of
+                a turn is left out where it is that.
+
+        Raises:
+            ConfigError: the template refuses such a message.
+        """
+        if not chat:
+            return tuple(self._wrapped(message["content"], add_special_tokens=False)["input_ids"])
+        turns = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": SAID},
+            {"role": message["role"], "content": message["content"]},
+        ]
+        try:
+            text, _ = self._rendered(turns, chat)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; this was a message of the environment with role {message['role']!r}: "
+                "have rollout.environment answer with another role, such as user"
+            ) from None
+        _, said, rest = text.partition(SAID)
+        if not said:
+            raise ConfigError(
+                f"the chat template in {self.path} drops what the policy said once a message of "
+                f"role {message['role']!r} follows; have rollout.environment answer with another "
+                "role, such as user"
+            )
+        ids = tuple(self._wrapped(rest, add_special_tokens=False)["input_ids"])
+        return ids[1:] if ids[:1] == (last,) else ids
+
     def disagreement(self, prompts: Sequence[str | Sequence[Turn]], *, chat: bool = False) -> str:
         """What to tell of prompts that ``AutoTokenizer`` splits otherwise; empty where all agree.
 
@@ -140,6 +180,13 @@ class Tokenizer:
         return self._wrapped.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    def said(self, sample: Sample) -> tuple[str, str]:
+        """The text of a whole response, and what the policy wrote of it, turn by turn on lines."""
+        whole = self.decode(sample.response_ids.tolist())
+        if sample.written.all():
+            return whole, whole
+        return whole, "\n".join(self.decode(turn.tolist()) for turn in sample.turns)
 
 
 def _word(text: str, at: int) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from qurl_megatron import __version__
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
+from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import AnswerFile
@@ -35,6 +36,7 @@ from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.types import Prompt
 from qurl_megatron.weights.arch import read_config
 from qurl_megatron.weights.places import description_of, find_torch_dist
@@ -67,6 +69,9 @@ class Plan:
         own = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
         if self.reward.failed:
             own["failed"] = self.reward.failed
+        if self.rollout.environment:
+            own["environment"] = self.rollout.environment
+            own["max_turns"] = self.rollout.max_turns
         return {**drawn, **own, **self._model()}
 
     def _model(self) -> dict[str, Any]:
@@ -89,6 +94,7 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     """
     plan = make_plan(arguments, defaults or Defaults())
     check_rewards(plan.reward)
+    check_environment(plan.rollout)
     names = ("prompt_key", "answer_key", "id_key")
     keys = {name: getattr(arguments, name) or "" for name in names}
     benchmarks = read_benchmarks(arguments.benchmarks, **keys)
@@ -116,8 +122,15 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     )
     with _claimed(plan.out):
         try:
-            with RewardPool(plan.reward) as rewards, fleet:
-                table = _answer(plan, Evaluator(fleet, rewards, tokenizer, plan.sampling), asked)
+            with ExitStack() as stack:
+                rewards = stack.enter_context(RewardPool(plan.reward))
+                turns = None
+                if plan.rollout.environment:
+                    pool = stack.enter_context(EnvironmentPool(plan.rollout))
+                    turns = Turns(pool, tokenizer, chat=plan.chat)
+                stack.enter_context(fleet)
+                evaluator = Evaluator(fleet, rewards, tokenizer, plan.sampling, turns)
+                table = _answer(plan, evaluator, asked)
         except EngineError as error:
             kept = any(plan.out.glob("*.samples.jsonl"))
             rest = "; the answers so far are kept, and the same command goes on" if kept else ""

@@ -33,6 +33,7 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.schema import count, or_none
 from qurl_megatron.rollout.shorten import shortened
 from qurl_megatron.rollout.supervisor import IN_ALL
+from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.types import Prompt, Sample
 
 BATCH = 256  # responses of one batch of an embedded engine, about
@@ -79,8 +80,8 @@ def as_prompts(
     end = f"\n{suffix}" if suffix else ""
     asked = [_ending(problem.question, end) for problem in benchmark.problems]
     return [
-        Prompt(index, ids_of(one, tokenizer, chat=chat), one.text, one.answer, one.metadata)
-        for index, one in enumerate(asked)
+        Prompt(i, ids_of(one, tokenizer, chat=chat), one.text, one.answer, one.metadata, one.turns)
+        for i, one in enumerate(asked)
     ]
 
 
@@ -157,9 +158,18 @@ class Evaluator:
     """Answers benchmarks with the engines of a fleet."""
 
     def __init__(
-        self, fleet: Fleet, rewards: RewardPool, tokenizer: Tokenizer, sampling: Sampling
+        self,
+        fleet: Fleet,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        turns: Turns | None = None,
     ) -> None:
-        self.fleet, self.rewards, self.tokenizer = fleet, rewards, tokenizer
+        """
+        Args:
+            turns: with an environment, which answers as in training.
+        """
+        self.fleet, self.rewards, self.tokenizer, self.turns = fleet, rewards, tokenizer, turns
         self.sampling = sampling
         engines = fleet.serving()
         self.in_batches = all(engine.kind == "embedded" for engine in engines)
@@ -185,7 +195,9 @@ class Evaluator:
     ) -> list[Sample]:
         if mode == "greedy":
             limit = self.sampling.max_new_tokens
-            return greedy(self.fleet, prompts, limit, stop=stop, finished=finished)
+            return greedy(
+                self.fleet, prompts, limit, stop=stop, finished=finished, turns=self.turns
+            )
         return collect(
             self.fleet,
             prompts,
@@ -195,14 +207,15 @@ class Evaluator:
             top_p=self.sampling.top_p,
             stop=stop,
             finished=finished,
+            turns=self.turns,
         )
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
-        texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
-        rewards = self.rewards.grade(items_of(samples, texts)).scores
+        said = [self.tokenizer.said(sample) for sample in samples]
+        rewards = self.rewards.grade(items_of(samples, [policy for _, policy in said])).scores
         return [
             replace(sample, text=text, reward=reward)
-            for sample, text, reward in zip(samples, texts, rewards, strict=True)
+            for sample, (text, _), reward in zip(samples, said, rewards, strict=True)
         ]
 
     def await_engines(self) -> bool:
@@ -297,7 +310,7 @@ class _Round:
                 sample=number % self.responses,
                 reward=sample.reward,
                 finish=sample.finish_reason,
-                tokens=len(sample.response_ids),
+                tokens=sample.written_tokens,
                 seconds=seconds,
                 version=max(version for version, _ in sample.versions),
                 text=sample.text,

@@ -28,6 +28,7 @@ GROUPS = {
     "reward": "Reward",
     "eval": "Evaluation",
     "response": "Responses",
+    "environment": "Environment",
     "policy": "Policy",
     "acr": "Adaptive clip range",
     "rollout": "Behaviour and proximal policy",

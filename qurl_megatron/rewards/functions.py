@@ -24,15 +24,16 @@ CALLED = "prompt=..., response=..., answer=..., metadata=..."
 Function = Callable[..., Any]
 
 
-def find_function(key: str, name: str) -> Function:
+def find_named(key: str, name: str, what: str) -> Function:
     """The callable that a recipe names.
 
     Args:
         key: of the recipe, for messages.
         name: "package.module:name" or "path/to/file.py:name".
+        what: it should be, in a word.
 
     Raises:
-        ConfigError: there is none, or it cannot be called as rewards are.
+        ConfigError: there is none.
     """
     target, _, attribute = name.rpartition(":")
     module = _module(f"{key}={name}", target)
@@ -40,24 +41,46 @@ def find_function(key: str, name: str) -> Function:
     if found is None:
         own = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         close = get_close_matches(attribute, own, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or 'no function'}"
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or f'no {what}'}"
         raise ConfigError(f"{key}={name}: {target} has no {attribute}; {hint}")
     if not callable(found):
         raise ConfigError(
-            f"{key}={name} is of type {type(found).__name__} and cannot be called; name a function"
+            f"{key}={name} is of type {type(found).__name__} and cannot be called; name a {what}"
         )
+    return found
+
+
+def find_function(key: str, name: str) -> Function:
+    """A reward, found as by ``find_named``.
+
+    Raises:
+        ConfigError: there is none, or it cannot be called as rewards are.
+    """
+    found = find_named(key, name, "function")
     if inspect.iscoroutinefunction(found):
         raise ConfigError(f"{key}={name} is an async function; name one that returns its score")
+    check_call(found, f"{key}={name}", name.rpartition(":")[2], CALLED)
+    return found
+
+
+def check_call(function: Function, named: str, call: str, parameters: str) -> None:
+    """
+    Args:
+        call: what the function is called as, with ``parameters``, "a=..., b=...".
+
+    Raises:
+        ConfigError: it cannot be called with them.
+    """
+    names = [one.partition("=")[0] for one in parameters.split(", ")]
     try:
-        inspect.signature(found).bind(**dict.fromkeys(FIELDS))
+        inspect.signature(function).bind(**dict.fromkeys(names))
     except ValueError:
         pass  # some of those written in C tell no signature; the first call will
     except TypeError as error:
         raise ConfigError(
-            f"{key}={name} cannot be called as {attribute}({CALLED}): {error}; give it these "
+            f"{named} cannot be called as {call}({parameters}): {error}; give it these "
             "parameters, or **others for those it does not use"
         ) from None
-    return found
 
 
 def _module(named: str, target: str) -> ModuleType:
@@ -67,20 +90,20 @@ def _module(named: str, target: str) -> ModuleType:
         return importlib.import_module(target)
     except FileNotFoundError as error:
         if error.filename != target:
-            raise ConfigError(f"{named} cannot be imported: {_last_line(error)}") from None
+            raise ConfigError(f"{named} cannot be imported: {last_line(error)}") from None
         raise ConfigError(
             f"{named}: {target} does not exist; the path is relative to the recipe's folder"
         ) from None
     except (Exception, SystemExit) as error:  # importing runs it: whatever it does
         raise ConfigError(
-            f"{named} cannot be imported: {_last_line(error)}; mend it, or have PYTHONPATH lead to "
+            f"{named} cannot be imported: {last_line(error)}; mend it, or have PYTHONPATH lead to "
             "what it needs"
         ) from None
 
 
 def _module_of_file(path: Path) -> ModuleType:
     """The file as a module, which finds others beside it after all that is installed."""
-    spec = importlib.util.spec_from_file_location(f"qurl_reward_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"qurl_own_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
     sys.path.append(str(path.parent))
@@ -100,7 +123,7 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
         else:
             values = [function(**{name: getattr(item, name) for name in FIELDS}) for item in items]
     except BaseException as error:  # sys.exit() is no reason to end, either
-        found = unscored("exceptions", _last_line(error))
+        found = unscored("exceptions", last_line(error))
     else:
         if len(values) == len(items):
             return [as_score(value) for value in values]
@@ -116,9 +139,10 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
     ]
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """What a traceback ends with, and where that was."""
     said = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
-    where = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    ours = str(Path(__file__).parents[1])
+    where = [f for f in frames if not f.filename.startswith(ours) and "importlib" not in f.filename]
     return f"{said} ({Path(where[-1].filename).name}, line {where[-1].lineno})" if where else said

@@ -17,6 +17,7 @@ CAUSES = {
     "exceptions": "raised",
     "invalid": "got no finite number",
     "unanswered": "got no answer",
+    "environment": "failed in the environment",
 }
 """Why a response has no score, by the metric below ``reward/`` that counts it."""
 
@@ -31,20 +32,21 @@ class Item:
     response: str
     answer: str
     metadata: dict[str, Any]
+    failure: "Unscored | None" = None  # known beforehand: nothing is asked for a score
 
     @property
     def line(self) -> str:
         """As JSON on one line of ASCII."""
-        metadata = _finite(self.metadata)
+        metadata = finite(self.metadata)
         return json.dumps([self.prompt, self.response, self.answer, metadata], default=str)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """With null for NaN and infinities, which tables have in gaps and JSON has no word for."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

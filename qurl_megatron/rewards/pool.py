@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
-from qurl_megatron.rewards.item import CAUSES, Item, Score, Unscored
+from qurl_megatron.rewards.item import CAUSES, Item, Score, Unscored, unscored
 from qurl_megatron.rewards.kinds import KINDS
 from qurl_megatron.rewards.scoring import WorkerPool
 
@@ -21,11 +21,19 @@ IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
 
 
 def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
-    """The decoded responses of samples, as rewards get them."""
+    """What the policy wrote, decoded, as rewards get it.
+
+    A response whose conversation failed in the environment has no score.
+    """
     return [
-        Item(sample.prompt.text, text, sample.prompt.answer, sample.prompt.metadata)
-        for sample, text in zip(samples, texts, strict=True)
+        Item(one.prompt.text, text, one.prompt.answer, one.prompt.metadata, _lost(one))
+        for one, text in zip(samples, texts, strict=True)
     ]
+
+
+def _lost(sample: "Sample") -> Unscored | None:
+    found = sample.failure
+    return found and unscored("environment", f"{CAUSES[found.cause]}: {found.why}")
 
 
 @dataclass
@@ -102,7 +110,9 @@ class RewardPool:
         """
         config = self.config
         weights = [part.weight for part in config.mix.values()] or [1.0]
-        results = self._results(items)
+        asked = [item for item in items if item.failure is None]
+        scored = [iter(part) for part in self._results(asked)]
+        results = [[item.failure or next(part) for item in items] for part in scored]
         tally = _tally(results, tuple(config.mix), config.failed)
         self.tally.add(tally)
         if tally.failed and config.on_failure == "stop":
@@ -169,6 +179,8 @@ def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: flo
     for index, scores in enumerate(results):
         for score in scores:
             if isinstance(score, Unscored):
+                if score.cause == "environment" and index:
+                    continue  # which every part of a mix has
                 part = f"reward.mix.{names[index]}: " if names else ""
                 tally.causes[score.cause] += 1
                 tally.first.setdefault(score.cause, part + score.why)

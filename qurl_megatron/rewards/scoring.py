@@ -8,34 +8,24 @@ A worker may also die of what is no fault of the answer: a full machine, somebod
 was checking is checked again, by another one.
 """
 
-import json
 import math
-import os
-import select
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rewards.item import CAUSES, Score, Unscored, as_score
-from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
-from qurl_megatron.runtime.undertaker import bury, spare
+from qurl_megatron.runtime.line_worker import START_S, LineWorker, parsed
 
 WORKER = "qurl_megatron.rewards.worker"
-START_S = 120.0  # sympy takes seconds to import, many on a busy machine
 TRIES = 2  # workers that may end with an item before the item is to blame
 FAILED_STARTS = 2  # in a row; more are no accident
 LOOK_S = 0.5  # between looks whether the pool is being left
-LINE_BYTES = 1 << 24  # of what a worker says at once
 
 Line = str
 """An item as JSON."""
@@ -119,7 +109,7 @@ class WorkerPool:
             batch, line = worker.batch, worker.receive()
             if line is None:
                 continue
-            said = _parsed(line)
+            said = parsed(line)
             if isinstance(said, dict) and "refused" in said:
                 raise ConfigError(said["refused"])
             if isinstance(said, dict) and "ready" in said:
@@ -219,84 +209,32 @@ class _Work:
         self._again.extend(part for part in (batch[:half], batch[half:]) if part)
 
 
-class _Worker:
+class _Worker(LineWorker):
     """One process and the items it is scoring."""
 
     def __init__(self, config: RewardConfig, key: str) -> None:
+        super().__init__(WORKER, {"key": key, "config": asdict(config)})
         self.config, self.key = config, key
-        task = json.dumps({"key": key, "config": asdict(config)})
-        env = without_launcher(os.environ)
-        env.setdefault("OMP_NUM_THREADS", "1")  # a worker is one of many
-        with on_cores(children_cores()):
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, task],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=env,
-                bufsize=0,  # what was read is what select reports
-                process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
-            )
-        bury(self.process.pid)
-        os.set_blocking(self.process.stdin.fileno(), False)
-        self.results = self.process.stdout.fileno()
         self.ready = False
         self.size = 1  # items that it takes at once
         self.batch: tuple[Line, ...] = ()
-        self.deadline = time.monotonic() + START_S
-        self._said = b""
 
     def begin(self, batch: tuple[Line, ...]) -> None:
-        """Send items; what does not get through has the worker time out with them."""
+        """Send items."""
         self.batch = batch
         # A server has retries, and a limit for all of them.
         limit = self.config.url_deadline_s if self.config.url else self.config.timeout_s
         self.deadline = time.monotonic() + limit
-        line = memoryview(f"[{','.join(batch)}]\n".encode("ascii"))
-        room = select.poll()
-        room.register(self.process.stdin, select.POLLOUT)
-        # A worker that dies meanwhile: its results end, which the pool sees.
-        with suppress(BrokenPipeError):
-            while line and room.poll(1000 * max(0.0, self.deadline - time.monotonic())):
-                line = line[self.process.stdin.write(line) or 0 :]
-
-    def receive(self) -> bytes | None:
-        """The next line; None where it is not whole yet, empty where the process is gone."""
-        more = os.read(self.results, 1 << 16)
-        self._said += more
-        if not more or len(self._said) > LINE_BYTES:
-            return b""
-        if not self._said.endswith(b"\n"):
-            return None
-        line, self._said = self._said, b""
-        return line
+        self.send(f"[{','.join(batch)}]\n".encode("ascii"))
 
     def settle(self, size: int) -> None:
         """It has said what it had to say, and waits for up to ``size`` items."""
         self.ready, self.size = True, size
         self.batch, self.deadline = (), math.inf
 
-    def dead(self) -> bool:
-        return self.process.poll() is not None
-
     def replaced(self) -> "_Worker":
         self.kill()
         return _Worker(self.config, self.key)
-
-    def kill(self) -> None:
-        # Its group: a function may have started processes of its own.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        spare(self.process.pid)
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
-def _parsed(line: bytes) -> Any:
-    """None where it is no JSON, or there is none."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(line)
-    return None
 
 
 def _scores(said: Any, count: int) -> list[Score] | None:

@@ -6,14 +6,11 @@ pool's affair, which kills the process.
 
 import json
 import logging
-import os
-import resource
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.errors import ConfigError
@@ -21,17 +18,13 @@ from qurl_megatron.rewards.functions import call, find_function
 from qurl_megatron.rewards.item import Item, Score, Unscored
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.kinds import KINDS
+from qurl_megatron.runtime.line_worker import worker_ends
 
 Scorer = Callable[[list[Item]], list[Score]]
 
 
 def main(key: str, config: RewardConfig) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A huge power is a MemoryError here, not a full machine.
-    memory = int(config.memory_gb * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, results = _own_ends()
+    requests, results = worker_ends(config.memory_gb)
 
     def say(what: Any) -> None:
         results.write(json.dumps(what).encode("ascii") + b"\n")
@@ -45,15 +38,6 @@ def main(key: str, config: RewardConfig) -> None:
     for line in requests:
         scores = score([Item(*item) for item in json.loads(line)])
         say([asdict(one) if isinstance(one, Unscored) else one for one in scores])
-
-
-def _own_ends() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes to the pool; what a reward prints goes to stderr, and what it reads is empty."""
-    requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    return requests, results
 
 
 def make_scorer(key: str, config: RewardConfig) -> tuple[Scorer, int]:

@@ -6,9 +6,14 @@ no sample is lost and none comes twice. A response that was aborted is not throw
 and the tokens it has are sent on, and the sample joins the parts, each token with the log-prob and
 the weight version it was generated with.
 
+Where there is an environment, a response that ended goes to it, and with what it says back to the
+engines, as often as the conversation has turns. The samples of a prompt do so independently.
+
 Embedded engines get all of their groups in one request, prompt i at engine i modulo their number,
-and every sample carries its own seed: while nothing fails, such a run repeats bit for bit. SGLang
-engines get one request per group, the least loaded engine first, and no more than they can hold.
+and every sample carries its own seed: while nothing fails, such a run repeats bit for bit. For that
+they also get the next turns of all their conversations in one request. SGLang engines get one
+request per group, and later one per conversation, the least loaded engine first, and no more than
+they can hold.
 """
 
 import asyncio
@@ -38,7 +43,8 @@ from qurl_megatron.rollout.answer import (
 from qurl_megatron.rollout.client import EngineError, Session
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.rollout.turns import Turns
+from qurl_megatron.types import Failure, Prompt, Sample
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
@@ -61,6 +67,7 @@ def collect(
     stop: Callable[[], bool] | None = None,
     top_p: float = 1.0,
     finished: Finished | None = None,
+    turns: Turns | None = None,
 ) -> list[Sample]:
     """``samples_per_prompt`` samples for every prompt, prompt-major; several threads may call it.
 
@@ -68,10 +75,12 @@ def collect(
         top_p: share of the probability that tokens are drawn from. For evaluation alone: below 1
             the log-probs are not those of what was sampled.
         finished: called with the samples of each prompt when the last of them is there.
+        turns: with an environment, which says what follows on a response that ended.
 
     Raises:
         Interrupted: ``stop()`` became true.
         EngineError: no engine is left, or a request is one that no engine can answer.
+        ConfigError: the environment cannot be used.
     """
     groups = [
         [
@@ -88,7 +97,7 @@ def collect(
         ]
         for prompt in prompts
     ]
-    return loop.run(_Collection(fleet, groups, stop, finished).run())
+    return loop.run(_Collection(fleet, groups, stop, finished, turns).run())
 
 
 def greedy(
@@ -98,11 +107,12 @@ def greedy(
     *,
     stop: Callable[[], bool] | None = None,
     finished: Finished | None = None,
+    turns: Turns | None = None,
 ) -> list[Sample]:
     """One greedily decoded sample per prompt, for evaluation."""
     params = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
     groups = [[_Item(prompt, params)] for prompt in prompts]
-    return loop.run(_Collection(fleet, groups, stop, finished).run())
+    return loop.run(_Collection(fleet, groups, stop, finished, turns).run())
 
 
 def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
@@ -124,9 +134,14 @@ class _Item:
 
     prompt: Prompt
     params: dict
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)  # of engines, and of the environment
     finish: str = ""
     failures: list[str] = field(default_factory=list)  # since the last new token
+    turn: list[Part] = field(default_factory=list)  # parts of the policy's turn at hand
+    turns: int = 1  # of the policy, this one included
+    messages: list[dict] = field(default_factory=list)  # of the turns before it
+    ended: bool = False  # the turn is; the environment has the word
+    failure: Failure | None = None  # of the environment
 
     @property
     def received(self) -> int:
@@ -149,16 +164,42 @@ class _Item:
             params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{self.received}")
         return [*self.prompt.input_ids, *(i for p in self.parts for i in p.ids.tolist())], params
 
-    def take(self, part: Part) -> None:
+    def take(self, part: Part, *, most: int) -> None:
+        """
+        Args:
+            most: turns that the conversation may have.
+        """
         self.parts.append(part)
-        if part.finish != "abort":
+        self.turn.append(part)
+        if part.finish == "stop" and self.turns < most:
+            self.ended = True
+        elif part.finish != "abort":
             self.finish = part.finish
         elif not self.budget:
             self.finish = "length"
         if len(part.ids):
             self.failures = []
-        elif not self.finish:
+        elif not (self.finish or self.ended):
             self.failed(f"it was aborted by the engine: {part.message}")
+
+    async def converse(self, turns: Turns) -> None:
+        """Go on to the next turn, or finish.
+
+        Raises:
+            ConfigError, RuntimeError: as ``Turns.after``.
+        """
+        ids = [token for part in self.turn for token in part.ids.tolist()]
+        said = await turns.after(self.prompt, self.messages, ids)
+        self.ended = False
+        if said is None or isinstance(said, Failure):
+            self.finish, self.failure = "stop", said
+        elif len(said.ids) >= self.budget:  # not one token would be left to answer with
+            self.finish = "length"
+        else:
+            self.messages += said.messages
+            self.parts.append(_told(said.ids))
+            self.turn = []
+            self.turns += 1
 
     def failed(self, reason: str) -> None:
         """
@@ -179,7 +220,14 @@ class _Item:
             behaviour_log_probs=np.concatenate([part.log_probs for part in self.parts]),
             finish_reason=self.finish,
             versions=tuple(chain.from_iterable(part.versions for part in self.parts)),
+            written=np.concatenate([np.full(len(p.ids), bool(p.versions)) for p in self.parts]),
+            failure=self.failure,
         )
+
+
+def _told(ids: Sequence[int]) -> Part:
+    """What an environment said, which no version of the weights has written."""
+    return Part(np.array(ids, np.int32), np.zeros(len(ids), np.float32), (), "stop")
 
 
 @dataclass(eq=False)
@@ -213,8 +261,12 @@ class _Collection:
         groups: list[list[_Item]],
         stop: Callable[[], bool] | None,
         finished: Finished | None,
+        turns: Turns | None,
     ) -> None:
         self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
+        self.turns, self.most_turns = turns, turns.most if turns else 1
+        # With the environment: items, and the engine to go on with.
+        self.talks: dict[asyncio.Task, tuple[list[_Item], Engine | None]] = {}
         self.group_of = {item: group for group in groups for item in group}
         self.config = fleet.config
         self.tag = uuid.uuid4().hex
@@ -230,7 +282,7 @@ class _Collection:
         async with contextlib.AsyncExitStack() as self.stack:
             try:
                 self._deal()
-                while self.waiting or self.flights:
+                while self.waiting or self.flights or self.talks:
                     await self._launch()
                     await self._settle()
                     await self._look()
@@ -306,17 +358,22 @@ class _Collection:
 
     async def _settle(self) -> None:
         """Take what has been answered; send the rest of it on."""
-        if not self.flights:
+        if not (self.flights or self.talks):
             await asyncio.sleep(POLL_S)  # full engines of other callers
             return
         start = time.monotonic()
         done, _ = await asyncio.wait(
-            self.flights, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+            [*self.flights, *self.talks], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
         if not self.fleet.publishing:
             for flight in self.flights.values():
                 flight.age += time.monotonic() - start
-        for task in done:
+        for task in done & self.talks.keys():
+            items, engine = self.talks.pop(task)
+            task.result()
+            self._tell(items)
+            self._wait_for_engine(items, self.config.straggler_s or math.inf, engine)
+        for task in done & self.flights.keys():
             flight = self.flights.pop(task)
             before = sum(item.received for item in flight.items)
             try:
@@ -330,14 +387,16 @@ class _Collection:
                 self.fleet.vacate(
                     flight.engine, flight.tokens, len(flight.items), received=received
                 )
-            self._tell(flight)
+            self._tell(flight.items)
+            self._converse(flight)
             self._send_on(flight)
 
-    def _tell(self, flight: _Flight) -> None:
-        """Of the groups that are whole now; each is in one flight at a time, so it is told once."""
+    def _tell(self, items: list[_Item]) -> None:
+        """Of the groups that are whole now. A finished item travels no more, so a group is whole
+        for the first time when its last item comes in: it is told once."""
         if self.finished is None:
             return
-        for group in {id(group): group for group in map(self.group_of.get, flight.items)}.values():
+        for group in {id(group): group for group in map(self.group_of.get, items)}.values():
             if all(item.finish for item in group):
                 self.finished([item.sample() for item in group])
 
@@ -352,7 +411,7 @@ class _Collection:
         bad = None
         for item, part in zip(flight.items, parts, strict=True):
             if isinstance(part, Part):
-                item.take(part)
+                item.take(part, most=self.most_turns)
             elif bad is None:
                 url, prompt = flight.engine.url, item.prompt.index
                 bad = EngineError(f"{url} answered prompt {prompt}: {part}", faulty=True)
@@ -361,7 +420,8 @@ class _Collection:
 
     async def _look(self) -> None:
         """Stop if asked; leave engines that failed; abort what takes too long."""
-        if self.stop is not None and (self.flights or self.waiting) and self.stop():
+        at_work = self.flights or self.waiting or self.talks
+        if self.stop is not None and at_work and self.stop():
             raise Interrupted("stopped while engines were generating")
         for task, flight in list(self.flights.items()):
             if flight.lost:
@@ -379,8 +439,27 @@ class _Collection:
             )
         self.moved.clear()
 
+    def _converse(self, flight: _Flight) -> None:
+        """Have the environment answer where a turn ended."""
+        ended = [item for item in flight.items if item.ended]
+        together = flight.engine.kind == "embedded" and not flight.lost
+        for items in [ended] if together else [[item] for item in ended]:
+            if items:
+                task = asyncio.create_task(self._talk(items))
+                self.talks[task] = items, flight.engine if together else None
+
+    async def _talk(self, items: list[_Item]) -> None:
+        await asyncio.gather(*(item.converse(self.turns) for item in items))
+
+    def _wait_for_engine(
+        self, items: list[_Item], patience: float, engine: Engine | None = None
+    ) -> None:
+        """Before all others, those that are not finished."""
+        if rest := [item for item in items if not item.finish]:
+            self.waiting.appendleft((rest, patience, engine))
+
     def _send_on(self, flight: _Flight) -> None:
-        rest = [item for item in flight.items if not item.finish]
+        rest = [item for item in flight.items if not (item.finish or item.ended)]
         if not rest:
             return
         if flight.lost:
@@ -388,14 +467,14 @@ class _Collection:
         # Twice the time for the rest of a straggler: else one that waits in a queue would be
         # aborted again and again.
         patience = flight.patience * 2 if flight.aborted else flight.patience
-        self.waiting.appendleft((rest, patience, None))
+        self._wait_for_engine(rest, patience)
 
     async def _fail(self, flight: _Flight, error: EngineError) -> None:
         # One that says what cannot be, or does not let us in, says nothing of the request. But
         # where nothing is published it is back at once, and would get it again without end.
         if self.fleet.fixed or not (error.faulty or error.refused):
             for item in flight.items:
-                if not item.finish:
+                if not (item.finish or item.ended):
                     item.failed(str(error))
         await asyncio.to_thread(self.fleet.fail, flight.engine, error)
 
@@ -412,9 +491,9 @@ class _Collection:
     async def _give_up(self) -> None:
         """Leave nothing behind: requests that nobody waits for would go on being computed."""
         flights = list(self.flights.items())
-        for task, _ in flights:
+        for task in [*self.flights, *self.talks]:
             task.cancel()
-        await asyncio.gather(*(task for task, _ in flights), return_exceptions=True)
+        await asyncio.gather(*self.flights, *self.talks, return_exceptions=True)
         for _, flight in flights:
             self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
         for engine in {flight.engine for _, flight in flights if not flight.lost}:

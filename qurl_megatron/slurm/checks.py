@@ -50,7 +50,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
         check_checkpoint(key, Path(path))
     check_newest(run_dir)
     check_data(config)
-    check_rewards_are_there(config)
+    check_own_files_are_there(config)
     refuse_other_run(run_dir, config)  # after the values: a mistaken one makes no other run
     check_paths(config, cluster, nodes=layout.whole.nodes)
     nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
@@ -151,7 +151,7 @@ def not_mounted(config: RunConfig, container: ContainerConfig) -> list[str]:
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
         "sync.dir": config.sync.dir,
-        **reward_files(config),
+        **own_files(config),
     }
     ends = [mount.split(":")[:2] for mount in container.mounts]
     same = [Path(outside) for outside, *inside in ends if inside in ([], [outside])]
@@ -204,7 +204,7 @@ def check_paths(config: RunConfig, cluster: ClusterConfig, *, nodes: int) -> Non
     """
     named = {"model.path": config.model.path, **others(config)}
     named |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    named |= reward_files(config)
+    named |= own_files(config)
     if nodes > 1 and config.sync.transport in ("auto", "files"):
         named["sync.dir"] = config.sync.dir
     for key, path in named.items():
@@ -338,15 +338,18 @@ def check_data(config: RunConfig) -> None:
             raise ConfigError(f"data.{key}={path} does not exist or cannot be read")
 
 
-def reward_files(config: RunConfig) -> dict[str, str]:
-    """The Python files of rewards of the user's own, by their keys in the recipe."""
+def own_files(config: RunConfig) -> dict[str, str]:
+    """The Python files of rewards and of an environment of the user's own, by their keys."""
     parts = config.reward.parts.items()
-    return {f"{key}.function": part.file for key, part in parts if part.file}
+    found = {f"{key}.function": part.file for key, part in parts if part.file}
+    if config.rollout.environment_file:
+        found["rollout.environment"] = config.rollout.environment_file
+    return found
 
 
-def check_rewards_are_there(config: RunConfig) -> None:
+def check_own_files_are_there(config: RunConfig) -> None:
     """Their files; what these import, the job's own environment may have and this one lack."""
-    for key, path in reward_files(config).items():
+    for key, path in own_files(config).items():
         if not os.access(path, os.R_OK):
             raise ConfigError(f"{key}: {path} does not exist or cannot be read; write it there")
 

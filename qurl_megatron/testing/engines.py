@@ -48,6 +48,7 @@ class FakeEngine:
     ) -> None:
         self.embedded, self.version, self.token_s, self.tp = embedded, version, token_s, tp
         self.api_key = api_key
+        self.stop_every = 0  # positions: where a sequence ends by itself
         self.faults: list[str] = []
         self.update_fault = ""  # "refuse" | "hang" | "lie": says yes, serves the old version
         self.deaf = threading.Event()  # nothing at all is answered while it is set
@@ -212,7 +213,7 @@ class FakeEngine:
             if self.closing.is_set() or fault == "nothing" or self._aborts([sequence]):
                 sequence.finish = "abort"
             else:
-                sequence.extend(self.version)
+                sequence.extend(self.version, self.stop_every)
                 self.generated += 1
 
     def _aborts(self, sequences: list["_Sequence"]) -> bool:
@@ -226,10 +227,12 @@ class _Sequence:
         self.versions: list[str] = []
         self.finish = ""
 
-    def extend(self, version: str) -> None:
+    def extend(self, version: str, stop_every: int) -> None:
         self.ids.append(token_at(len(self.prompt) + len(self.ids)))
         self.versions.append(version)
-        if len(self.ids) == self.limit:
+        if stop_every and (len(self.prompt) + len(self.ids)) % stop_every == 0:
+            self.finish = "stop"
+        elif len(self.ids) == self.limit:
             self.finish = "length"
 
     def answer(self) -> dict:

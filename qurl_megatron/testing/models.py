@@ -86,7 +86,10 @@ def as_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def random_samples(count: int, *, vocab: int = 128, seed: int = 0) -> list[Sample]:
-    """Samples of uneven lengths with behaviour log-probs and rewards drawn at random."""
+    """Samples of uneven lengths with behaviour log-probs and rewards drawn at random.
+
+    Of every second one the policy did not write the middle.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, size: int) -> tuple[int, ...]:
@@ -96,14 +99,16 @@ def random_samples(count: int, *, vocab: int = 128, seed: int = 0) -> list[Sampl
     for index in range(count):
         prompt_length, response_length = integers(3, 9, 1)[0], integers(1, 12, 1)[0]
         log_probs = (-5 * torch.rand(response_length, generator=generator)).tolist()
+        mine = [index % 2 == 0 or 3 * t // response_length != 1 for t in range(response_length)]
         samples.append(
             Sample(
                 prompt=Prompt(index, integers(0, vocab, prompt_length), "", ""),
                 response_ids=integers(0, vocab, response_length),
                 behaviour_log_probs=tuple(log_probs),
                 finish_reason="stop",
-                versions=((0, response_length),),
+                versions=((0, sum(mine)),),
                 reward=float(integers(0, 2, 1)[0]),
+                written=mine,
             )
         )
     return samples

@@ -4,8 +4,12 @@ Every rank knows rewards and lengths of all responses of the step, but only the 
 microbatches: what needs a whole group of responses, or the whole batch, is summed over the
 data-parallel ranks. Pipeline stages before the last have no scores and need no advantages.
 
-Shapes: R = responses of the step, P x G = prompts and responses to each; n = response tokens and r
-= responses of this rank's microbatches together.
+What an environment said between two turns of the policy is part of the transition from the last
+token of the one to the first of the other: the critic's value of the latter is that of the state
+with the environment's words read, and neither gamma nor lambda counts these words as steps.
+
+Shapes: R = responses of the step, P x G = prompts and responses to each; n = tokens that the policy
+wrote and r = responses of this rank's microbatches together.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +89,7 @@ def shaped_rewards(summary: Summary, config: RunConfig) -> Tensor:
         [
             given
             + overlong_penalty(length, limit, reward.overlong_fraction, reward.overlong_penalty)
-            for given, length in zip(summary.rewards_R.tolist(), summary.lengths, strict=True)
+            for given, length in zip(summary.rewards_R.tolist(), summary.written, strict=True)
         ],
         dtype=torch.float32,
     )

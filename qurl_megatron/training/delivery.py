@@ -37,14 +37,19 @@ def deliver(ranks: Ranks, responses: Responses | None, split: Split) -> Response
             if head == ranks.rank:
                 mine = share
                 continue
-            dist.send(share.tokens, head)
-            dist.send(share.behaviour, head)
+            for tensor in _tensors(share):
+                dist.send(tensor, head)
     elif ranks.rank == team[0]:
-        dist.recv(mine.tokens, 0)
-        dist.recv(mine.behaviour, 0)
-    _pass_on(mine.tokens, team, ranks.rank)
-    _pass_on(mine.behaviour, team, ranks.rank)
+        for tensor in _tensors(mine):
+            dist.recv(tensor, 0)
+    for tensor in _tensors(mine):
+        _pass_on(tensor, team, ranks.rank)
     return mine
+
+
+def _tensors(responses: Responses) -> tuple[Tensor, ...]:
+    """What is sent of those held, in this order."""
+    return responses.tokens, responses.mask, responses.behaviour
 
 
 def _teams(ranks: Ranks) -> list[list[int]]:

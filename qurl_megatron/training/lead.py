@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -16,9 +17,10 @@ from qurl_megatron.config import RewardConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
-from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
+from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
 from qurl_megatron.observe.text import how_many
@@ -30,6 +32,7 @@ from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.supervisor import IN_ALL
+from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.runtime.files import refusal, refusing
 from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.training.ahead import Ahead
@@ -46,6 +49,7 @@ from qurl_megatron.weights.places import description_of
 
 FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
+ENVIRONMENT_CAUSES = ("timeouts", "crashes", "exceptions", "invalid")
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
 
 
@@ -128,6 +132,10 @@ class Lead:
                 )
             )
             self.rewards = stack.enter_context(RewardPool(config.reward))
+            self._turns = None
+            if config.rollout.environment:
+                pool = stack.enter_context(EnvironmentPool(config.rollout))
+                self._turns = Turns(pool, self.tokenizer, chat=config.data.chat)
             with refusing(self.run_dir, key="train.run_dir"):
                 self._open_logs(stack)
             self.progress = stack.enter_context(Progress(config.train.steps, self.start_step))
@@ -142,6 +150,8 @@ class Lead:
                 )
             )
             stack.callback(self.rewards.leave)  # else a slow server would be waited for
+            if self._turns:
+                stack.callback(self._turns.pool.leave)
             self._stack = stack.pop_all()
         return self
 
@@ -249,6 +259,8 @@ class Lead:
         metrics = _sample_metrics(samples, newest=step - 1) | _rewards(learnt) | draft.metrics()
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
+        if self.config.rollout.environment:
+            metrics |= _conversations(samples)
         metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
         metrics |= draft.graded.metrics() | self._left_out()
         self._tell_unscored(draft.graded, step)
@@ -373,7 +385,13 @@ class Lead:
         def answer(prompts: Sequence[Prompt]) -> list[Sample]:
             start = now()
             samples = collect(
-                self.fleet, prompts, config.rollout, seed=config.train.seed, step=step, stop=stop
+                self.fleet,
+                prompts,
+                config.rollout,
+                seed=config.train.seed,
+                step=step,
+                stop=stop,
+                turns=self._turns,
             )
             generated = now()
             samples, tally = self._graded(samples)
@@ -397,11 +415,19 @@ class Lead:
         self.progress.phase("evaluate")
         prompts = self.prompts.held_out
         if train.eval_samples == 1:
-            samples = greedy(self.fleet, prompts, self.config.rollout.max_new_tokens)
+            limit = self.config.rollout.max_new_tokens
+            samples = greedy(self.fleet, prompts, limit, turns=self._turns)
         else:
             sampling = replace(self.config.rollout, samples_per_prompt=train.eval_samples)
             # One seed for all evaluations: they differ by the policy, not by luck.
-            samples = collect(self.fleet, prompts, sampling, seed=train.seed, step=EVALUATION)
+            samples = collect(
+                self.fleet,
+                prompts,
+                sampling,
+                seed=train.seed,
+                step=EVALUATION,
+                turns=self._turns,
+            )
         samples, tally = self._graded(samples)
         self._tell_unscored(tally, step)
         score = sum(sample.reward for sample in samples) / len(samples)
@@ -468,12 +494,12 @@ class Lead:
         return metrics
 
     def _graded(self, samples: list[Sample]) -> tuple[list[Sample], Tally]:
-        texts = [self.tokenizer.decode(sample.response_ids.tolist()) for sample in samples]
+        said = [self.tokenizer.said(sample) for sample in samples]
         with self._grading:  # the workers take one batch at a time
-            grades = self.rewards.grade(items_of(samples, texts))
+            grades = self.rewards.grade(items_of(samples, [policy for _, policy in said]))
         graded = [
             replace(sample, text=text, reward=reward)
-            for sample, text, reward in zip(samples, texts, grades.scores, strict=True)
+            for sample, (text, _), reward in zip(samples, said, grades.scores, strict=True)
         ]
         return graded, grades.tally
 
@@ -497,8 +523,8 @@ def save_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def _record(sample: Sample) -> dict[str, Any]:
-    """A sample as JSON says it, with one version per token."""
-    return {
+    """A sample as JSON says it, with one version per token, null where the policy wrote none."""
+    record = {
         "prompt": asdict(sample.prompt),
         "response_ids": sample.response_ids.tolist(),
         "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
@@ -507,17 +533,35 @@ def _record(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "reward": sample.reward,
     }
+    if not sample.written.all():
+        record["loss_mask"] = sample.written.astype(int).tolist()
+    if sample.failure:
+        record["failure"] = asdict(sample.failure)
+    return record
 
 
 def _sample_metrics(samples: list[Sample], *, newest: int) -> dict[str, Metric]:
     """Their metrics; ``newest`` is the version they should come from."""
-    tokens = sum(len(sample.response_ids) for sample in samples)
+    tokens = sum(sample.written_tokens for sample in samples)
     oldest = min((v for sample in samples for v, _ in sample.versions), default=newest)
     return {
         "sync/version": Max(newest),
         "sync/staleness": Max(newest - oldest),
         "response/length": Mean(tokens, len(samples)),
         "response/truncated": Mean(sum(sample.truncated for sample in samples), len(samples)),
+    }
+
+
+def _conversations(samples: Sequence[Sample]) -> dict[str, Metric]:
+    """How long they were, what the environment said, and what became of it."""
+    count = len(samples)
+    failures = Counter(sample.failure.cause for sample in samples if sample.failure)
+    said = sum(len(sample.response_ids) - sample.written_tokens for sample in samples)
+    return {
+        "environment/turns": Mean(sum(len(sample.turns) for sample in samples), count),
+        "environment/tokens": Mean(said, count),
+        "environment/failed_fraction": Mean(failures.total(), count),
+        **{f"environment/{cause}": Sum(failures[cause]) for cause in ENVIRONMENT_CAUSES},
     }
 
 
@@ -537,7 +581,7 @@ def _overlong(samples: Sequence[Sample], limit: int, reward: RewardConfig) -> Me
     """The mean that the soft punishment of long responses adds to the reward."""
     penalties = [
         overlong_penalty(
-            len(sample.response_ids), limit, reward.overlong_fraction, reward.overlong_penalty
+            sample.written_tokens, limit, reward.overlong_fraction, reward.overlong_penalty
         )
         for sample in samples
     ]

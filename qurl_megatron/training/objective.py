@@ -1,8 +1,8 @@
 """The sharded loss of one microbatch: log-probs where the logits lie, then the objective per token.
 
 Shapes: B = rows, S = padded length, s = this context-parallel rank's part of it, v = this tensor
-rank's part of the vocabulary, N = response tokens of the microbatch. Prompts and padding are left
-out before any ratio is formed.
+rank's part of the vocabulary, N = tokens of the microbatch that the policy wrote. All others are
+left out before any ratio is formed.
 """
 
 import torch

@@ -91,7 +91,7 @@ class Draft:
     @property
     def generated_tokens(self) -> int:
         """Of all answers, those of dropped groups included."""
-        return sum(len(sample.response_ids) for group in self.groups for sample in group)
+        return sum(sample.written_tokens for group in self.groups for sample in group)
 
     def metrics(self) -> dict[str, Metric]:
         """What became of the groups, and the mean reward of all of them, dropped ones included."""

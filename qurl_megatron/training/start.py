@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.data.questions import training_questions
+from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.text import how_many
@@ -54,6 +55,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         return 0
     if not placed or os.environ["RANK"] == "0":
         check_rewards(config.reward)
+        check_environment(config.rollout)
         _tell_of_relatives(Path(config.train.run_dir))
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)
@@ -121,6 +123,7 @@ def _changes(config: RunConfig) -> list[Change]:
         return refuse_other_run(Path(config.train.run_dir), config)
     except ConfigError:
         check_rewards(config.reward)
+        check_environment(config.rollout)
         training_questions(config.data)
         if not Path(config.model.path).exists() and not config.warmstart.steps:
             raise ConfigError(_missing(config)) from None

@@ -415,14 +415,15 @@ def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, 
 
 
 def counted_tokens(summary: Summary, config: RunConfig) -> list[int]:
-    """Tokens of each response that the loss averages over; 0 leaves a response out.
+    """Tokens of each response that the loss averages over, those that the policy wrote; 0 leaves a
+    response out.
 
     Left out are responses that were cut off, where they are masked, and groups that dynamic
     sampling filled the batch up with: penalties, bonuses and baselines of the whole batch would
     teach something even where all answers are equally right.
     """
     algo, size = config.algo, config.rollout.samples_per_prompt
-    counted_R = summary.lengths_R.clone()
+    counted_R = summary.written_R.clone()
     if algo.dynamic_sampling:
         rewards_PG = summary.rewards_R.view(-1, size)
         useful_P = (rewards_PG != rewards_PG[:, :1]).any(1)

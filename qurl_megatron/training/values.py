@@ -2,8 +2,8 @@
 
 The value of a token is that of the state before it, so it is read where the token's log-prob is.
 
-Shapes: B = rows, S = their length, s = this context-parallel rank's part of it, N = response tokens
-of the microbatch.
+Shapes: B = rows, S = their length, s = this context-parallel rank's part of it, N = tokens
+of the microbatch that the policy wrote.
 """
 
 from collections.abc import Sequence

@@ -153,7 +153,8 @@ def dense_gradients(folder, samples, chosen, config) -> dict[str, torch.Tensor]:
         ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
         start, count = len(sample.prompt.input_ids), len(sample.response_ids)
         rows = model(ids).logits[0, start - 1 : start - 1 + count].log_softmax(-1)
-        loss = loss + rows.gather(1, ids[0, start:, None]).mean() / len(chosen)
+        log_probs = rows.gather(1, ids[0, start:, None])[torch.tensor(sample.written)]
+        loss = loss + log_probs.mean() / len(chosen)
     loss.backward()
     found = {name.replace(".plain.", "."): p.grad.float() for name, p in model.named_parameters()}
     return as_stored(found)

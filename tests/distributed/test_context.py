@@ -86,7 +86,7 @@ def scores(device, config, samples, expected) -> None:
 
 
 def hf_scores(folder, samples, temperature: float) -> list[torch.Tensor]:
-    """Log-prob and entropy of every response token, [2, tokens] for each sample."""
+    """Log-prob and entropy of every token that the policy wrote, [2, tokens] for each sample."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -98,7 +98,8 @@ def hf_scores(folder, samples, temperature: float) -> list[torch.Tensor]:
             rows = model(ids).logits[0, start - 1 : start - 1 + count]
         rows = (rows / temperature).log_softmax(-1)
         log_probs = rows.gather(1, ids[0, start:, None])[:, 0]
-        found.append(torch.stack((log_probs, -(rows.exp() * rows).sum(-1))).float())
+        both = torch.stack((log_probs, -(rows.exp() * rows).sum(-1))).float()
+        found.append(both[:, torch.tensor(sample.written)])
     return found
 
 

@@ -53,9 +53,9 @@ def a_head(hidden: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def targets(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Made-up returns of a sample's response tokens, and values from before, some out of reach."""
+    """Made-up returns of a sample's written tokens, and values from before, some out of reach."""
     generator = torch.Generator().manual_seed(100 + index)
-    count = len(SAMPLES[index].response_ids)
+    count = SAMPLES[index].written_tokens
     return torch.randn(2, count, generator=generator).unbind()
 
 
@@ -68,7 +68,7 @@ def minibatch(ranks, number: int, *, packed: bool = False) -> list:
     batches = []
     for chunk in (mine[i : i + 2] for i in range(0, len(mine), 2)):
         # Every response counts alike, its tokens too.
-        shares = [1 / (8 * len(SAMPLES[i].response_ids)) for i in chunk]
+        shares = [1 / (8 * SAMPLES[i].written_tokens) for i in chunk]
         if packed:
             batch = pack_samples(WHOLE, shares, sequence_multiple=4, multiple=8, indices=chunk)
         else:
@@ -168,7 +168,8 @@ def expected_of(folder) -> tuple[dict, dict, float]:
         ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
         states = model.model(ids).last_hidden_state[0]
         start, count = len(sample.prompt.input_ids), len(sample.response_ids)
-        found[i] = (states @ weight[0] + bias)[start - 1 : start - 1 + count]
+        all_of_it = (states @ weight[0] + bias)[start - 1 : start - 1 + count]
+        found[i] = all_of_it[torch.tensor(sample.written)]
         returns, before = (x.double() for x in targets(i))
         moved = torch.maximum(torch.minimum(found[i], before + CLIP), before - CLIP)
         error = torch.maximum((found[i] - returns) ** 2, (moved - returns) ** 2)
@@ -314,6 +315,7 @@ def check_reading(device) -> None:
         sample,
         response_ids=sample.response_ids[:2],
         behaviour_log_probs=(0.0, 0.0),
+        written=None,
         versions=((0, 2),),
     )
     start = len(sample.prompt.input_ids)

@@ -253,7 +253,7 @@ def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tenso
         kl = log_x.exp() - log_x - 1
         entropy = -(rows.exp() * rows).sum(-1)
         J = J - algo.kl_coef * kl + algo.entropy_coef * entropy
-        loss = loss - J.mean() / len(dealt)
+        loss = loss - J[torch.tensor(sample.written)].mean() / len(dealt)
     loss.backward()
     return as_stored({name: p.grad.float() for name, p in model.named_parameters()})
 

@@ -79,7 +79,7 @@ def hf_log_probs(folder, temperature=1.0) -> dict[int, torch.Tensor]:
         start = len(sample.prompt.input_ids)
         with torch.no_grad():
             rows = (model(ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
-        found[i] = rows.gather(1, ids[0, start:, None])[:, 0]
+        found[i] = rows.gather(1, ids[0, start:, None])[torch.tensor(sample.written), 0]
     return found
 
 

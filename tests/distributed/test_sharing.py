@@ -37,7 +37,8 @@ def grouped_samples(*, empty: bool = False) -> list[Sample]:
                 prompt=Prompt(number, ids, "", ""),
                 response_ids=sample.response_ids[:count],
                 behaviour_log_probs=sample.behaviour_log_probs[:count],
-                versions=((0, count),),
+                written=sample.written[:count],
+                versions=((0, int(sample.written[:count].sum())),),
             )
         )
     return found

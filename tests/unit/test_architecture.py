@@ -20,6 +20,7 @@ LEVEL = {
     "sizes": 1,
     "data": 1,
     "rewards": 2,
+    "environments": 2,
     "runtime": 2,
     "model": 2,
     "rollout": 2,

@@ -9,7 +9,7 @@ import torch
 
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.testing.models import random_samples
-from qurl_megatron.types import Prompt, Sample, in_a_row
+from qurl_megatron.types import Failure, Prompt, Sample, in_a_row
 
 SAMPLES = [*random_samples(12), Sample(Prompt(12, (1, 2), "", ""), (), (), "length", ())]
 WHOLE = Responses.of(SAMPLES)
@@ -26,12 +26,14 @@ def test_samples_of_equal_values_are_equal_and_those_that_differ_anywhere_are_no
         dict(response_ids=ids + 1),
         dict(behaviour_log_probs=np.nextafter(log_probs, np.float32(-9))),
         dict(versions=((1, len(ids)),)),
+        dict(written=[False, *[True] * (len(ids) - 1)], versions=((0, len(ids) - 1),)),
+        dict(failure=Failure("timeouts", "")),
         dict(finish_reason="length"),
         dict(text="x"),
         dict(reward=0.5),
     ]
     assert all(replace(sample, **change) != sample for change in changes)
-    assert len({sample, replace(sample), *(replace(sample, **c) for c in changes)}) == 8
+    assert len({sample, replace(sample), *(replace(sample, **c) for c in changes)}) == 10
 
 
 def test_nobody_changes_the_tokens_of_a_sample():
@@ -39,7 +41,7 @@ def test_nobody_changes_the_tokens_of_a_sample():
     sample = Sample(Prompt(0, (1,), "", ""), mine, (-1.0, -2.0), "stop", ((3, 2),))
     mine[0] = 9  # what the sample was made from
     assert sample.response_ids.tolist() == [5, 6]
-    for array in (sample.response_ids, sample.behaviour_log_probs):
+    for array in (sample.response_ids, sample.behaviour_log_probs, sample.written):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
     assert replace(sample, text="x").response_ids is sample.response_ids
@@ -54,6 +56,18 @@ def test_versions_are_kept_as_short_as_they_can_be():
         replace(sample, versions=((7, 2),))
 
 
+def test_versions_are_of_the_tokens_that_the_policy_wrote():
+    mine = [True, True, False, False, True]
+    ids, versions = (5, 6, 7, 8, 9), ((3, 2), (4, 1))
+    sample = Sample(Prompt(0, (1,), "", ""), ids, (-1.0,) * 5, "stop", versions, written=mine)
+    assert sample.token_versions == [3, 3, None, None, 4]
+    assert [turn.tolist() for turn in sample.turns] == [[5, 6], [9]]
+    with pytest.raises(AssertionError, match="written tokens"):
+        replace(sample, written=None)
+    empty = Sample(Prompt(0, (1,), "", ""), (), (), "stop", ())
+    assert empty.turns == [] and empty.token_versions == []
+
+
 def test_a_log_prob_is_the_float32_that_is_nearest_to_what_the_engine_said():
     said = [-0.1, -1e-9, -123.456789]
     sample = Sample(Prompt(0, (1,), "", ""), (1, 2, 3), said, "stop", ((0, 3),))
@@ -65,7 +79,9 @@ def check(responses: Responses, held: list[int]) -> None:
         sample = SAMPLES[i]
         expected = [*sample.prompt.input_ids, *sample.response_ids]
         assert responses.tokens_of(i).tolist() == expected
-        assert responses.behaviour_of(i).tolist() == sample.behaviour_log_probs.tolist()
+        assert responses.mask_of(i).tolist() == sample.written.tolist()
+        log_probs = sample.behaviour_log_probs[sample.written]
+        assert responses.behaviour_of(i).tolist() == log_probs.tolist()
 
 
 def test_what_goes_into_the_arrays_comes_out_again():
@@ -74,6 +90,7 @@ def test_what_goes_into_the_arrays_comes_out_again():
     assert summary.lengths == [len(s.response_ids) for s in SAMPLES] and summary.lengths[-1] == 0
     prompts = [len(s.prompt.input_ids) for s in SAMPLES]
     assert summary.totals == [p + n for p, n in zip(prompts, summary.lengths, strict=True)]
+    assert summary.written == [s.written_tokens for s in SAMPLES] != summary.lengths
     assert summary.rewards_R.tolist() == [s.reward for s in SAMPLES]
     assert summary.truncated_R.tolist() == [s.truncated for s in SAMPLES]
     assert (WHOLE.tokens.dtype, WHOLE.behaviour.dtype) == (torch.int32, torch.float32)
@@ -88,6 +105,7 @@ def test_parts_join_to_the_whole(shares):
         check(part, indices)
         room = Responses.empty(WHOLE.summary, indices)
         assert room.tokens.shape == part.tokens.shape
+        assert room.mask.shape == part.mask.shape
         assert room.behaviour.shape == part.behaviour.shape
     back = {i: part for part, indices in zip(parts, dealt, strict=True) for i in indices}
     assert torch.equal(torch.cat([back[i].tokens_of(i) for i in range(13)]), WHOLE.tokens)

@@ -39,7 +39,7 @@ def test_dapos_advantages_are_those_of_its_rewards_of_one_and_minus_one(override
     lengths = torch.tensor([100, 8192, 100, 8192])
     given = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     same = torch.zeros(4, dtype=torch.int64)
-    summary = Summary(torch.ones_like(lengths), lengths, given, lengths == 8192, same)
+    summary = Summary(torch.ones_like(lengths), 2 * lengths, lengths, given, lengths == 8192, same)
     # DAPO's rewards are 1, 1 - 1, -1, -1 - 1: mean -1/2, sample deviation sqrt(5 / 3).
     expected = torch.tensor([[1.5, 0.5, -0.5, -1.5]]) / (5 / 3) ** 0.5
     advantages = group_advantages(shaped_rewards(summary, config)[None])

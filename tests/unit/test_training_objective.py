@@ -4,15 +4,19 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qurl_megatron.config import AlgoConfig, load
-from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.data.pack import TokenBatch, pad_samples
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.training.objective import PolicyLoss
+from qurl_megatron.runtime.megatron import Axis
+from qurl_megatron.training.objective import PolicyLoss, Scorer
 from qurl_megatron.training.step import attach_scores
+from qurl_megatron.types import Prompt, Sample
 
 
 def batch(reference, *, behaviour=None, proximal=None, advantages=None):
@@ -123,3 +127,40 @@ def test_a_bypass_is_refused_where_something_needs_the_policys_own_log_probs(wro
     assert load(recipe, bypassed).algo.bypass
     with pytest.raises(ConfigError, match=f"algo.bypass .*{wrong.partition('=')[0]}"):
         load(recipe, [*bypassed, wrong])
+
+
+def masked(told: list[float]) -> TokenBatch:
+    """One response of two turns, with two tokens of a tool between them."""
+    made = Sample(
+        Prompt(0, (1, 2), "", ""),
+        response_ids=(3, 4, 5, 6, 7),
+        behaviour_log_probs=(-0.5, -1.0, *told, -1.5),
+        finish_reason="stop",
+        versions=((0, 3),),
+        written=(True, True, False, False, True),
+    )
+    return pad_samples(Responses.of([made]), [0.2], length=8)
+
+
+def test_what_the_policy_did_not_write_neither_trains_nor_counts():
+    ranks = SimpleNamespace(tensor=Axis(None, 0, 1), context=Axis(None, 0, 1))
+    score = Scorer(SimpleNamespace(ranks=ranks, arch=SimpleNamespace(vocab=9)), 1.0)
+    algo = AlgoConfig(kl_coef=0.5, entropy_coef=0.1)
+    drawn = torch.randn(1, 8, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for told in ([0.0, 0.0], [-9.0, math.nan]):
+        scored = replace(masked(told), advantages=torch.tensor([1.0, -1.0, 2.0]))
+        with torch.no_grad():
+            proximal = score(drawn.clone(), scored)[0]
+        scored = replace(scored, proximal=proximal, reference=proximal - 0.3)
+        leaf = drawn.clone().requires_grad_()
+        loss, metrics = PolicyLoss(score, algo)(leaf * 1.0, scored)
+        loss.backward()
+        # Of five response tokens 3, 4 and 7 are predicted at places 1, 2 and 5, and nothing else.
+        trained = leaf.grad[0].abs().sum(-1)
+        assert trained.nonzero().flatten().tolist() == [1, 2, 5]
+        assert not leaf.grad[0, [0, 3, 4, 6, 7]].any()
+        assert {m.weight for name, m in metrics.items() if name != "policy/loss"} == {3.0}
+        found.append((loss.item(), leaf.grad, {n: m.total for n, m in metrics.items()}))
+    (one, gradient, seen), (two, other, seen_too) = found
+    assert one == two and torch.equal(gradient, other) and seen == seen_too

@@ -1,0 +1,75 @@
+"""The process that answers for an environment: a JSON line in, one out. Started by ``pool``.
+
+It imports no torch. A call that takes too long is the pool's affair, which kills the process.
+"""
+
+import asyncio
+import inspect
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from qurl_megatron.environments.reply import FIELDS, Reply, as_reply
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rewards.functions import check_call, find_named, last_line
+from qurl_megatron.rewards.item import Unscored, unscored
+from qurl_megatron.runtime.line_worker import worker_ends
+
+KEY = "rollout.environment"
+
+
+def main(name: str, memory_gb: float) -> None:
+    requests, results = worker_ends(memory_gb)
+
+    def say(what: Any) -> None:
+        results.write(json.dumps(what).encode("ascii") + b"\n")
+        results.flush()
+
+    try:
+        environment = make_environment(name)
+    except ConfigError as error:
+        return say({"refused": str(error)})
+    say({"ready": 1})
+    with asyncio.Runner() as runner:  # one loop for all calls: clients of servers may live on it
+        for line in requests:
+            reply = call(environment, json.loads(line), runner)
+            say({"failed": asdict(reply)} if isinstance(reply, Unscored) else {"reply": reply})
+
+
+def make_environment(name: str) -> Any:
+    """An object of the class that the recipe names.
+
+    Raises:
+        ConfigError: there is no such class, it cannot be made, or has no ``step`` to call.
+    """
+    made, attribute = find_named(KEY, name, "class"), name.rpartition(":")[2]
+    try:
+        environment = made()
+    except BaseException as error:  # whatever it does, this is one sentence
+        raise ConfigError(f"{KEY}={name}: {attribute}() failed: {last_line(error)}") from None
+    parameters = ", ".join(f"{field}=..." for field in FIELDS)
+    step = getattr(environment, "step", None)
+    if not callable(step):
+        raise ConfigError(f"{KEY}={name}: {attribute} has no method step({parameters}); write one")
+    check_call(step, f"{KEY}={name}", f"{attribute}().step", parameters)
+    return environment
+
+
+def call(environment: Any, asked: dict[str, Any], runner: asyncio.Runner) -> Reply:
+    """What ``step`` returns, async or not."""
+    try:
+        found = environment.step(**asked)
+        if inspect.isawaitable(found):
+            found = runner.run(_awaited(found))
+    except BaseException as error:  # sys.exit() is no reason to end, either
+        return unscored("exceptions", last_line(error))
+    return as_reply(found)
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

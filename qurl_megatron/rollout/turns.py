@@ -1,0 +1,64 @@
+"""A conversation between the policy and an environment, token by token.
+
+What the policy wrote stays as it was sampled: its ids are never made again from their text. What
+the environment says is turned into ids, and those are appended. The next turn of the policy is one
+more request for what follows on all of it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.environments import EnvironmentPool
+from qurl_megatron.environments.reply import Message
+from qurl_megatron.rewards.item import Unscored
+from qurl_megatron.types import Failure, Prompt
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the environment said after a turn of the policy."""
+
+    messages: tuple[Message, ...]  # the policy's, then the environment's
+    ids: tuple[int, ...]  # of the latter
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What conversations need: who answers, and how text becomes ids."""
+
+    pool: EnvironmentPool
+    tokenizer: Tokenizer
+    chat: bool  # prompts that are text are user turns of the chat template
+
+    @property
+    def most(self) -> int:
+        """Turns of the policy in a conversation."""
+        return self.pool.config.max_turns
+
+    async def after(
+        self, prompt: Prompt, earlier: Sequence[Message], turn: Sequence[int]
+    ) -> Said | Failure | None:
+        """What the environment says to a turn of the policy; None where that was the last one.
+
+        Args:
+            earlier: messages after the prompt and before this turn.
+            turn: ids of what the policy wrote now.
+
+        Raises:
+            ConfigError: the environment cannot be used, or its message has no place in the chat
+                template.
+            RuntimeError: no worker can be started, or the run ends.
+        """
+        response = self.tokenizer.decode(turn)
+        reply = await asyncio.wrap_future(
+            self.pool.ask([*prompt.messages, *earlier], response, prompt.answer, prompt.metadata)
+        )
+        if isinstance(reply, Unscored):
+            return Failure(reply.cause, reply.why)
+        if reply is None:
+            return None
+        chat = self.chat or bool(prompt.turns)
+        ids = self.tokenizer.following(reply, chat=chat, last=turn[-1] if turn else None)
+        return Said(({"role": "assistant", "content": response}, reply), ids)

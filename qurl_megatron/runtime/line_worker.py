@@ -1,0 +1,105 @@
+"""A process that answers JSON lines, and can be killed when it does not.
+
+It runs what nobody has seen before, a user's code or a check of what a model wrote, so that this
+may hang, eat memory or crash without the trainer noticing more than a missing answer.
+"""
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
+from qurl_megatron.runtime.undertaker import bury, spare
+
+START_S = 120.0  # sympy takes seconds to import, many on a busy machine
+LINE_BYTES = 1 << 24  # of what a worker says at once
+
+
+class LineWorker:
+    """The pool's end."""
+
+    def __init__(self, module: str, task: dict[str, Any]) -> None:
+        """
+        Args:
+            module: what the process runs, with the task as JSON for its argument.
+        """
+        env = without_launcher(os.environ)
+        env.setdefault("OMP_NUM_THREADS", "1")  # a worker is one of many
+        with on_cores(children_cores()):
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(task)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
+                bufsize=0,  # what was read is what select reports
+                process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
+            )
+        bury(self.process.pid)
+        os.set_blocking(self.process.stdin.fileno(), False)
+        self.results = self.process.stdout.fileno()
+        self.deadline = time.monotonic() + START_S
+        self._said = b""
+
+    def send(self, line: bytes) -> None:
+        """One line, by the deadline; what does not get through has the worker miss it."""
+        rest = memoryview(line)
+        room = select.poll()
+        room.register(self.process.stdin, select.POLLOUT)
+        # A worker that dies meanwhile: its results end, which the pool sees.
+        with suppress(BrokenPipeError):
+            while rest and room.poll(1000 * max(0.0, self.deadline - time.monotonic())):
+                rest = rest[self.process.stdin.write(rest) or 0 :]
+
+    def receive(self) -> bytes | None:
+        """The next line; None where it is not whole yet, empty where the process is gone."""
+        more = os.read(self.results, 1 << 16)
+        self._said += more
+        if not more or len(self._said) > LINE_BYTES:
+            return b""
+        if not self._said.endswith(b"\n"):
+            return None
+        line, self._said = self._said, b""
+        return line
+
+    def dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        # Its group: it may have started processes of its own.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        spare(self.process.pid)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def parsed(line: bytes) -> Any:
+    """None where it is no JSON, or there is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None
+
+
+def worker_ends(memory_gb: float) -> tuple[BinaryIO, BinaryIO]:
+    """The worker's end of the pipes, with its limits set.
+
+    What its code prints goes to stderr, and what it reads is empty.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the trainer
+    # A huge power is a MemoryError here, not a full machine.
+    memory = int(memory_gb * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return requests, results

@@ -1,0 +1,83 @@
+"""Environments for tests: a file of classes that misbehave, and a tokenizer they are read by."""
+
+from pathlib import Path
+
+CLASSES = '''
+import asyncio, os, sys, time
+
+class Scripted:
+    """The response names what happens, else a tool repeats it with the number of messages."""
+
+    def step(self, messages, response, answer, metadata):
+        word = response.split()[0]
+        if word == "raise":
+            raise ValueError("no unit in\\n  this response")
+        if word == "exit":
+            sys.exit(0)
+        if word == "die":
+            os._exit(7)
+        if word == "hang":
+            time.sleep(1000)
+        if word == "memory":
+            return len(bytearray(1 << 33))
+        if word == "over":
+            return None
+        if word == "stdin":
+            print('{"reply": null}', flush=True)
+            return {"role": "user", "content": repr(sys.stdin.read())}
+        odd = {"text": "next", "system": {"role": "system", "content": "x"},
+               "number": {"role": "tool", "content": 3}, "pair": (None, True)}
+        if word in odd:
+            return odd[word]
+        return {"role": "tool", "content": f"{response} {answer} {metadata} {len(messages)}"}
+
+class Later(Scripted):
+    """The same, async, by a client that lives on its loop."""
+    lock = asyncio.Lock()
+
+    async def step(self, **given):
+        async with self.lock:
+            await asyncio.sleep(0)
+        return super().step(**given)
+
+class Repeats:
+    """Says three words after each turn, which tell what it was asked."""
+
+    def step(self, messages, response, **others):
+        return {"role": "tool", "content": f"w90 w{len(response.split())} w{len(messages)}"}
+
+class Slow:
+    def step(self, messages, response, **others):
+        time.sleep(1000)
+
+class Needs:
+    def __init__(self, size):
+        pass
+
+class NoStep:
+    pass
+
+class Misses:
+    def step(self, messages, response):
+        return None
+
+def function():
+    return 3
+'''
+
+
+def write_classes(folder: Path) -> Path:
+    path = folder / "environment.py"
+    path.write_text(CLASSES)
+    return path
+
+
+def write_tokenizer(folder: Path, words: int = 96) -> Path:
+    """Ids below ``words`` are the words w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+    return folder

@@ -1,0 +1,114 @@
+"""A calculator as a tool of the policy, from the command line to the checkpoint."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.data.tokenizer import Tokenizer
+from tests.integration.test_train import RECIPE, metrics, qurl
+
+CALCULATOR = Path(__file__).parents[2] / "launch/environments/calculator.py"
+WRONG = """
+from calculator import Calculator
+
+class Moody(Calculator):
+    def step(self, messages, response, answer, metadata):
+        if int(answer) % 3 == 0:
+            raise ValueError("not in the mood")
+        return super().step(messages, response, answer, metadata)
+"""
+TURNS = """environment = "moody.py:Moody"
+max_turns = 3
+samples_per_prompt = 8
+max_new_tokens = 20
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("turns")
+    (root / "calculator.py").write_text(CALCULATOR.read_text())
+    (root / "moody.py").write_text(WRONG)
+    text = RECIPE.format(root=root).replace('kind = "exact"', 'kind = "last_number"')
+    path = root / "recipe.toml"
+    path.write_text(text.replace("samples_per_prompt = 8\nmax_new_tokens = 4\n", TURNS))
+    return path
+
+
+def train(recipe: Path, name: str, *options: str):
+    common = ("train.steps=3", "train.save_rollouts=true", "train.eval_prompts=8")
+    done = qurl("train", recipe, *common, f"train.run_dir={recipe.parent / name}", *options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def whole(recipe):
+    done = train(recipe, "whole")
+    return recipe.parent / "whole", done.stdout
+
+
+def rollouts(run_dir: Path, step: int) -> list[dict]:
+    lines = (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_policy_trains_on_what_it_wrote_around_the_calculators_words(recipe, whole):
+    run_dir, said = whole
+    tokenizer, seen = Tokenizer(recipe.parent / "model"), metrics(run_dir)
+    calculator: dict[str, type] = {}
+    exec(CALCULATOR.read_text(), calculator)
+    for step in (1, 2, 3):
+        samples, turns, written, told, failed = rollouts(run_dir, step), 0, 0, 0, 0
+        for sample in samples:
+            ids = sample["response_ids"]
+            mask = sample.get("loss_mask", [1] * len(ids))
+            parts = [
+                (mine, [i for _, i in part])
+                for mine, part in groupby(zip(mask, ids, strict=True), key=lambda one: one[0])
+            ]
+            assert parts[0][0] == parts[-1][0] == 1
+            messages = [{"role": "user", "content": sample["prompt"]["text"]}]
+            for (_, turn), (_, tool) in zip(parts[::2], parts[1::2], strict=False):
+                reply = calculator["Calculator"]().step(messages, tokenizer.decode(turn), "", {})
+                assert tool == list(tokenizer.encode(reply["content"]))
+                messages.append(reply)
+            assert [v is not None for v in sample["versions"]] == [bool(m) for m in mask]
+            if sample.get("failure"):
+                assert int(sample["prompt"]["answer"]) % 3 == 0 and sample["reward"] == 0.0
+                failed += 1
+            turns, written = turns + len(parts[::2]), written + sum(mask)
+            told += len(mask) - sum(mask)
+        count, step_metrics = len(samples), seen[step]
+        assert step_metrics["environment/turns"] == pytest.approx(turns / count) and turns > count
+        assert step_metrics["environment/tokens"] == pytest.approx(told / count)
+        assert step_metrics["response/length"] == pytest.approx(written / count)
+        for name in ("environment/exceptions", "reward/environment"):
+            assert step_metrics[name] == failed
+        assert abs(step_metrics["rollout/kl_k3"]) < 0.05  # the trainer scores the same tokens
+        assert step_metrics["optimizer/grad_norm"] > 0
+    assert sum(seen[step]["environment/exceptions"] for step in (1, 2, 3)) > 0
+    assert (
+        "failed in the environment (raised: ValueError: not in the mood (moody.py, line 7))" in said
+    )
+
+
+def test_a_run_that_was_interrupted_has_the_conversations_of_one_that_was_not(recipe, whole):
+    train(recipe, "parts", "train.steps=2")
+    train(recipe, "parts", "rollout.turn_timeout_s=20", "rollout.environment_workers=1")
+    parts = recipe.parent / "parts"
+    assert rollouts(parts, 3) == rollouts(whole[0], 3)
+    assert metrics(parts)[3] == metrics(whole[0])[3]
+
+
+def test_an_evaluation_of_the_run_has_the_same_tool(recipe, whole):
+    bench = recipe.parent / "bench.jsonl"
+    prompt = rollouts(whole[0], 1)[0]["prompt"]["text"]
+    bench.write_text(json.dumps({"prompt": prompt, "answer": "18"}) + "\n")
+    out = recipe.parent / "evaluated"
+    done = qurl("eval", bench, "--run", whole[0], "--k", "8", "--out", out)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in (out / "bench.samples.jsonl").read_text().splitlines()]
+    assert "failed in the environment" in done.stdout, (done.stdout, answers)

@@ -1,0 +1,130 @@
+"""Environments of the user's own: found or refused in one sentence, asked, and never believed."""
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from qurl_megatron.config import RewardConfig
+from qurl_megatron.config.sections import MixedReward, RolloutConfig
+from qurl_megatron.environments import EnvironmentPool, check_environment
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.rewards import RewardPool
+from qurl_megatron.rewards.item import Unscored
+from qurl_megatron.rewards.pool import items_of
+from qurl_megatron.testing.models import random_samples
+from qurl_megatron.types import Failure
+from tests.environments import write_classes
+from tests.waiting import PATIENCE_S
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    return write_classes(tmp_path_factory.mktemp("own"))
+
+
+@pytest.fixture(scope="module")
+def pool(own):
+    config = RolloutConfig(environment=f"{own}:Scripted", turn_timeout_s=3.0)
+    with EnvironmentPool(config) as pool:
+        yield pool
+
+
+def reply(pool, response, *, messages=(), answer="7", metadata=None):
+    return pool.ask(messages, response, answer, metadata or {}).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("name", ["Scripted", "Later"])
+def test_it_is_told_of_the_conversation_and_its_answer_is_the_next_message(own, name):
+    with EnvironmentPool(RolloutConfig(environment=f"{own}:{name}")) as pool:
+        for count in (1, 3):  # one loop for all calls: a lock of another would be refused
+            messages = [{"role": "user", "content": "?"}] * count
+            said = reply(pool, "hello", messages=messages, metadata={"a": float("nan")})
+            assert said == {"role": "tool", "content": f"hello 7 {{'a': None}} {count}"}
+        assert reply(pool, "over") is None
+
+
+@pytest.mark.parametrize(
+    "response, cause, why",
+    [
+        (
+            "raise",
+            "exceptions",
+            r"ValueError: no unit in this response \(environment.py, line",
+        ),
+        ("exit", "exceptions", "SystemExit: 0"),
+        ("memory", "exceptions", "MemoryError"),
+        ("die", "crashes", "2 workers one after the other"),
+        ("hang", "timeouts", "rollout.turn_timeout_s=3"),
+        ("text", "invalid", "a value of type str; return .* or None"),
+        ("pair", "invalid", "a value of type tuple"),
+        ("system", "invalid", "a message with role 'system'"),
+        ("number", "invalid", "a message whose content is of type int"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_and_costs_no_other_its_answer(pool, response, cause, why):
+    bad, good = (pool.ask((), said, "7", {}) for said in (response, "fine"))
+    found = bad.result(PATIENCE_S)
+    assert isinstance(found, Unscored) and found.cause == cause
+    assert re.match(why, found.why) and "\n" not in found.why
+    assert good.result(PATIENCE_S)["content"] == "fine 7 {} 0"
+
+
+def test_what_it_prints_is_no_answer_and_what_it_reads_is_empty(pool):
+    assert reply(pool, "stdin") == {"role": "user", "content": "''"}
+
+
+def test_text_that_no_tokenizer_takes_is_repaired(pool):
+    assert reply(pool, "half \ud800")["content"].startswith("half ? 7")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("Scripte", "has no Scripte; did you mean Scripted?"),
+        ("xyz", "has no xyz; it has "),
+        ("Needs", r"Needs\(\) failed: TypeError: .* missing 1 required positional argument"),
+        ("NoStep", r"NoStep has no method step\(messages=..., response=..., answer=..., metadata="),
+        ("Misses", r"cannot be called as Misses\(\).step\(messages=.*; give it these parameters"),
+        ("function", r"function has no method step"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_the_run(own, name, message):
+    with pytest.raises(ConfigError, match=f"^rollout.environment={own}:{name}.*{message}"):
+        check_environment(RolloutConfig(environment=f"{own}:{name}"))
+
+
+def test_a_name_that_is_none_is_refused_by_the_recipe():
+    with pytest.raises(ConfigError, match="rollout.environment must look like package"):
+        RolloutConfig(environment="calculator")
+
+
+def test_leaving_waits_for_no_environment(own):
+    config = RolloutConfig(environment=f"{own}:Slow", environment_workers=1)
+    with EnvironmentPool(config) as pool:
+        pool.await_start()
+        waiting = [pool.ask((), "a", "", {}) for _ in range(2)]
+        while not waiting[0].running():
+            time.sleep(0.01)
+        pool.leave()
+        with pytest.raises(RuntimeError, match="no longer asked"):
+            waiting[0].result(PATIENCE_S)
+    assert waiting[1].cancelled() or waiting[1].exception(PATIENCE_S)
+
+
+def test_a_response_that_failed_in_it_has_no_score_and_counts_once_whatever_the_mix():
+    plain = random_samples(3)
+    lost = replace(plain[1], failure=Failure("timeouts", "rollout.turn_timeout_s=3"))
+    samples = [plain[0], lost, plain[2]]
+    mix = {name: MixedReward(kind="exact") for name in ("a", "b")}
+    for config in (RewardConfig(kind="exact", failed=-1), RewardConfig(mix=mix, failed=-1)):
+        with RewardPool(config) as rewards:
+            grades = rewards.grade(items_of(samples, ["", "x", ""]))
+        assert grades.scores == ([1, -1, 1] if not config.mix else [2, -2, 2])
+        assert (grades.tally.failed, grades.tally.causes["environment"]) == (1, 1)
+        assert "1 failed in the environment (" in grades.tally.said()
+        assert "took too long: rollout.turn_timeout_s=3" in grades.tally.said()
+    strict = RewardConfig(kind="exact", on_failure="stop")
+    with RewardPool(strict) as rewards, pytest.raises(ConfigError, match="1 of 3 responses could"):
+        rewards.grade(items_of(samples, ["", "", ""]))
