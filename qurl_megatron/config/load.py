@@ -33,6 +33,7 @@ class RunConfig:
     train: sections.TrainConfig = field(default_factory=sections.TrainConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     sync: sections.SyncConfig = field(default_factory=sections.SyncConfig)
+    observe: sections.ObserveConfig = field(default_factory=sections.ObserveConfig)
     warmstart: sections.WarmstartConfig = field(default_factory=sections.WarmstartConfig)
 
     def __post_init__(self) -> None:
@@ -292,7 +293,7 @@ def to_toml(config: Any) -> str:
 
 def _default_run_dir(recipe: Path, overrides: typing.Sequence[str]) -> str:
     """runs/quickstart for the recipe as it is, runs/quickstart,quant.scheme=fp8 for a variant."""
-    ignored = ("train.steps", "train.run_dir", "checkpoint.", "sync.")
+    ignored = ("train.steps", "train.run_dir", "checkpoint.", "sync.", "observe.")
     variant = sorted(o.strip() for o in overrides if not o.strip().startswith(ignored))
     return "runs/" + ",".join([recipe.stem, *variant]).replace("/", "_")
 

@@ -14,6 +14,14 @@ from qurl_megatron.observe import lanes, plots
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.plots import History, Picture
 from qurl_megatron.observe.predicted import compared
+from qurl_megatron.observe.samples import (
+    HELD_OUT,
+    TRAIN,
+    Example,
+    facts,
+    read_samples,
+    visible,
+)
 from qurl_megatron.observe.sinks import Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
@@ -77,6 +85,18 @@ class Row:
     points: str  # of its sparkline
 
 
+@dataclass(frozen=True)
+class Quote:
+    """What was asked and said, with the part of a long text that is folded away."""
+
+    title: str
+    facts: str
+    texts: list[tuple[str, str, str]]  # name, beginning, rest
+
+
+QUOTED = 600  # characters of a text that are not folded away
+
+
 def write_report(run_dir: Path | str) -> Path:
     """Write ``run_dir/report.html`` from metrics.jsonl and, where present, config.toml."""
     run_dir = Path(run_dir)
@@ -102,6 +122,7 @@ def write_report(run_dir: Path | str) -> Path:
         sections={
             title: _drawings(chosen, history) for title, chosen in plots.pictures(history).items()
         },
+        quotes=_quotes(read_samples(run_dir)),
         timeline=lanes.lanes_svg(shown) if shown else "",
         timeline_caption=lanes.CAPTION,
         events=_events(spans),
@@ -246,6 +267,34 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
         wide_svg = plots.picture_svg(picture, history, wide=True) if wide else ""
         drawings.append(Drawing(picture, plots.picture_svg(picture, history), wide_svg, legend))
     return drawings
+
+
+def _quotes(examples: Sequence[Example]) -> list[Quote]:
+    """The lowest and the highest reward of the first, the middle and the last step that has any, of
+    evaluations and of training."""
+    found = []
+    for of in (HELD_OUT, TRAIN):
+        some = [example for example in examples if example.of == of]
+        steps = sorted({example.step for example in some})
+        for step in sorted({steps[i] for i in (0, len(steps) // 2, -1)} if steps else ()):
+            ranked = sorted((e for e in some if e.step == step), key=lambda e: e.reward)
+            found.append(_quote("lowest reward", ranked[0]))
+            if len(ranked) > 1:
+                found.append(_quote("highest reward", ranked[-1]))
+    return found
+
+
+def _quote(what: str, example: Example) -> Quote:
+    texts = (
+        ("prompt", example.prompt),
+        ("response", example.response or "(empty)"),
+        ("answer", example.answer),
+    )
+    return Quote(
+        f"Step {example.step}, {example.of}, {what}",
+        facts(example),
+        [(name, visible(text[:QUOTED]), visible(text[QUOTED:])) for name, text in texts if text],
+    )
 
 
 def _hours(found: Hours) -> dict | None:

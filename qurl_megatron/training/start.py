@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.observe.sinks import read_metrics, wandb_package
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
 from qurl_megatron.rollout.sglang.launch import given_key
@@ -47,6 +47,8 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
             return 0
     if not placed or os.environ["RANK"] == "0":
         check_rewards(config.reward)
+        if config.observe.wandb_project:
+            wandb_package()
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)
     if not path.exists():
