@@ -8,6 +8,7 @@ clipped, and wherever it is shown its control characters are made visible.
 
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections import Counter
@@ -25,6 +26,8 @@ SAMPLES_FILE = "samples.jsonl"
 TRAIN, HELD_OUT = "train", "held-out"
 LONGEST = 2000  # characters that are kept of a prompt, and of a response
 SHORT = 300  # of an example among the lines of a run
+SAID = re.compile(r"  (prompt  |response|answer  | {8})  ")
+"""How each line begins that ``as_text`` makes of a prompt or a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,7 @@ def as_text(example: Example, title: str = "", *, longest: int = 2 * LONGEST) ->
 def _labelled(name: str, text: str) -> list[str]:
     """With the name before the first line, and the others below that."""
     first, *rest = visible(text).split("\n")
-    return [f"  {name:<9} {first}", *(f"  {'':<9} {line}".rstrip() for line in rest)]
+    return [f"  {name:<8}  {first}", *(f"  {'':<8}  {line}" for line in rest)]
 
 
 def say(text: str) -> None:

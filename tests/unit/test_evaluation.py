@@ -374,8 +374,14 @@ def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
     assert found["versions"].keys() >= {"qurl", "python", "torch", "math-verify"}
     first = responses(tmp_path / "out")[0]
     assert first["text"] == " ".join(str(token_at(2 + i)) for i in range(4))
-    table = (tmp_path / "out/results.md").read_text()
-    assert table in capsys.readouterr().out
+    table, printed = (tmp_path / "out/results.md").read_text(), capsys.readouterr().out
+    assert table in printed
+    shown, text = printed.partition("| bench")[0], " ".join(str(token_at(2 + i)) for i in range(4))
+    assert re.findall(r"^ladder (\w+), (\w+): reward (\d), 4 tokens, cut off", shown, re.M) == [
+        ("n2", "greedy", "0"),
+        ("n3", "greedy", "1"),
+    ]
+    assert f"  response  {text}\n" in shown
     assert re.search(r"^\| ladder +\| +6 \| 50\.0 \[.+\] \| 50\.0 \[.+\] \| +50\.0 \|", table, re.M)
 
 
@@ -513,6 +519,7 @@ def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
     "options, message",
     [
         (["--k", "0"], "--k must be 1 or more, got 0"),
+        (["--show", "-1"], "--show must be 0 or more, got -1"),
         (["--temperature", "0"], "--temperature 0 would make all --k 32 responses the same"),
         (["--top-p", "1.5"], r"--top-p must lie in \(0, 1\], got 1.5"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more"),

@@ -28,6 +28,7 @@ from qurl_megatron.observe.samples import (
     telling,
     visible,
 )
+from qurl_megatron.slurm.tracebacks import tracebacks
 from qurl_megatron.training.examples import advantages_of, kept_of
 from qurl_megatron.types import Prompt, Sample
 from tests.unit.observe_fake_run import write_fake_run
@@ -79,6 +80,14 @@ def test_characters_that_terminals_obey_or_hide_are_written_out():
         "            two\n"
         "  answer    15"
     )
+
+
+def test_a_traceback_that_a_model_writes_into_the_log_is_not_taken_for_the_runs():
+    head = "Traceback (most recent call last):"
+    theirs = as_text(example(prompt=f"Why?\n{head}\n  x\nKeyError: 1", response=head))
+    assert tracebacks(theirs) == []
+    ours = f"{theirs}\n{head}\n  File x\nValueError: no"
+    assert [found.said for found in tracebacks(ours)] == ["ValueError: no"]
 
 
 def test_resuming_drops_the_steps_that_are_done_again_and_a_torn_line(tmp_path):
