@@ -374,14 +374,8 @@ def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
     assert found["versions"].keys() >= {"qurl", "python", "torch", "math-verify"}
     first = responses(tmp_path / "out")[0]
     assert first["text"] == " ".join(str(token_at(2 + i)) for i in range(4))
-    table, printed = (tmp_path / "out/results.md").read_text(), capsys.readouterr().out
-    assert table in printed
-    shown, text = printed.partition("| bench")[0], " ".join(str(token_at(2 + i)) for i in range(4))
-    assert re.findall(r"^ladder (\w+), (\w+): reward (\d), 4 tokens, cut off", shown, re.M) == [
-        ("n2", "greedy", "0"),
-        ("n3", "greedy", "1"),
-    ]
-    assert f"  response  {text}\n" in shown
+    table = (tmp_path / "out/results.md").read_text()
+    assert table in capsys.readouterr().out
     assert re.search(r"^\| ladder +\| +6 \| 50\.0 \[.+\] \| 50\.0 \[.+\] \| +50\.0 \|", table, re.M)
 
 
@@ -465,17 +459,20 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
     own.write_text(
         "def score(prompt, response, **others):\n"
         "    if prompt == '7 7':\n        raise ValueError('too short')\n"
-        "    return len(response.split()) / 8\n"
+        "    return len(response.split()) / (4 if prompt == '7 7 7 7' else 8)\n"
     )
     with FakeEngine() as engine:
         options = [*urls(engine), "--k", "1", "--reward", f"{own}:score"]
         assert run(bench, model, tmp_path / "out", *options) == 0
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["settings"]["reward"] == f"{own}:score"
-    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == pytest.approx(5 * 0.5 / 6)
+    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == pytest.approx((4 * 0.5 + 1) / 6)
+    told = capsys.readouterr().out
+    shown = re.findall(r"^ladder .*: reward (\S+), 4 tokens.*\n  prompt    (.*)", told, re.M)
+    assert shown == [("0", "7 7"), ("1", "7 7 7 7")]  # the lowest and the highest
     assert (
         "1 response could not be scored and got reward.failed=0: 1 raised (ValueError: too short "
-        "(own.py, line 3))\n" in capsys.readouterr().out
+        "(own.py, line 3))\n" in told
     )
 
 

@@ -181,7 +181,7 @@ def test_tensorboard_shows_examples_as_they_are(tmp_path):
 
     sink = TensorBoardSink(tmp_path)
     said = [example(response="# 15 <b>"), example(response="16\n\n\x1b[2J", reward=0.5)]
-    sink.show(4, [*reversed(said), example(of="held-out")])
+    sink.show(4, [*said, example(of="held-out")])
     sink.close()
     found = EventAccumulator(str(tmp_path)).Reload()
     assert found.summary_metadata["samples/train"].plugin_data.plugin_name == "text"
