@@ -11,6 +11,7 @@ import numpy as np
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import lanes, plots
+from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.plots import History, Picture
 from qurl_megatron.observe.predicted import compared
@@ -30,26 +31,6 @@ METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
-
-GROUPS = {
-    "data": "Prompts",
-    "reward": "Reward",
-    "eval": "Evaluation",
-    "response": "Responses",
-    "policy": "Policy",
-    "acr": "Adaptive clip range",
-    "rollout": "Behaviour and proximal policy",
-    "reference": "Reference policy",
-    "optimizer": "Optimizer",
-    "quant": "Quantization",
-    "throughput": "Throughput, tokens/s",
-    "time": "Seconds",
-    "sync": "Weight versions",
-    "fleet": "Fleet",
-    "sampling": "Dynamic sampling",
-    "guard": "Collapse guard",
-}
-"""Headings of the table, by the first part of a metric's name; other names keep theirs."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +59,7 @@ class Row:
     """One metric in the table."""
 
     name: str
+    says: str  # what it is
     step: int
     last: str
     low: str
@@ -323,9 +305,12 @@ def _groups(history: History) -> dict[str, list[Row]]:
     for name in names:
         steps, values = history.series(name)
         prefix = name.split("/")[0]
-        groups.setdefault(GROUPS.get(prefix, prefix), []).append(
+        heading = GROUPS[prefix].heading if prefix in GROUPS else prefix
+        its = known(name)
+        groups.setdefault(heading, []).append(
             Row(
                 name=name,
+                says=its.says if its else "",
                 step=int(steps[-1]),
                 last=reading(name, values[-1]),
                 low=reading(name, values.min()),

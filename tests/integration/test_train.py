@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.lanes import overlap
 from qurl_megatron.observe.samples import read_samples
+from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import read_timeline
 from tests.runs import Run
 from tests.unit.test_convert_mistakes import tool
@@ -85,6 +87,12 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     return found
 
 
+def unknown(run_dir: Path) -> set[str]:
+    """Metrics that a run has logged and the catalogue lacks."""
+    logged = {name for record in read_metrics(run_dir / "metrics.jsonl") for name in record.metrics}
+    return {name for name in logged if known(name) is None}
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(recipe) -> Path:
     run_dir = recipe.parent / "whole"
@@ -98,6 +106,7 @@ def uninterrupted(recipe) -> Path:
 def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted):
     seen = metrics(uninterrupted)
     assert list(seen) == [0, 1, 2, 3, 4]
+    assert unknown(uninterrupted) == set()
     for name in (
         "reward/mean",
         "policy/clip_fraction",
@@ -356,6 +365,7 @@ def test_variants_run(recipe, uninterrupted, overrides):
     done = qurl("train", recipe, *options)
     assert done.returncode == 0, done.stderr
     assert list(metrics(run_dir)) == [0, 1, 2]
+    assert unknown(run_dir) == set()
 
 
 def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
