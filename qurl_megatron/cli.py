@@ -76,6 +76,18 @@ def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def samples(arguments: argparse.Namespace) -> int:
+    """Print prompts and responses that a run has kept, with rewards and advantages."""
+    from qurl_megatron.observe.look import Wanted, show
+
+    wanted = {name: getattr(arguments, name) for name in ("step", "worst", "best", "prompt")}
+    try:
+        show(arguments.run_dir, Wanted(**wanted))
+    except BrokenPipeError:  # whoever reads, such as `head`, has enough; at exit Python would flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def plan(arguments: argparse.Namespace) -> int:
     """Predict memory and step time of every layout of N GPUs, and where more stop helping."""
     from qurl_megatron.planning.command import plan as run
@@ -240,6 +252,16 @@ def _report_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", type=Path, help="train.run_dir of the run")
 
 
+def _samples_options(command: argparse.ArgumentParser) -> None:
+    _report_options(command)
+    command.add_argument(
+        "--step", type=int, metavar="N", help="default the newest; with --prompt, all of them"
+    )
+    command.add_argument("--worst", type=int, metavar="N", help="the N lowest rewards")
+    command.add_argument("--best", type=int, metavar="N", help="the N highest rewards")
+    command.add_argument("--prompt", metavar="TEXT", help="of prompts that contain this text")
+
+
 def _plan_options(command: argparse.ArgumentParser) -> None:
     from qurl_megatron.planning.options import add_options
 
@@ -343,6 +365,7 @@ COMMANDS = {
     "train": (train, _train_options),
     "show": (show, _show_options),
     "report": (report, _report_options),
+    "samples": (samples, _samples_options),
     "plan": (plan, _plan_options),
     "study": (study, _study_options),
     "eval": (evaluate, _eval_options),

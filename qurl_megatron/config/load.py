@@ -39,6 +39,7 @@ class RunConfig:
     train: sections.TrainConfig = field(default_factory=sections.TrainConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     sync: sections.SyncConfig = field(default_factory=sections.SyncConfig)
+    observe: sections.ObserveConfig = field(default_factory=sections.ObserveConfig)
     warmstart: sections.WarmstartConfig = field(default_factory=sections.WarmstartConfig)
 
     def __post_init__(self) -> None:

@@ -1075,6 +1075,29 @@ class SyncConfig:
 
 @on_resume("free")
 @dataclass(frozen=True, kw_only=True)
+class ObserveConfig:
+    """What people get to see of a run beside its metrics."""
+
+    samples: int = 8
+    """Responses kept of every step and of every evaluation in run_dir/samples.jsonl, half of them
+    with the lowest and half with the highest rewards; the report, TensorBoard and `qurl samples`
+    show them. Of each prompt and response 2000 characters are kept; 0 keeps none."""
+
+    show: int = 1
+    """Held-out prompts that every evaluation prints with their responses, always the same ones;
+    0 prints none."""
+
+    wandb_project: str = ""
+    """Log to this project of Weights & Biases, too; needs the package wandb. Empty: do not."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "show"):
+            value = getattr(self, name)
+            require(value >= 0, f"observe.{name} must be 0 or more, got {value}")
+
+
+@on_resume("free")
+@dataclass(frozen=True, kw_only=True)
 class WarmstartConfig:
     """A small model made on the spot, for machines that have no checkpoint at hand.
 

@@ -31,6 +31,7 @@ from qurl_megatron.evaluation.evaluate import (
     model_files,
 )
 from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
+from qurl_megatron.observe.samples import Example, as_text, clipped, say, telling
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
@@ -59,6 +60,7 @@ class Plan:
     suffix: str
     reward: RewardConfig
     out: Path
+    show: int  # responses to each benchmark
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -130,11 +132,13 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
                     turns = Turns(pool, tokenizer, chat=plan.chat)
                 stack.enter_context(fleet)
                 evaluator = Evaluator(fleet, rewards, tokenizer, plan.sampling, turns)
-                table = _answer(plan, evaluator, asked)
+                table, shown = _answer(plan, evaluator, asked)
         except EngineError as error:
             kept = any(plan.out.glob("*.samples.jsonl"))
             rest = "; the answers so far are kept, and the same command goes on" if kept else ""
             raise ConfigError(f"{error}{rest}") from error
+    for text in shown:
+        say(f"{text}\n")
     print(table)
     if unscored := rewards.tally.failed:
         print(
@@ -168,6 +172,8 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
         raise ConfigError("qurl eval needs --model, or --run")
     if not model.is_dir():
         raise ConfigError(f"--model {model} is not a folder; name a checkpoint")
+    if arguments.show < 0:
+        raise ConfigError(f"--show must be 0 or more, got {arguments.show}")
     rollout = _rollout(arguments, defaults.rollout, sampling)
     scheme = "" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model)
     out = defaults.out if arguments.model is None else None
@@ -183,6 +189,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
         suffix=arguments.suffix,
         reward=_reward(arguments.reward, defaults.reward),
         out=given("out", out),
+        show=arguments.show,
     )
 
 
@@ -287,11 +294,11 @@ def _context(model: Path) -> float:
 
 def _answer(
     plan: Plan, evaluator: Evaluator, asked: Sequence[tuple[Benchmark, Sequence[Prompt]]]
-) -> str:
+) -> tuple[str, list[str]]:
     """Answer benchmark after benchmark; what is known of them is written after each.
 
     Returns:
-        The table.
+        The table, and the responses that are to be shown.
     """
     sampling, out = plan.sampling, plan.out
     engines = describe_engines(evaluator.fleet, _context(plan.model))
@@ -316,11 +323,12 @@ def _answer(
         },
         "benchmarks": {},
     }
-    scores, lines = [], []
+    scores, lines, shown = [], [], []
     for (benchmark, prompts), file in zip(asked, files, strict=True):
         evaluator.answer(benchmark, prompts, file)
         score = results.score(benchmark, file.answers, sampling.responses, sampling.seed)
         speed = results.tokens_per_second(file.answers)
+        shown += _examples(benchmark, prompts, file, plan.show)
         scores.append(score)
         lines.append((benchmark.name, len(benchmark.problems), score, speed))
         found["benchmarks"][benchmark.name] = {
@@ -339,7 +347,31 @@ def _answer(
         results.write_whole(out / "results.json", text + "\n")
     table = results.table(lines)
     results.write_whole(out / "results.md", table + "\n")
-    return table
+    return table, shown
+
+
+def _examples(
+    benchmark: Benchmark, prompts: Sequence[Prompt], file: AnswerFile, count: int
+) -> list[str]:
+    """Responses with the lowest and the highest rewards, for a person."""
+    answers = [one for _, found in sorted(file.answers.items()) for one in found]
+    rewards, problems = [one.reward for one in answers], [one.problem for one in answers]
+    shown = []
+    for answer in map(answers.__getitem__, telling(rewards, problems, count)):
+        prompt = prompts[answer.problem]
+        example = Example(
+            step=answer.version,
+            of=benchmark.name,
+            index=answer.problem,
+            prompt=clipped(prompt.text),
+            answer=prompt.answer,
+            response=clipped(answer.text),
+            reward=answer.reward,
+            tokens=answer.tokens,
+            finish=answer.finish,
+        )
+        shown.append(as_text(example, f"{benchmark.name} {answer.id}, {answer.mode}"))
+    return shown
 
 
 @contextmanager

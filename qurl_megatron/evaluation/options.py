@@ -110,6 +110,14 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
 
     rest = parser.add_argument_group("what becomes of the answers")
     rest.add_argument(
+        "--show",
+        type=int,
+        default=2,
+        metavar="N",
+        help="responses to each benchmark to print at the end, half of them with the lowest and "
+        "half with the highest rewards (default 2)",
+    )
+    rest.add_argument(
         "--reward",
         metavar="KIND",
         help="how they are scored: math (default), last_number, exact, or a function of your own, "

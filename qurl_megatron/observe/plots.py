@@ -21,6 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.sinks import Record
 from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten, reading
 
@@ -587,7 +588,7 @@ def _draw(axes: Axes, picture: Picture, history: History) -> None:
     if picture.log:
         axes.set_yscale("log")
     picture.draw(axes, picture, history)
-    shares = all(reading(line.metric, 0.5).endswith("%") for line in picture.lines)
+    shares = all(unit(line.metric) == "share" for line in picture.lines)
     frame(axes, history.first_step, history.last_step, shares=shares)
 
 

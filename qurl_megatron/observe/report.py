@@ -11,9 +11,18 @@ import numpy as np
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import lanes, plots
+from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.plots import History, Picture
 from qurl_megatron.observe.predicted import compared
+from qurl_megatron.observe.samples import (
+    HELD_OUT,
+    TRAIN,
+    Example,
+    facts,
+    read_samples,
+    visible,
+)
 from qurl_megatron.observe.sinks import Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
@@ -23,29 +32,8 @@ TIMELINE_FILE = "timeline.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
 
-GROUPS = {
-    "data": "Prompts",
-    "reward": "Reward",
-    "eval": "Evaluation",
-    "response": "Responses",
-    "environment": "Environment",
-    "policy": "Policy",
-    "acr": "Adaptive clip range",
-    "rollout": "Behaviour and proximal policy",
-    "reference": "Reference policy",
-    "optimizer": "Optimizer",
-    "quant": "Quantization",
-    "throughput": "Throughput, tokens/s",
-    "time": "Seconds",
-    "sync": "Weight versions",
-    "fleet": "Fleet",
-    "sampling": "Dynamic sampling",
-    "guard": "Collapse guard",
-}
-"""Headings of the table, by the first part of a metric's name; other names keep theirs."""
 
-
-HELD_OUT = {"eval/accuracy": "Held-out accuracy", "eval/reward": "Held-out reward"}
+MEASURED = {"eval/accuracy": "Held-out accuracy", "eval/reward": "Held-out reward"}
 """What evaluations measure: an accuracy where each score is 1 or 0, else a mean."""
 
 
@@ -75,11 +63,24 @@ class Row:
     """One metric in the table."""
 
     name: str
+    says: str  # what it is
     step: int
     last: str
     low: str
     high: str
     points: str  # of its sparkline
+
+
+@dataclass(frozen=True)
+class Quote:
+    """What was asked and said, with the part of a long text that is folded away."""
+
+    title: str
+    facts: str
+    texts: list[tuple[str, str, str]]  # name, beginning, rest
+
+
+QUOTED = 600  # characters of a text that are not folded away
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -107,6 +108,7 @@ def write_report(run_dir: Path | str) -> Path:
         sections={
             title: _drawings(chosen, history) for title, chosen in plots.pictures(history).items()
         },
+        quotes=_quotes(read_samples(run_dir)),
         timeline=lanes.lanes_svg(shown) if shown else "",
         timeline_caption=lanes.CAPTION,
         events=_events(spans),
@@ -160,16 +162,16 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
 
 def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
     newest = max(
-        (n for n in HELD_OUT if n in history), key=lambda n: history.series(n)[0][-1], default=""
+        (n for n in MEASURED if n in history), key=lambda n: history.series(n)[0][-1], default=""
     )
     if newest:
         steps, values = history.stretches(newest)[-1]
         shown = [_held_out(newest, value) for value in values[[0, -1]]]
         if len(steps) > 1:
             note = f"step {steps[0]} to step {steps[-1]}"
-            yield Figure(HELD_OUT[newest], shown[1], note, before=shown[0])
+            yield Figure(MEASURED[newest], shown[1], note, before=shown[0])
         else:
-            yield Figure(HELD_OUT[newest], shown[0], f"step {steps[0]}")
+            yield Figure(MEASURED[newest], shown[0], f"step {steps[0]}")
     if "reward/mean" in history:
         stretches = history.stretches("reward/mean")
         steps, values = stretches[-1]
@@ -264,6 +266,34 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
     return drawings
 
 
+def _quotes(examples: Sequence[Example]) -> list[Quote]:
+    """The lowest and the highest reward of the first, the middle and the last step that has any, of
+    evaluations and of training."""
+    found = []
+    for of in (HELD_OUT, TRAIN):
+        some = [example for example in examples if example.of == of]
+        steps = sorted({example.step for example in some})
+        for step in sorted({steps[i] for i in (0, len(steps) // 2, -1)} if steps else ()):
+            ranked = sorted((e for e in some if e.step == step), key=lambda e: e.reward)
+            found.append(_quote("lowest reward", ranked[0]))
+            if len(ranked) > 1:
+                found.append(_quote("highest reward", ranked[-1]))
+    return found
+
+
+def _quote(what: str, example: Example) -> Quote:
+    texts = (
+        ("prompt", example.prompt),
+        ("response", example.response or "(empty)"),
+        ("answer", example.answer),
+    )
+    return Quote(
+        f"Step {example.step}, {example.of}, {what}",
+        facts(example),
+        [(name, visible(text[:QUOTED]), visible(text[QUOTED:])) for name, text in texts if text],
+    )
+
+
 def _hours(found: Hours) -> dict | None:
     """The table of GPU-hours; None for a run that was not submitted by ``qurl slurm``."""
     if not found.rows:
@@ -290,9 +320,12 @@ def _groups(history: History) -> dict[str, list[Row]]:
     for name in names:
         steps, values = history.stretches(name)[-1]
         prefix = name.split("/")[0]
-        groups.setdefault(GROUPS.get(prefix, prefix), []).append(
+        heading = GROUPS[prefix].heading if prefix in GROUPS else prefix
+        its = known(name)
+        groups.setdefault(heading, []).append(
             Row(
                 name=name,
+                says=its.says if its else "",
                 step=int(steps[-1]),
                 last=reading(name, values[-1]),
                 low=reading(name, values.min()),

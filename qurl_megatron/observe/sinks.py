@@ -1,4 +1,5 @@
-"""Where metrics go. The JSONL file is the truth; TensorBoard and W&B are views of it.
+"""Where metrics go. The JSONL file is the truth; TensorBoard and W&B are views of it, which show
+examples of responses, too.
 
 One object a line: ``{"step": 12, "time": 1735689600.5, "metrics": {"reward/mean": 0.41}}``.
 JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-Infinity", which
@@ -8,8 +9,9 @@ JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-In
 import json
 import math
 import os
+import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.growing import Growing
+from qurl_megatron.observe.samples import Example, as_text, visible
 
 
 class Sink(Protocol):
@@ -25,6 +28,12 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class View(Sink, Protocol):
+    """A sink that shows examples, too."""
+
+    def show(self, step: int, examples: Sequence[Example]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +81,11 @@ class TensorBoardSink:
 
     def __init__(self, dir: Path | str, resume_step: int | None = None) -> None:
         # A second to import.
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._proto, self._summary = event_pb2, summary_pb2
+        self._tensor, self._string = tensor_pb2.TensorProto, types_pb2.DT_STRING
         folder = Path(dir)
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
@@ -92,6 +102,25 @@ class TensorBoardSink:
         values = [value(tag=name, simple_value=float(v)) for name, v in metrics.items()]
         self._write(step=step, summary=self._summary.Summary(value=values))
 
+    def show(self, step: int, examples: Sequence[Example]) -> None:
+        """A text for each kind of examples, indented: TensorBoard takes the rest for Markdown."""
+        values = []
+        for tag, some in _by_tag(examples):
+            lines = "\n\n".join(map(as_text, some)).split("\n")
+            text = "\n".join(f"    {line}" for line in lines)
+            values.append(
+                self._summary.Summary.Value(
+                    tag=tag,
+                    metadata=self._summary.SummaryMetadata(plugin_data={"plugin_name": "text"}),
+                    tensor=self._tensor(
+                        dtype=self._string,
+                        string_val=[text.encode()],
+                        tensor_shape={"dim": [{"size": 1}]},
+                    ),
+                )
+            )
+        self._write(step=step, summary=self._summary.Summary(value=values))
+
     def close(self) -> None:
         self._file.close()
 
@@ -100,24 +129,92 @@ class TensorBoardSink:
         self._records.write(event.SerializeToString())
 
 
-class WandbSink:
-    """Scalars for Weights & Biases, which is not among the requirements."""
+WANDB_ID = "wandb_id"  # file in a run's folder: which run of W&B is this one
 
-    def __init__(self, project: str, name: str, config: Mapping[str, Any], dir: Path | str) -> None:
+
+def wandb_package() -> Any:
+    """The package of Weights & Biases, which is not among the requirements.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"observe.wandb_project needs the package wandb, which cannot be imported ({error}); "
+            "run `pip install wandb`, or leave observe.wandb_project out"
+        ) from error
+    return wandb
+
+
+class WandbSink:
+    """Scalars and tables for Weights & Biases: one run there for each run folder."""
+
+    def __init__(
+        self, project: str, run_dir: Path, config: Mapping[str, Any], *, resume_step: int = 0
+    ) -> None:
+        """
+        Args:
+            config: the recipe, by section and key.
+            resume_step: the first step that will be written again; 0 begins another run of W&B.
+
+        Raises:
+            ConfigError: the package is not installed, or W&B refuses.
+        """
+        self._wandb = wandb_package()
         try:
-            import wandb
-        except ImportError as error:
+            self._run = self._wandb.init(
+                project=project,
+                name=run_dir.resolve().name,
+                id=_wandb_id(run_dir, anew=not resume_step),
+                resume="allow",
+                config=dict(config),
+                allow_val_change=True,  # of what may change on resume
+                dir=str(run_dir),
+            )
+        except self._wandb.Error as error:
             raise ConfigError(
-                "logging to W&B needs the package wandb, which is not installed; "
-                "run `pip install wandb` or turn W&B off"
+                f"W&B did not begin the run ({' '.join(str(error).split())}); run `wandb login`, "
+                "set WANDB_MODE=offline to log without the network, or leave "
+                "observe.wandb_project out"
             ) from error
-        self._run = wandb.init(project=project, name=name, config=dict(config), dir=str(dir))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def show(self, step: int, examples: Sequence[Example]) -> None:
+        """As a table for each kind of examples."""
+        names = ["prompt", "response", "answer", "reward", "advantage", "tokens", "finish"]
+        for tag, some in _by_tag(examples):
+            rows = [[getattr(example, name) for name in names] for example in some]
+            rows = [[visible(x) if isinstance(x, str) else x for x in row] for row in rows]
+            self._run.log({tag: self._wandb.Table(columns=names, data=rows)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Left by an exception, W&B calls the run failed."""
+        self._run.finish(exit_code=0 if kind is None else 1)
+
+
+def _wandb_id(run_dir: Path, *, anew: bool) -> str:
+    path = run_dir / WANDB_ID
+    if not anew and path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
+        return known
+    made, aside = secrets.token_hex(4), path.with_name(path.name + ".new")
+    aside.write_text(made + "\n", encoding="utf-8")
+    os.replace(aside, path)
+    return made
+
+
+def _by_tag(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
+    """Examples by the name they have in views, lowest rewards first."""
+    found: dict[str, list[Example]] = {}
+    for example in sorted(examples, key=lambda one: one.reward):
+        found.setdefault(f"samples/{example.of}", []).append(example)
+    return list(found.items())
 
 
 def read_metrics(path: Path | str) -> list[Record]:

@@ -2,27 +2,7 @@
 
 import math
 
-SHARES = frozenset(
-    {
-        "acr/active_fraction",
-        "acr/rescued_fraction",
-        "eval/accuracy",
-        "eval/failed_fraction",
-        "policy/clip_fraction",
-        "quant/code_flip_rate",
-        "response/truncated",
-        "reward/failed_fraction",
-        "rollout/ess",
-        "rollout/truncated_weight_fraction",
-        "sampling/all_right_fraction",
-        "sampling/all_wrong_fraction",
-        "sampling/kept_fraction",
-    }
-)
-"""Metrics in [0, 1] that read best as a percentage."""
-
-NEAR_ONE = frozenset({"policy/ratio_mean", "rollout/rho_mean"})
-"""Metrics whose distance from 1 is the news."""
+from qurl_megatron.observe.catalogue import unit
 
 NARROW_SPACE = "\u202f"
 MINUS = "\u2212"
@@ -105,13 +85,14 @@ def duration(seconds: float) -> str:
 
 
 def reading(name: str, value: float) -> str:
-    """A metric's value with the unit its name implies."""
-    if name in SHARES:
+    """A metric's value with the unit that the catalogue gives it."""
+    its = unit(name)
+    if its == "share":
         return f"{number(100 * value)}{NARROW_SPACE}%"
-    if name in NEAR_ONE:
-        return f"{value:.4f}"
-    if name.startswith("time/"):
+    if its == "seconds":
         return duration(value)
-    if name == "sync/version":
-        return f"{value:.0f}" if math.isfinite(value) else str(value)
+    if its == "near 1" and abs(value - 1) < 0.5:
+        return f"{value:.4f}"
+    if its == "name" and math.isfinite(value):
+        return f"{value:.0f}"
     return number(value)

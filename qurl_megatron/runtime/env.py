@@ -68,7 +68,12 @@ PACKAGES = (
         "rollout fleet on GPUs, reached through rollout.urls",
         "the embedded engine; servers elsewhere can still be named in rollout.urls",
     ),
-    Package("wandb", "wandb", "nothing yet", "metrics.jsonl and TensorBoard only"),
+    Package(
+        "wandb",
+        "wandb",
+        "metrics and samples in Weights & Biases (observe.wandb_project)",
+        "metrics.jsonl, samples.jsonl and TensorBoard only",
+    ),
 )
 
 

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
+from qurl_megatron.observe.samples import SAID
+
 HEAD = re.compile(r"Traceback \(most recent call last\):")
 LAST_WORDS = re.compile(r"Fatal Python error: |terminate called after throwing an instance of ")
 CHAINED = re.compile(r"(The above exception was the direct cause|During handling of the above) ")
@@ -32,7 +34,7 @@ def tracebacks(log: str) -> list[Found]:
     lines, found, at = log.splitlines(), [], 0
     while at < len(lines):
         end = None
-        if HEAD.search(lines[at]):
+        if HEAD.search(lines[at]) and not SAID.match(lines[at]):  # else a model wrote it
             end, said = _whole(lines, at)
         elif LAST_WORDS.match(lines[at]):
             end = _indented(lines, at)

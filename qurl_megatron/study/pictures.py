@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.plots import COLORS, STYLE, frame, smooth, thin
-from qurl_megatron.observe.text import SHARES
 from qurl_megatron.study.numbers import band
 from qurl_megatron.study.plan import METHODS, SCALE
 from qurl_megatron.study.results import Group
@@ -148,7 +148,7 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
         axes.set_ylim(bottom=max(low, high / 10**panel.decades))
     elif axes.dataLim.y0 >= 0:
         axes.set_ylim(bottom=0.0)
-    frame(axes, 0, last, shares=panel.metrics[0] in SHARES)
+    frame(axes, 0, last, shares=unit(panel.metrics[0]) == "share")
     axes.set_title(panel.title, loc="left", y=1.0, pad=10, fontsize=12, fontweight="bold")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from qurl_megatron.config import Change, RunConfig, changes, refused
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.runtime.files import refusing
 from qurl_megatron.training.state import (
@@ -130,9 +131,9 @@ def _refuse_another(run_dir: Path, source: Path) -> None:
 
 
 def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
-    """Metrics and timeline, and the fork as an event; what is of later steps is dropped when the
-    run begins, as in any that goes on."""
-    for name in ("metrics.jsonl", "timeline.jsonl"):
+    """Metrics, timeline and samples, and the fork as an event; what is of later steps is dropped
+    when the run begins, as in any that goes on."""
+    for name in ("metrics.jsonl", "timeline.jsonl", SAMPLES_FILE):
         if (source / name).is_file():
             shutil.copyfile(source / name, run_dir / name)
     timeline = Timeline(run_dir / "timeline.jsonl", resume_step=begun.step + 1)

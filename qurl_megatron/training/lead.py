@@ -22,7 +22,19 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
-from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
+from qurl_megatron.observe.samples import (
+    HELD_OUT,
+    SAMPLES_FILE,
+    SHORT,
+    TRAIN,
+    Example,
+    SampleFile,
+    as_text,
+    example_of,
+    say,
+    telling,
+)
+from qurl_megatron.observe.sinks import JsonlSink, Sink, TensorBoardSink, View, WandbSink
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
@@ -36,6 +48,7 @@ from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.runtime.files import refusal, refusing
 from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.training.ahead import Ahead
+from qurl_megatron.training.examples import kept_of
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
 from qurl_megatron.training.lengths import longest_prompt
@@ -50,6 +63,7 @@ from qurl_megatron.weights.places import description_of
 FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
 ENVIRONMENT_CAUSES = ("timeouts", "crashes", "exceptions", "invalid")
+VIEWED = 10  # steps between two whose examples TensorBoard and W&B get, beside all evaluations
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
 
 
@@ -109,6 +123,7 @@ class Lead:
             print(remark, flush=True)
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
         self._told: set[str] = set()  # why responses had no score
+        self._kept: dict[int, Sample] = {}  # of the step at hand, by their places in it
         self._drawing, self._grading = threading.Lock(), threading.Lock()
 
     def __enter__(self) -> "Lead":
@@ -156,7 +171,7 @@ class Lead:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        self._stack.__exit__(*exception)
 
     def _engines_to_come(self) -> str:
         rollout = self.config.rollout
@@ -169,9 +184,18 @@ class Lead:
         resume = self.start_step + 1 if self.start_step else 0
         path = self.run_dir / "metrics.jsonl"
         metrics = JsonlSink(path, resume_step=resume)
-        self.sinks = [metrics, TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)]
-        for sink in self.sinks:
-            stack.callback(sink.close)
+        stack.callback(metrics.close)
+        self.examples = SampleFile(self.run_dir / SAMPLES_FILE, resume_step=resume)
+        stack.callback(self.examples.close)
+        board = TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)
+        stack.callback(board.close)
+        self.views: list[View] = [board]
+        if project := self.config.observe.wandb_project:
+            recipe = asdict(self.config)
+            wandb = WandbSink(project, self.run_dir, recipe, resume_step=resume)
+            stack.push(wandb)
+            self.views.append(wandb)
+        self.sinks: list[Sink] = [metrics, *self.views]
         last = metrics.last_step or 0
         if last < self.start_step:
             first, end = last + 1, self.start_step
@@ -278,7 +302,10 @@ class Lead:
         if self.config.train.save_rollouts:
             path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
             self._keep(path, lambda: save_samples(path, samples))
-        return Rollout(Responses.of(samples), metrics, draft.generated_tokens, draft.generating_s)
+        responses = Responses.of(samples)
+        count = self.config.observe.samples
+        self._kept = {index: samples[index] for index in kept_of(responses.summary, count)}
+        return Rollout(responses, metrics, draft.generated_tokens, draft.generating_s)
 
     def _tell_unscored(self, tally: Tally, step: int) -> None:
         """Say why responses have no score, each cause once in a run; metrics go on counting."""
@@ -439,7 +466,20 @@ class Lead:
         if tally.failed:
             measured["eval/failed_fraction"] = tally.failed / len(samples)
         self._log(step, measured | self._since("eval"))
+        self._show_held_out(step, samples)
         return score
+
+    def _show_held_out(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print the first prompts' responses; keep these, and those that are telling."""
+        observe, each = self.config.observe, self.config.train.eval_samples
+        shown = range(0, min(observe.show * each, len(samples)), each)
+        for index in shown:
+            say(as_text(example_of(samples[index], step, HELD_OUT), longest=SHORT))
+        if observe.samples:
+            rewards = [sample.reward for sample in samples]
+            prompts = [sample.prompt.index for sample in samples]
+            kept = sorted({*shown, *telling(rewards, prompts, observe.samples)})
+            self._keep_all(step, [example_of(samples[i], step, HELD_OUT) for i in kept])
 
     def finish(self, state: TrainState) -> None:
         """Write the report and say how the run ended.
@@ -470,6 +510,31 @@ class Lead:
             self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
         if beyond := self._beyond.noticed(metrics):
             self.alarm("rollout", beyond, step)
+
+    def keep_examples(self, step: int, advantages: Mapping[int, float]) -> None:
+        """Keep responses of a step that was trained on.
+
+        Args:
+            advantages: of them, by their places among the step's responses.
+        """
+        examples = [
+            example_of(sample, step, TRAIN, advantages.get(index))
+            for index, sample in self._kept.items()
+        ]
+        self._keep_all(
+            step, examples, view=step % VIEWED == 0 or step in (1, self.config.train.steps)
+        )
+
+    def _keep_all(self, step: int, examples: Sequence[Example], *, view: bool = True) -> None:
+        if not examples:
+            return
+
+        def write() -> None:
+            self.examples.write(examples)
+            for one in self.views if view else ():
+                one.show(step, examples)
+
+        self._keep(self.run_dir / SAMPLES_FILE, write)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         def write() -> None:

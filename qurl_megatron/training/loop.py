@@ -214,7 +214,7 @@ def _step(
     if rollout is None:
         return state, saved, failure
 
-    measured, norm = _improved(parts, rollout.samples, step, timer, saved)
+    measured, norm, advantages = _improved(parts, rollout.samples, step, timer, saved)
     if config.rollout.colocate:
         _make_room()  # for engines that take their memory back, or are started anew
     state = replace(state, step=step)
@@ -238,6 +238,7 @@ def _step(
     if lead:
         noted = {**noted, **_throughput(measured, rollout), "optimizer/weight_norm": norm}
         lead.write(step, {**values(merge([measured, rollout.metrics])), **noted})
+        lead.keep_examples(step, advantages)
         state = replace(state, cursor=lead.cursor)
 
     evaluate = config.train.eval_prompts and _due(step, config.train.eval_every, config.train.steps)
@@ -284,22 +285,28 @@ def _ending(failure: Exception, step: int) -> Exception:
 
 def _improved(
     parts: _Parts, samples: Responses, step: int, timer: Timer, saved: int | None
-) -> tuple[dict[str, Metric], float]:
+) -> tuple[dict[str, Metric], float, dict[int, float]]:
     """Update on one step's samples.
 
     Returns:
-        The metrics of all ranks, and the norm of the weights.
+        The metrics of all ranks, the norm of the weights, and the advantages of the responses that
+        are kept as examples.
 
     Raises:
         Collapse: numbers are not finite; what is saved and what engines hold is from before.
     """
     config, policy, critic = parts.config, parts.policy, parts.critic
     try:
-        metrics = improve(policy, samples, config, step=step, timer=timer, critic=critic)
-        everywhere = _everywhere((metrics, look([policy, critic] if critic else [policy])))
-        measured = merge(metrics for metrics, _ in everywhere)
+        learnt = improve(policy, samples, config, step=step, timer=timer, critic=critic)
+        everywhere = _everywhere((*learnt, look([policy, critic] if critic else [policy])))
+        metrics, advantages, weights = zip(*everywhere, strict=True)
+        measured = merge(metrics)
         check_losses(values(measured))
-        return measured, norm_of([weights for _, weights in everywhere])
+        return (
+            measured,
+            norm_of(weights),
+            {i: one for part in advantages for i, one in part.items()},
+        )
     except NotFinite as error:
         mend = "start again with a smaller optimizer.lr"
         if saved is not None:

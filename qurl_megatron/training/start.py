@@ -11,7 +11,7 @@ from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.data.questions import training_questions
 from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.observe.sinks import read_metrics, wandb_package
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
 from qurl_megatron.rollout.sglang.launch import given_key
@@ -56,6 +56,8 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if not placed or os.environ["RANK"] == "0":
         check_rewards(config.reward)
         check_environment(config.rollout)
+        if config.observe.wandb_project:
+            wandb_package()
         _tell_of_relatives(Path(config.train.run_dir))
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)

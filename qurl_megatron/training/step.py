@@ -25,6 +25,7 @@ from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction, rejected_responses
+from qurl_megatron.training.examples import advantages_of, kept_of
 from qurl_megatron.training.finite import NotFinite, check_gradient
 from qurl_megatron.training.mismatch import mismatch
 from qurl_megatron.training.objective import PolicyLoss, Scorer
@@ -41,7 +42,7 @@ def improve(
     step: int,
     timer: Timer,
     critic: Critic | None = None,
-) -> dict[str, Metric]:
+) -> tuple[dict[str, Metric], dict[int, float]]:
     """Score the samples, then update the policy on them; all ranks call it together.
 
     Args:
@@ -49,7 +50,8 @@ def improve(
         critic: updated on the same minibatches, each time before the policy.
 
     Returns:
-        This rank's metrics, to be merged over ranks.
+        This rank's metrics, to be merged over ranks, and the advantages of those kept responses
+        that it tells of (``training.examples``).
 
     Raises:
         NotFinite: a gradient is not finite; on every rank, and the weights are lost.
@@ -70,7 +72,9 @@ def improve(
             flat = averaged_without(rejected, ranks, flat, samples.summary, config, step=step)
         flat, worth = attach_advantages(ranks, flat, samples.summary, config)
     seen: list[dict[str, Metric]] = []
+    advantages: dict[int, float] = {}
     if ranks.last_stage and ranks.counted:
+        advantages = advantages_of(flat, kept_of(samples.summary, config.observe.samples))
         seen += [rejections, worth, layout_metrics(flat, samples.summary)]
         measured = [] if algo.bypass else flat
         seen += [
@@ -93,7 +97,7 @@ def improve(
     updates = algo.epochs * algo.minibatches
     for name in {"policy/loss", "critic/loss"} & merged.keys():
         merged[name] = Mean(merged[name].total, updates / ranks.data.size)
-    return merged
+    return merged, advantages
 
 
 def unshared_because(config: RunConfig, device: torch.device) -> str:

@@ -65,7 +65,7 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
                     config.model, config.parallel, config.critic, config.optimizer, ranks
                 )
             for step in (1, 2):
-                metrics = improve(
+                metrics, _ = improve(
                     policy, responses, config, step=step, timer=Timer(), critic=critic
                 )
             gathered: list = [None] * dist.get_world_size()

@@ -132,13 +132,15 @@ def train_twice(device, config: RunConfig, samples, out: Path) -> None:
         seen = []
         for step in (1, 2):
             share = delivered(ranks, samples, config, step=step)
-            metrics = improve(policy, share, config, step=step, timer=Timer())
+            learnt = improve(policy, share, config, step=step, timer=Timer())
             gathered: list = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, metrics)
-            seen.append(values(merge(gathered)))
+            dist.all_gather_object(gathered, learnt)
+            seen.append(values(merge(metrics for metrics, _ in gathered)))
+            told = [item for _, advantages in gathered for item in advantages.items()]
         weights = whole(policy)
         if ranks.leads:
-            torch.save({"gradients": gradients, "weights": weights, "metrics": seen}, out)
+            done = {"gradients": gradients, "weights": weights, "metrics": seen}
+            torch.save({**done, "advantages": sorted(told)}, out)
 
 
 def run(tmp_path, backend, config, name) -> dict:
@@ -173,6 +175,11 @@ def assert_same_training(actual: dict, expected: dict, *, rounding: float = 1e-5
         # Adam divides by the gradient's own size, which turns rounding of tiny gradients
         # into steps.
         assert relative(actual["weights"][name], value) < 10 * rounding, name
+    # Each response that is kept has one rank that tells of it.
+    indices, advantages = zip(*actual["advantages"], strict=True)
+    assert len(indices) == 8 and (indices, pytest.approx(advantages, abs=1e-5)) == tuple(
+        zip(*expected["advantages"], strict=True)
+    )
     for after, before in zip(actual["metrics"], expected["metrics"], strict=True):
         for name in before.keys() - {"train/passes", "train/padding_fraction"}:
             assert after[name] == pytest.approx(before[name], rel=2e-3, abs=1e-5), name

@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.lanes import overlap
+from qurl_megatron.observe.samples import read_samples
+from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import read_timeline
 from tests.runs import Run
 from tests.unit.test_convert_mistakes import tool
@@ -54,6 +58,7 @@ eval_prompts = 16
 """
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
+ROOT = Path(__file__).parents[2]
 TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 
 
@@ -82,6 +87,12 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     return found
 
 
+def unknown(run_dir: Path) -> set[str]:
+    """Metrics that a run has logged and the catalogue lacks."""
+    logged = {name for record in read_metrics(run_dir / "metrics.jsonl") for name in record.metrics}
+    return {name for name in logged if known(name) is None}
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(recipe) -> Path:
     run_dir = recipe.parent / "whole"
@@ -95,6 +106,7 @@ def uninterrupted(recipe) -> Path:
 def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted):
     seen = metrics(uninterrupted)
     assert list(seen) == [0, 1, 2, 3, 4]
+    assert unknown(uninterrupted) == set()
     for name in (
         "reward/mean",
         "policy/clip_fraction",
@@ -151,7 +163,11 @@ def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
 def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, uninterrupted, number):
     run_dir = recipe.parent / f"stopped-{number.name}"
     command = [*QURL, "train", str(recipe), "parallel.tensor=2", f"train.run_dir={run_dir}"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command += ["observe.wandb_project=rl"]
+    calls, fakes = recipe.parent / f"wandb-{number.name}", Path(__file__).parents[1] / "fakes"
+    path = os.pathsep.join([str(fakes), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "FAKE_WANDB": str(calls), "PYTHONPATH": path}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     log = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (log.exists() and '"step": 2' in log.read_text()):
@@ -166,10 +182,49 @@ def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, unin
     )
     assert 2 <= max(metrics(run_dir)) < 4
 
-    again = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert again.returncode == 0, again.stderr
     assert "resuming" in again.stdout
     assert metrics(run_dir) == metrics(uninterrupted)
+    samples = (run_dir / "samples.jsonl").read_bytes()
+    assert samples == (uninterrupted / "samples.jsonl").read_bytes()
+
+    called = [json.loads(line) for line in calls.read_text().splitlines()]
+    begun, resumed = (call for call in called if call["call"] == "init")
+    assert begun["id"] == resumed["id"] and begun["name"] == run_dir.name
+    assert begun["config"]["quant"]["scheme"] == "int8"
+    logs = [call for call in called if call["call"] == "log"]
+    assert [log["step"] for log in logs if "reward/mean" in log["data"]] == [1, 2, 3, 4]
+    tables = [(log["step"], name) for log in logs for name in log["data"] if "samples" in name]
+    held_out = [(step, "samples/held-out") for step in (0, 4)]
+    assert sorted(tables) == sorted([*held_out, (1, "samples/train"), (4, "samples/train")])
+    assert [call["exit_code"] for call in called if call["call"] == "finish"] == [0, 0]
+
+
+def test_what_the_model_said_is_kept_printed_and_reported(uninterrupted, recipe):
+    kept = read_samples(uninterrupted)
+    assert {(one.step, one.of) for one in kept} == {
+        *((step, "train") for step in (1, 2, 3, 4)),
+        *((step, "held-out") for step in (0, 4)),
+    }
+    assert max(Counter((one.step, one.of) for one in kept).values()) <= 9  # 8, and the one printed
+    assert all((one.advantage is None) == (one.of == "held-out") for one in kept)
+    page = (uninterrupted / "report.html").read_text()
+    assert "Step 4, held-out, lowest reward" in page and "Step 1, train, lowest reward" in page
+    done = qurl("samples", uninterrupted, "--step", 4, "--worst", 2)
+    assert done.returncode == 0 and done.stdout.count("step 4, ") == 2
+
+
+def test_a_missing_wandb_is_said_before_anything_is_loaded(recipe, uninterrupted, tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ImportError('no such package')\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    more = ("observe.wandb_project=rl", f"train.run_dir={tmp_path / 'run'}")
+    done = qurl("train", recipe, *more, env=env)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(
+        r"qurl: observe\.wandb_project needs .*`pip install wandb`.*\n", done.stderr
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_whatever_is_killed_nothing_is_left_and_it_goes_on_at_once(recipe, uninterrupted):
@@ -314,6 +369,7 @@ def test_variants_run(recipe, uninterrupted, overrides):
     done = qurl("train", recipe, *options)
     assert done.returncode == 0, done.stderr
     assert list(metrics(run_dir)) == [0, 1, 2]
+    assert unknown(run_dir) == set()
 
 
 def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):

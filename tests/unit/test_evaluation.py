@@ -459,17 +459,20 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
     own.write_text(
         "def score(prompt, response, **others):\n"
         "    if prompt == '7 7':\n        raise ValueError('too short')\n"
-        "    return len(response.split()) / 8\n"
+        "    return len(response.split()) / (4 if prompt == '7 7 7 7' else 8)\n"
     )
     with FakeEngine() as engine:
         options = [*urls(engine), "--k", "1", "--reward", f"{own}:score"]
         assert run(bench, model, tmp_path / "out", *options) == 0
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["settings"]["reward"] == f"{own}:score"
-    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == pytest.approx(5 * 0.5 / 6)
+    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == pytest.approx((4 * 0.5 + 1) / 6)
+    told = capsys.readouterr().out
+    shown = re.findall(r"^ladder .*: reward (\S+), 4 tokens.*\n  prompt    (.*)", told, re.M)
+    assert shown == [("0", "7 7"), ("1", "7 7 7 7")]  # the lowest and the highest
     assert (
         "1 response could not be scored and got reward.failed=0: 1 raised (ValueError: too short "
-        "(own.py, line 3))\n" in capsys.readouterr().out
+        "(own.py, line 3))\n" in told
     )
 
 
@@ -516,6 +519,7 @@ def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
     "options, message",
     [
         (["--k", "0"], "--k must be 1 or more, got 0"),
+        (["--show", "-1"], "--show must be 0 or more, got -1"),
         (["--temperature", "0"], "--temperature 0 would make all --k 32 responses the same"),
         (["--top-p", "1.5"], r"--top-p must lie in \(0, 1\], got 1.5"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more"),

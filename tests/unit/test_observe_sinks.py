@@ -1,12 +1,15 @@
 import json
 import math
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import JsonlSink, TensorBoardSink, WandbSink, read_metrics
 from tests.disks import fill, small_disk
+from tests.unit.test_observe_samples import example
 
 
 def _write(path, steps, **sink_args):
@@ -173,7 +176,66 @@ def test_a_resumed_file_knows_its_last_step(tmp_path):
     assert JsonlSink(tmp_path / "m.jsonl", resume_step=0).last_step is None
 
 
-def test_wandb_missing_is_a_sentence_with_the_mend(tmp_path, monkeypatch):
+def test_tensorboard_shows_examples_as_they_are(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    said = [example(response="# 15 <b>"), example(response="16\n\n\x1b[2J", reward=0.5)]
+    sink.show(4, [*said, example(of="held-out")])
+    sink.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert found.summary_metadata["samples/train"].plugin_data.plugin_name == "text"
+    assert found.Tags()["tensors"] == ["samples/train", "samples/held-out"]
+    (event,) = found.Tensors("samples/train")
+    (text,) = event.tensor_proto.string_val
+    lines = text.decode().split("\n")
+    # All of it is one block of code in Markdown, lowest rewards first.
+    assert event.step == 4 and all(line.startswith("    ") for line in lines)
+    assert [line.split()[-1] for line in lines if "response" in line] == ["16", "<b>"]
+    assert lines[4].endswith(" ␛[2J")
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """A stand-in for the package; returns what was called."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fakes")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("FAKE_WANDB", str(tmp_path / "calls"))
+    yield lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    sys.modules.pop("wandb", None)
+
+
+def test_wandb_has_one_run_for_a_folder_and_another_where_it_begins_anew(tmp_path, wandb):
+    for resume_step in (0, 3, 0):
+        WandbSink("rl", tmp_path, {"a": {"b": 1}}, resume_step=resume_step).close()
+    begun, resumed, anew = (call for call in wandb() if call["call"] == "init")
+    assert (begun["project"], begun["name"]) == ("rl", tmp_path.name)
+    assert (begun["config"], begun["dir"]) == ({"a": {"b": 1}}, str(tmp_path))
+    assert begun["resume"] == "allow" and begun["allow_val_change"]
+    assert resumed["id"] == begun["id"] != anew["id"]
+    assert (tmp_path / "wandb_id").read_text().strip() == anew["id"]
+
+
+def test_wandb_gets_metrics_and_tables_and_hears_of_a_failure(tmp_path, wandb):
+    with pytest.raises(RuntimeError), ExitStack() as stack:
+        sink = WandbSink("rl", tmp_path, {})
+        stack.push(sink)
+        sink.write(1, {"reward/mean": 0.5})
+        sink.show(1, [example(response="\x00", advantage=0.25)])
+        raise RuntimeError
+    _, log, table, end = wandb()
+    assert (log["step"], log["data"]) == (1, {"reward/mean": 0.5})
+    (row,) = table["data"]["samples/train"]
+    assert (row["response"], row["advantage"]) == ("␀", 0.25)
+    assert end == {"call": "finish", "exit_code": 1}
+
+
+def test_what_wandb_refuses_is_a_sentence_with_the_fix(tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("FAKE_WANDB_REFUSES", "1")
+    with pytest.raises(
+        ConfigError, match=r"\(No API key configured\); run `wandb login`, set WAND"
+    ):
+        WandbSink("rl", tmp_path, {})
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        WandbSink("project", "run", {}, tmp_path)
+    with pytest.raises(ConfigError, match="^observe.wandb_project .*`pip install wandb`, or leave"):
+        WandbSink("rl", tmp_path, {})

@@ -9,13 +9,15 @@ import pytest
 from qurl_megatron.config import load
 from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.sinks import JsonlSink
+from qurl_megatron.observe.samples import SAMPLES_FILE
+from qurl_megatron.observe.sinks import WANDB_ID, JsonlSink
 from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
 from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
 from qurl_megatron.weights.sums import damaged, read_record, write_record
 from tests.unit.test_damaged_files import RECIPE_TEXT
+from tests.unit.test_observe_samples import example, keep
 
 STATE = TrainState(
     step=3, cursor={"epoch": 1}, accuracy_before=0.1, accuracy=0.2, guard={"kl_above": 2}
@@ -40,6 +42,8 @@ def source(tmp_path, recipe):
     STATE.write(folder)
     write_record(folder, {})
     metrics, timeline = JsonlSink(run / "metrics.jsonl"), Timeline(run / "timeline.jsonl")
+    keep(run, example(step=3), example(step=4))
+    (run / WANDB_ID).write_text("theirs")
     for step in (1, 2, 3, 4):
         metrics.write(step, {"reward/mean": 0.5})
         timeline.event("guard", "warning: x", step)
@@ -78,7 +82,9 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
     events = read_timeline(new / "timeline.jsonl")
     assert [span.step for span in events] == [1, 2, 3, 3]
     assert (events[-1].lane, events[-1].name) == ("run", f"fork: {told}")
-    assert (new / "metrics.jsonl").read_text() == (source / "metrics.jsonl").read_text()
+    for name in ("metrics.jsonl", SAMPLES_FILE):
+        assert (new / name).read_bytes() == (source / name).read_bytes()
+    assert not (new / WANDB_ID).exists()  # a run of its own there, too
     assert contents(source) == before
 
 

@@ -1,0 +1,26 @@
+"""Which responses of a step are kept for people to read, and what they were worth.
+
+Every rank knows rewards and prompts of the whole step, so all choose the same ones; the advantages
+are known where the responses were scored.
+"""
+
+from collections.abc import Collection, Sequence
+
+from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.data.responses import Summary
+from qurl_megatron.observe.samples import telling
+
+
+def kept_of(summary: Summary, count: int) -> list[int]:
+    """Indices of the responses that are kept, the same on every rank."""
+    return telling(summary.rewards_R.tolist(), summary.prompts, count)
+
+
+def advantages_of(batches: Sequence[TokenBatch], kept: Collection[int]) -> dict[int, float]:
+    """The mean advantage over the tokens of those responses that lie here and have any tokens."""
+    return {
+        index: part.double().mean().item()
+        for batch in batches
+        for index, part in zip(batch.indices, batch.advantages.split(batch.lengths), strict=True)
+        if index in kept and len(part)
+    }

@@ -1,0 +1,51 @@
+"""Terminal, report and pictures read one catalogue of metrics."""
+
+import math
+import random
+
+from qurl_megatron.observe.catalogue import GROUPS, known, unit
+from qurl_megatron.observe.plots import SECTIONS
+from qurl_megatron.observe.progress import FIELDS
+from qurl_megatron.observe.report import write_report
+from qurl_megatron.observe.text import reading
+from qurl_megatron.rewards.item import CAUSES
+from qurl_megatron.training.guard import THRESHOLDS
+from qurl_megatron.training.refill import Draft
+from tests.unit.observe_fake_run import fake_metrics, write_fake_run
+
+
+def test_what_is_drawn_counted_and_watched_is_known():
+    names = {line.metric for found in SECTIONS.values() for one in found for line in one.lines}
+    names |= {f"reward/{cause}" for cause in CAUSES} | {f"guard/{one.what}" for one in THRESHOLDS}
+    names |= {name for one in THRESHOLDS for name in one.metrics} | FIELDS.keys()
+    names |= Draft((), wanted=1, max_refills=0).metrics().keys()
+    names |= fake_metrics(1, 2, random.Random(0)).keys()
+    assert [name for name in sorted(names) if known(name) is None] == []
+
+
+def test_a_family_is_known_and_what_is_near_it_is_not():
+    assert known("reward/mix/style") is known("reward/mix/style/deeper")
+    assert [known(name) for name in ("reward/mixed", "reward", "mine/own", "time/mix/x")] == [
+        None
+    ] * 4
+
+
+def test_values_read_alike_wherever_they_are_shares():
+    shares = ("critic/clip_fraction", "train/padding_fraction", "policy/clip_fraction")
+    assert {reading(name, 0.25) for name in shares} == {"25\u202f%"}
+    fractions = [f"{p}/{n}" for p, g in GROUPS.items() for n in g.metrics if n.endswith("fraction")]
+    assert {unit(name) for name in fractions} == {"share"}
+    assert {name for name, show in FIELDS.items() if "%" in show(0.5)} == {
+        name for name in FIELDS if unit(name) == "share"
+    }
+    assert reading("sync/version", 1234) == "1234" and reading("sync/bytes", 1234) == "1\u202f234"
+    assert reading("rollout/rho_geometric_max", 3e9) == "3·10⁹"
+    assert reading("sync/load_s", 75) == "1m15s"
+    assert reading("sync/version", math.nan) == reading("policy/ratio_mean", math.nan) == "nan"
+
+
+def test_the_report_says_what_a_metric_is_under_the_heading_of_its_group(tmp_path):
+    page = write_report(write_fake_run(tmp_path, 2)).read_text()
+    assert '<code title="positions that hold padding">train/padding_fraction</code>' in page
+    for heading in ("Critic", "Correction of the mismatch", "Passes"):
+        assert f'<th scope="rowgroup">{heading}</th>' in page
