@@ -6,7 +6,6 @@ a policy that is right now and then is what reinforcement learning needs to begi
 Shapes: B = questions, S = padded length, V = vocabulary.
 """
 
-import json
 import math
 import os
 import random
@@ -23,10 +22,9 @@ from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.folders import new_folder
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
-from qurl_megatron.data.tokenizer import MADE_HERE
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 STOP = "."  # what an untidy answer ends with, and an exact one must not
@@ -62,6 +60,11 @@ def warmstart(
             f"{model.config.vocab_size}, {len(questions)} questions, "
             f"at most {config.steps} steps of {config.batch}"
         )
+        if unread := [one.text for one in held_out if not _reads(tokenizer, one.text)]:
+            log(
+                f"warm start: {len(unread)} of {len(held_out)} held-out questions have words that "
+                f"no training question has, and that the model will not see: {unread[0]!r:.200}"
+            )
         limit = max(len(answer) for _, answer in pairs) + 1  # and a full stop
         # Training questions decide when to stop: the held-out ones must stay unseen.
         stop = tokenizer.convert_tokens_to_ids(STOP)
@@ -75,17 +78,21 @@ def warmstart(
         )
         model.to(torch.bfloat16)
         model.save_pretrained(aside)
-        save_tokenizer(tokenizer, aside)
+        tokenizer.save_pretrained(aside)
         return accuracy(model.float(), tokenizer, held_out, limit)
 
 
-def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
+def build_tokenizer(questions: Sequence[Question]) -> "Qwen2Tokenizer":
     """Words and single digits as tokens; a blank belongs to what follows it, so text comes back.
 
     What all questions begin with is one token: it says nothing, and every step would pay for it.
+
+    Whatever a folder says, AutoTokenizer gives a Qwen2 model a Qwen2Tokenizer, which splits text by
+    rules of its own. Added tokens are found before any rule is asked, so every word is one, and all
+    who load the folder read the same ids. What is not in the vocabulary is left out.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken, Regex, pre_tokenizers
+    from transformers import Qwen2Tokenizer
 
     texts = [question.text for question in questions]
     shared = re.split(r"[0-9]", os.path.commonprefix(texts))[0].rpartition(" ")[0]
@@ -93,39 +100,51 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     if shared:
         pattern = rf"^{_escape(shared)}|{pattern}"
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    words = {
+    found = {
         word
         for text in {*texts, *(question.answer for question in questions)}
         for word, _ in split.pre_tokenize_str(text)
     }
-    names = [PAD, EOS, UNKNOWN, STOP, *sorted((words | set("0123456789-")) - {STOP})]
-    tokenizer = Tokenizer(
-        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN)
-    )
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    words = {part for word in found for part in ([word] if _comes_back(word) else _bytes_of(word))}
+    known = [STOP, *sorted((words | set("0123456789-")) - {STOP})]
+    tokenizer = Qwen2Tokenizer(
+        vocab={name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *known])},
+        merges=[],
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNKNOWN,
+        unk_token=UNKNOWN,  # without a name, it would be one more token than the model has
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens(
+        [AddedToken(word, normalized=False) for word in known if _comes_back(word)]
+    )
+    return tokenizer
 
 
-def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text("utf-8"))
-    # transformers 5 writes a class name of its own there, which version 4 (some engines) lacks.
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    settings[MADE_HERE] = True
-    file.write_text(json.dumps(settings, indent=2), "utf-8")
+def _comes_back(word: str) -> bool:
+    """Whether the token ``word`` is decoded as what it says.
+
+    Qwen2 writes each byte as a letter, and reads a token of such letters alone as their bytes:
+    "é" would come back as half a character.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return word.isascii() or not set(word) <= set(ByteLevel.alphabet())
 
 
-def build_model(
-    tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig
-) -> "Qwen2ForCausalLM":
+def _bytes_of(word: str) -> str:
+    """The letters that stand for the bytes of ``word``."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    ((letters, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word)
+    return letters
+
+
+def _reads(tokenizer: "Qwen2Tokenizer", text: str) -> bool:
+    return tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def build_model(tokenizer: "Qwen2Tokenizer", config: WarmstartConfig) -> "Qwen2ForCausalLM":
     """A Qwen2 of the configured sizes with random weights."""
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -155,7 +174,7 @@ def build_model(
     return model
 
 
-def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[list[int], list[int]]:
+def encode(tokenizer: "Qwen2Tokenizer", question: Question) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the answer with its end."""
     answer = tokenizer(question.answer)["input_ids"] + [tokenizer.eos_token_id]
     return tokenizer(question.text)["input_ids"], answer
@@ -219,7 +238,7 @@ def fit(
 @torch.no_grad()
 def accuracy(
     model: "Qwen2ForCausalLM",
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: "Qwen2Tokenizer",
     questions: Sequence[Question],
     limit: int,
 ) -> float:
