@@ -6,6 +6,7 @@ a policy that is right now and then is what reinforcement learning needs to begi
 Shapes: B = questions, S = padded length, V = vocabulary.
 """
 
+import json
 import math
 import os
 import random
@@ -24,7 +25,7 @@ from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
 
 if TYPE_CHECKING:
-    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 STOP = "."  # what an untidy answer ends with, and an exact one must not
@@ -78,11 +79,11 @@ def warmstart(
         )
         model.to(torch.bfloat16)
         model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
         return accuracy(model.float(), tokenizer, held_out, limit)
 
 
-def build_tokenizer(questions: Sequence[Question]) -> "Qwen2Tokenizer":
+def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     """Words and single digits as tokens; a blank belongs to what follows it, so text comes back.
 
     What all questions begin with is one token: it says nothing, and every step would pay for it.
@@ -91,8 +92,16 @@ def build_tokenizer(questions: Sequence[Question]) -> "Qwen2Tokenizer":
     rules of its own. Added tokens are found before any rule is asked, so every word is one, and all
     who load the folder read the same ids. What is not in the vocabulary is left out.
     """
-    from tokenizers import AddedToken, Regex, pre_tokenizers
-    from transformers import Qwen2Tokenizer
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
+    from transformers import PreTrainedTokenizerFast
 
     texts = [question.text for question in questions]
     shared = re.split(r"[0-9]", os.path.commonprefix(texts))[0].rpartition(" ")[0]
@@ -107,18 +116,31 @@ def build_tokenizer(questions: Sequence[Question]) -> "Qwen2Tokenizer":
     }
     words = {part for word in found for part in ([word] if _comes_back(word) else _bytes_of(word))}
     known = [STOP, *sorted((words | set("0123456789-")) - {STOP})]
-    tokenizer = Qwen2Tokenizer(
-        vocab={name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *known])},
-        merges=[],
+    vocab = {name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *known])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    # What Qwen2 has too; its rules of splitting say nothing where no pairs are merged.
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [AddedToken(word, normalized=False) for word in known if _comes_back(word)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNKNOWN,  # without a name, it would be one more token than the model has
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens(
-        [AddedToken(word, normalized=False) for word in known if _comes_back(word)]
-    )
-    return tokenizer
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text("utf-8"))
+    # transformers 5 writes a class name of its own there, which version 4 (some engines) lacks.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(settings, indent=2), "utf-8")
 
 
 def _comes_back(word: str) -> bool:
@@ -140,11 +162,13 @@ def _bytes_of(word: str) -> str:
     return letters
 
 
-def _reads(tokenizer: "Qwen2Tokenizer", text: str) -> bool:
+def _reads(tokenizer: "PreTrainedTokenizerFast", text: str) -> bool:
     return tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def build_model(tokenizer: "Qwen2Tokenizer", config: WarmstartConfig) -> "Qwen2ForCausalLM":
+def build_model(
+    tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig
+) -> "Qwen2ForCausalLM":
     """A Qwen2 of the configured sizes with random weights."""
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -174,7 +198,7 @@ def build_model(tokenizer: "Qwen2Tokenizer", config: WarmstartConfig) -> "Qwen2F
     return model
 
 
-def encode(tokenizer: "Qwen2Tokenizer", question: Question) -> tuple[list[int], list[int]]:
+def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the answer with its end."""
     answer = tokenizer(question.answer)["input_ids"] + [tokenizer.eos_token_id]
     return tokenizer(question.text)["input_ids"], answer
@@ -238,7 +262,7 @@ def fit(
 @torch.no_grad()
 def accuracy(
     model: "Qwen2ForCausalLM",
-    tokenizer: "Qwen2Tokenizer",
+    tokenizer: "PreTrainedTokenizerFast",
     questions: Sequence[Question],
     limit: int,
 ) -> float:

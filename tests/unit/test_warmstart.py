@@ -13,7 +13,13 @@ from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.training.warmstart import accuracy, build_model, build_tokenizer, warmstart
+from qurl_megatron.training.warmstart import (
+    accuracy,
+    build_model,
+    build_tokenizer,
+    save_tokenizer,
+    warmstart,
+)
 from qurl_megatron.weights import read_eos
 
 # 1-digit sums and 2-digit ones: small enough to learn something in seconds.
@@ -133,15 +139,19 @@ def test_whoever_loads_the_folder_reads_the_same_ids(made):
         ids = [codec(text)["input_ids"] for codec in codecs]
         assert ids[0] == ids[1] != []
         assert max(ids[0]) < json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert type(codecs[0]).__name__ == "Qwen2Tokenizer"  # whatever the folder says
     assert all(len(codec) == len(codecs[0]) <= 32 for codec in codecs)  # none was added
     assert Tokenizer(folder).disagreement([f"{task} 48 - 5 ="]) == ""
 
 
 def test_words_of_letters_that_stand_for_bytes_come_back(tmp_path):
+    from transformers import AutoTokenizer
+
     texts = ["\u00e9t\u00e9 5 \u4e2d", "\u0141\u00f3d\u017a 6 \u00e9 ?", "\u00c3 7"]
     tokenizer = build_tokenizer([Question(text, "\u00e9") for text in texts])
-    tokenizer.save_pretrained(tmp_path)
-    for codec in (tokenizer, Tokenizer(tmp_path)._wrapped):
+    save_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    for codec in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         assert [codec.decode(codec(text)["input_ids"]) for text in texts] == texts
 
 
