@@ -130,6 +130,7 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNKNOWN,  # without a name, it would be one more token than the model has
+        model_input_names=["input_ids", "attention_mask"],  # version 4 adds what Qwen2 refuses
         clean_up_tokenization_spaces=False,
     )
 

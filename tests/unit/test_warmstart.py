@@ -140,6 +140,7 @@ def test_whoever_loads_the_folder_reads_the_same_ids(made):
         assert ids[0] == ids[1] != []
         assert max(ids[0]) < json.loads((folder / "config.json").read_text())["vocab_size"]
     assert type(codecs[0]).__name__ == "Qwen2Tokenizer"  # whatever the folder says
+    assert set(codecs[1]("4")) == {"input_ids", "attention_mask"}  # all that a Qwen2 takes
     assert all(len(codec) == len(codecs[0]) <= 32 for codec in codecs)  # none was added
     assert Tokenizer(folder).disagreement([f"{task} 48 - 5 ="]) == ""
 
