@@ -7,6 +7,8 @@ from typing import Any
 
 from qurl_megatron.convert.anykind import AnyCheckpoint
 from qurl_megatron.convert.job import read_manifest
+from qurl_megatron.data.tokenizer import FILES, Tokenizer
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.megatron_reader import CRITIC, MegatronReader, stacked_parts
 from qurl_megatron.weights.shapes import parameter_count
@@ -29,6 +31,7 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
             if path.is_file()
         },
         "manifest": read_manifest(checkpoint.folder) is not None,
+        "tokenizer": tokenizer(checkpoint.description),
     }
     if found.kind == "quantized":
         facts |= {"scheme": found.scheme, "format": found.fmt}
@@ -38,6 +41,16 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
         facts["critic"] = any(key.startswith(CRITIC) for key in reader.table.keys())  # noqa: SIM118
         facts["step"] = step(checkpoint.folder)
     return facts
+
+
+def tokenizer(folder: Path) -> str | None:
+    """What is wrong with a folder's tokenizer, empty if nothing is; None: it has none."""
+    if not any((folder / name).is_file() for name in FILES):
+        return None
+    try:
+        return Tokenizer(folder).disagreement().removeprefix(f"{folder}: ")
+    except ConfigError as error:
+        return str(error)
 
 
 def formats(found: AnyCheckpoint) -> dict[str, int]:
@@ -109,6 +122,8 @@ def text(facts: dict[str, Any], *, files: int = 12) -> str:
         )
     if facts.get("step") is not None:
         rows["step"] = str(facts["step"])
+    if facts["tokenizer"] is not None:
+        rows["tokenizer"] = facts["tokenizer"] or "AutoTokenizer reads it as it is read here"
     sizes = sorted(facts["files"].items(), key=lambda item: -item[1])
     rows["files"] = f"{len(sizes)}, {sum(facts['files'].values()):,} bytes"
     lines = [facts["folder"], *(f"  {name:<11} {value}" for name, value in rows.items())]

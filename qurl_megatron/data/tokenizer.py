@@ -11,9 +11,15 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.types import Sample
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-MADE_HERE = "qurl_warmstart"  # in tokenizer_config.json: of a tokenizer that no family knows
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
 SAID = "~what the policy said~"  # in a template's output: where its turn ends
+# Where rules of splitting part: blanks, digits, capitals, contractions, accents, other scripts.
+PROBES = (
+    "Hello, world! I'll see what you've DONE.",
+    "12345 + 678.9 = ?",
+    "  two  blanks\n\n\tdef f(x_1):\n    return x_1**2\n",
+    "Stra\u00dfe, caf\u00e9, cafe\u0301, \u4e2d\u6587 \u0440\u0443\u0441 \U0001f642",
+)
 
 
 class Tokenizer:
@@ -140,39 +146,47 @@ class Tokenizer:
         ids = tuple(self._wrapped(rest, add_special_tokens=False)["input_ids"])
         return ids[1:] if ids[:1] == (last,) else ids
 
-    def disagreement(self, prompts: Sequence[str | Sequence[Turn]], *, chat: bool = False) -> str:
-        """What to tell of prompts that ``AutoTokenizer`` splits otherwise; empty where all agree.
+    def disagreement(
+        self, prompts: Sequence[str | Sequence[Turn]] = (), *, chat: bool = False
+    ) -> str:
+        """What to say of texts that ``AutoTokenizer`` splits otherwise; empty where all agree.
 
-        Costs loading a second tokenizer. Of a tokenizer that was made here, nothing is told: its
-        tokenizer.json is right, whatever family the model is of.
+        Costs loading a second tokenizer.
+
+        Args:
+            prompts: asked about before texts that tell most tokenizers apart.
         """
         if not (self.path / "tokenizer.json").is_file():
             return ""  # AutoTokenizer is what is used
-        if MADE_HERE in self._wrapped.init_kwargs:
-            return ""
         from transformers import AutoTokenizer
 
         try:
             other = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
-        except Exception:  # of any kind: other tools cannot load it either, and will say so
-            return ""
+        except Exception as error:  # of any kind: it may run into whatever the folder holds
+            return (
+                f"{self.path}: AutoTokenizer, which other tools use, cannot load the tokenizer "
+                f"({str(error).partition(chr(10))[0]:.200}); here, tokenizer.json is used"
+            )
+        texts = [self._rendered(prompt, chat) for prompt in prompts]
+        texts += [(probe, True) for probe in PROBES]
         found = []
-        for prompt in prompts:
-            text, special = self._rendered(prompt, chat)
-            ids = [
+        for text, special in texts:
+            here, there = (
                 one(text, add_special_tokens=special)["input_ids"] for one in (self._wrapped, other)
-            ]
-            if ids[0] != ids[1]:
-                found.append(ids)
+            )
+            if here != there:
+                found.append((text, here, there))
         if not found:
             return ""
-        pairs = zip_longest(*found[0])
-        at, (here, there) = next((at, pair) for at, pair in enumerate(pairs) if len({*pair}) > 1)
+        text, here, there = found[0]
+        at = next(at for at, pair in enumerate(zip_longest(here, there)) if len({*pair}) > 1)
+        around = slice(max(0, at - 2), at + 4)
         return (
             f"{self.path}: tokenizer.json, which is used here, and AutoTokenizer, which other "
-            f"tools use, give {len(found)} of the first {len(prompts)} prompts different ids (the "
-            f"first at position {at}: {here} and {there}); if the answers make no sense, copy "
-            "tokenizer.json and tokenizer_config.json anew from the original checkpoint"
+            f"tools use, give {len(found)} of {len(texts)} texts different ids: of {text!r:.80}, "
+            f"{here[around]} and {there[around]} from position {around.start} on; copy "
+            "tokenizer.json and tokenizer_config.json from the original checkpoint, or load what "
+            "is trained here with PreTrainedTokenizerFast"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -197,10 +211,21 @@ def _word(text: str, at: int) -> str:
 
 
 def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
-    """Ids of a question's prompt; what is wrong with its turns is said with its line."""
+    """Ids of a question's prompt; what is wrong with its turns is said with its line.
+
+    Raises:
+        ConfigError: nothing of the prompt is in the vocabulary, or its turns are refused.
+    """
     try:
-        return tokenizer.encode(question.prompt, chat=chat)
+        ids = tokenizer.encode(question.prompt, chat=chat)
     except ConfigError as error:
         if question.turns:
             raise ConfigError(f"{question.place}: {error}") from None
         raise
+    if not ids:
+        raise ConfigError(
+            f"{question.place or 'a question'}: the tokenizer in {tokenizer.path} has no token for "
+            f"any part of the prompt {question.text!r:.80}; take the questions that the model was "
+            "made for, or another model"
+        )
+    return ids

@@ -23,7 +23,6 @@ from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.folders import new_folder
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
-from qurl_megatron.data.tokenizer import MADE_HERE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -62,6 +61,11 @@ def warmstart(
             f"{model.config.vocab_size}, {len(questions)} questions, "
             f"at most {config.steps} steps of {config.batch}"
         )
+        if unread := [one.text for one in held_out if not _reads(tokenizer, one.text)]:
+            log(
+                f"warm start: {len(unread)} of {len(held_out)} held-out questions have words that "
+                f"no training question has, and that the model will not see: {unread[0]!r:.200}"
+            )
         limit = max(len(answer) for _, answer in pairs) + 1  # and a full stop
         # Training questions decide when to stop: the held-out ones must stay unseen.
         stop = tokenizer.convert_tokens_to_ids(STOP)
@@ -83,8 +87,20 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     """Words and single digits as tokens; a blank belongs to what follows it, so text comes back.
 
     What all questions begin with is one token: it says nothing, and every step would pay for it.
+
+    Whatever a folder says, AutoTokenizer gives a Qwen2 model a Qwen2Tokenizer, which splits text by
+    rules of its own. Added tokens are found before any rule is asked, so every word is one, and all
+    who load the folder read the same ids. What is not in the vocabulary is left out.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
     from transformers import PreTrainedTokenizerFast
 
     texts = [question.text for question in questions]
@@ -93,22 +109,28 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     if shared:
         pattern = rf"^{_escape(shared)}|{pattern}"
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    words = {
+    found = {
         word
         for text in {*texts, *(question.answer for question in questions)}
         for word, _ in split.pre_tokenize_str(text)
     }
-    names = [PAD, EOS, UNKNOWN, STOP, *sorted((words | set("0123456789-")) - {STOP})]
-    tokenizer = Tokenizer(
-        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN)
+    words = {part for word in found for part in ([word] if _comes_back(word) else _bytes_of(word))}
+    known = [STOP, *sorted((words | set("0123456789-")) - {STOP})]
+    vocab = {name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *known])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    # What Qwen2 has too; its rules of splitting say nothing where no pairs are merged.
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [AddedToken(word, normalized=False) for word in known if _comes_back(word)]
     )
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNKNOWN,
+        unk_token=UNKNOWN,  # without a name, it would be one more token than the model has
+        model_input_names=["input_ids", "attention_mask"],  # version 4 adds what Qwen2 refuses
         clean_up_tokenization_spaces=False,
     )
 
@@ -119,8 +141,30 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
     settings = json.loads(file.read_text("utf-8"))
     # transformers 5 writes a class name of its own there, which version 4 (some engines) lacks.
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    settings[MADE_HERE] = True
     file.write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def _comes_back(word: str) -> bool:
+    """Whether the token ``word`` is decoded as what it says.
+
+    Qwen2 writes each byte as a letter, and reads a token of such letters alone as their bytes:
+    "é" would come back as half a character.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return word.isascii() or not set(word) <= set(ByteLevel.alphabet())
+
+
+def _bytes_of(word: str) -> str:
+    """The letters that stand for the bytes of ``word``."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    ((letters, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word)
+    return letters
+
+
+def _reads(tokenizer: "PreTrainedTokenizerFast", text: str) -> bool:
+    return tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def build_model(

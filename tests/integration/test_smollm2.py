@@ -7,8 +7,10 @@ from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import HfReader, is_quantized
+from qurl_megatron.weights.arch import read_eos
 from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
+from tests.plain_transformers import Answer, answers
 from tests.unit.engine_models import engine_for, finish, sequence
 from tests.unit.test_convert_mistakes import tool
 
@@ -23,6 +25,18 @@ def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2") / "model"
     convert(folder)
     return folder
+
+
+def test_plain_transformers_answer_as_the_engine_does(smollm2):
+    prompts = [TEXT, "Q: What is 17 + 25?\nA:", "  Stra\u00dfe \u4e2d\u6587 \U0001f642 I'LL"]
+    tokenizer, stop = Tokenizer(smollm2), frozenset(read_eos(smollm2))
+    asked = [
+        sequence(tokenizer.encode(prompt), 8, temperature=0.0, stop_ids=stop) for prompt in prompts
+    ]
+    finish(engine_for(smollm2, cache_gb=0.5), *asked)
+    here = [Answer(one.prompt, one.output_ids, tokenizer.decode(one.output_ids)) for one in asked]
+    assert answers(smollm2, prompts, 8) == here
+    assert tokenizer.disagreement(prompts) == ""
 
 
 # Its 9 heads are 3 groups, so tensor parallelism can be 1 or 3, and never 2.

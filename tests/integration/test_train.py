@@ -12,14 +12,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.lanes import overlap
 from qurl_megatron.observe.samples import read_samples
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.weights.arch import read_eos
+from tests.plain_transformers import Answer, answers
 from tests.runs import Run
+from tests.unit.engine_models import engine_for, finish, sequence
 from tests.unit.test_convert_mistakes import tool
 
 RECIPE = """
@@ -153,8 +156,52 @@ def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
     assert tool("megatron_to_hf", *unfold) == 0
     assert tool("diff", uninterrupted, exported, "--tol", 1e-6) == 0
     assert tool("diff", root / "model", exported, "--tol", 1e-6) == 1  # it has been trained
-    assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 1000
-    assert AutoTokenizer.from_pretrained(exported).encode("1 + 2")
+
+
+TASK = "State the final answer to the following arithmetic problem:"
+PROMPTS = [
+    *(f"{TASK} {a} {sign} {b} =" for a in (3, 17, 98) for sign in "+-" for b in (0, 6, 45)),
+    f"{TASK} 4 + 4 + 4 =",
+    "1 + 2",
+    "-12",
+    "007 =",
+    f"  {TASK}  12\n-  3 =",
+    "Hello, 5 caf\u00e9s and 6 \u4e2d\u6587 =",
+]
+# What a run's model is written as: the tool, what its engines would quantize it to, and which share
+# of the answers must be the same.
+FOLDERS = {
+    "warm start": (None, "none", 1.0),
+    "folded FP32": (("megatron_to_hf",), "none", 1.0),
+    "unfolded BF16": (("megatron_to_hf", "--unfold-uaq"), "none", 1.0),
+    "FP8": (("quantize", "--scheme", "fp8", "--dtype", "float32"), "fp8", 1.0),
+    # transformers rounds INT8 activations by another scale than engines do.
+    "INT8": (("quantize", "--scheme", "int8", "--dtype", "float32"), "int8", 0.75),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_plain_transformers_answer_as_the_engine_does(kind, recipe, uninterrupted, tmp_path):
+    made, scheme, share = FOLDERS[kind]
+    folder = source = recipe.parent / "model"
+    if made is not None:
+        folder = source = tmp_path / "out"
+        given = "--model" if made[0] == "quantize" else "--ckpt"
+        assert tool(*made, given, uninterrupted, "--out", folder) == 0
+    if scheme != "none":
+        source = tmp_path / "masters"  # which the engine quantizes itself
+        assert tool("megatron_to_hf", "--ckpt", uninterrupted, "--out", source) == 0
+    tokenizer, stop = Tokenizer(folder), frozenset(read_eos(folder))
+    asked = [
+        sequence(tokenizer.encode(prompt), 12, temperature=0.0, stop_ids=stop) for prompt in PROMPTS
+    ]
+    finish(engine_for(source, scheme=scheme), *asked)
+    here = [Answer(one.prompt, one.output_ids, tokenizer.decode(one.output_ids)) for one in asked]
+    assert len({one.text for one in here}) > 4
+    plain = answers(folder, PROMPTS, 12)
+    assert [one.prompt for one in plain] == [one.prompt for one in here]
+    same = sum(one == other for one, other in zip(plain, here, strict=True))
+    assert same >= share * len(PROMPTS)
 
 
 @pytest.mark.parametrize(

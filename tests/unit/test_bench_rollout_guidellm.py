@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from qurl_megatron import cli
 from qurl_megatron.bench import rollout
@@ -230,6 +231,15 @@ def test_prompts_of_words_are_the_same_as_text_and_as_tokens(tmp_path, make):
     for seed in range(20):
         ids = random.Random(seed).choices(words.ids, k=30)
         assert tokenizer.encode(words.text(ids)).ids == ids
+
+
+def test_engines_that_load_the_familys_tokenizer_read_the_same_words(tmp_path):
+    random_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("tiny")))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(tokenizer).__name__ == "Qwen2Tokenizer" and len(tokenizer) == 300
+    ids = random.Random(0).choices(Words(tmp_path, 300).ids, k=30)
+    assert tokenizer(Words(tmp_path, 300).text(ids))["input_ids"] == ids
 
 
 def test_text_that_is_read_as_other_tokens_is_refused(tmp_path):

@@ -2,18 +2,21 @@
 
 import json
 import re
-import shutil
 
 import pytest
 from tokenizers import Tokenizer as Splitter
+from tokenizers import Tokenizer as WordTokenizer
+from tokenizers import models, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.data.rows import Question
-from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.training.warmstart import build_tokenizer
+from tests.unit.test_convert_mistakes import tool
 
 EOS = 1
 TEMPLATE = """{% for m in messages %}{% if m.role == "user" and not loop.last %}
@@ -61,19 +64,52 @@ def test_turns_go_through_the_template_whether_or_not_texts_do(folder):
         tokenizer.encode([*turns, turns[1]])
 
 
-def test_a_prompt_that_autotokenizer_splits_otherwise_is_told(folder, tmp_path):
-    prompts = ["4 + 17", "What is 4 ?"]
-    assert Tokenizer(folder).disagreement(prompts) == ""
-    other = shutil.copytree(folder, tmp_path / "other")
-    settings = json.loads((other / "tokenizer_config.json").read_text())
-    # A class with splitting rules of its own, as many families have one.
-    settings["tokenizer_class"] = "GPT2Tokenizer"
-    (other / "tokenizer_config.json").write_text(json.dumps(settings))
-    told = Tokenizer(other).disagreement(prompts)
-    assert told.startswith(f"{other}: tokenizer.json, which is used here, and AutoTokenizer")
-    assert re.search(
-        r"give 2 of the first 2 prompts different ids \(the first at position \d", told
+@pytest.fixture
+def foreign(tmp_path):
+    """A Qwen2 whose tokenizer.json knows words, where Qwen2's own tokenizer would have pairs."""
+    words = WordTokenizer(models.WordLevel({"<unk>": 0, "What": 1, "is": 2, "4": 3}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    return tmp_path
+
+
+def test_what_autotokenizer_splits_otherwise_is_reported_with_an_example(folder, foreign):
+    assert Tokenizer(folder).disagreement(["4 + 17", "What is 4 ?"]) == ""
+    said = Tokenizer(foreign).disagreement(["4", "What is 4 4"])
+    assert said.startswith(
+        f"{foreign}: tokenizer.json, which is used here, and AutoTokenizer, which other tools use, "
+        "give 5 of 6 texts different ids: of 'What is 4 4', [1, 2, 3, 3] and [3, 3] from position"
     )
+    assert "copy tokenizer.json and tokenizer_config.json from the original" in said
+
+
+def test_inspect_reports_it_too(foreign, capsys):
+    tiny_checkpoint(foreign, "qwen2")
+    assert tool("inspect", foreign) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "  tokenizer " in line)
+    assert 'other tools use, give 4 of 4 texts different ids: of "Hello, world!' in line
+    build_tokenizer([Question("What is 4 + 17 ?", "21")]).save_pretrained(foreign)
+    assert tool("inspect", foreign) == 0
+    assert "AutoTokenizer reads it as it is read here" in capsys.readouterr().out
+
+
+def test_that_autotokenizer_cannot_load_the_folder_is_reported(foreign):
+    settings = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "code.Ours"]}}
+    (foreign / "tokenizer_config.json").write_text(json.dumps(settings))
+    (foreign / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    said = Tokenizer(foreign).disagreement()
+    assert re.search(r"AutoTokenizer, which other tools use, cannot load the tokenizer \(\w+", said)
+
+
+def test_a_question_without_any_known_word_is_refused_with_its_line(folder):
+    question = Question("Hello there", "1", place="data.path=q.jsonl, line 3")
+    with pytest.raises(
+        ConfigError, match=r"^data.path=q.jsonl, line 3: the tokenizer in .* no tok"
+    ):
+        ids_of(question, Tokenizer(folder), chat=False)
 
 
 def test_text_that_a_tokenizer_has_no_token_for_is_found(folder, tmp_path):

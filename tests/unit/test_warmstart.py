@@ -1,7 +1,7 @@
 """A small model made on the spot is a checkpoint like any other."""
 
 import json
-import shutil
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,9 +11,15 @@ from safetensors.torch import load_file
 from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
-from qurl_megatron.data.tokenizer import MADE_HERE, Tokenizer
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.training.warmstart import accuracy, build_model, build_tokenizer, warmstart
+from qurl_megatron.training.warmstart import (
+    accuracy,
+    build_model,
+    build_tokenizer,
+    save_tokenizer,
+    warmstart,
+)
 from qurl_megatron.weights import read_eos
 
 # 1-digit sums and 2-digit ones: small enough to learn something in seconds.
@@ -53,20 +59,20 @@ def test_the_checkpoint_is_whole_and_in_bf16(made):
 
 
 def test_the_accuracy_is_that_of_the_saved_model_on_held_out_questions(made):
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, reported, _ = made
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert accuracy(model, tokenizer, held_out_questions(DATA, 256), limit=5) == reported
 
 
 def test_accuracy_agrees_with_generate(made):
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, _, _ = made
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     own = []
     for question in held_out_questions(DATA, 24):
         prompt = tokenizer(question.text, return_tensors="pt")["input_ids"]
@@ -123,15 +129,40 @@ def test_text_survives_the_tokenizer(text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_that_transformers_misreads_its_tokenizer_is_told_of_others_folders_alone(made, tmp_path):
-    prompts = ["State the final answer to the following arithmetic problem: 48 - 5 ="]
-    assert Tokenizer(made[0]).disagreement(prompts) == ""
-    other = shutil.copytree(made[0], tmp_path / "other")
-    settings = json.loads((other / "tokenizer_config.json").read_text())
-    del settings[MADE_HERE]
-    (other / "tokenizer_config.json").write_text(json.dumps(settings))
-    told = Tokenizer(other).disagreement(prompts)
-    assert told.startswith(f"{other}: tokenizer.json, which is used here, and AutoTokenizer")
+def test_whoever_loads_the_folder_reads_the_same_ids(made):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder, _, _ = made
+    codecs = [load.from_pretrained(folder) for load in (AutoTokenizer, PreTrainedTokenizerFast)]
+    task = "State the final answer to the following arithmetic problem:"
+    for text in (f"{task} 48 - 5 =", "-12", "  4\n+ 7.", "4 \u4e2d 5", f"{task} {task}"):
+        ids = [codec(text)["input_ids"] for codec in codecs]
+        assert ids[0] == ids[1] != []
+        assert max(ids[0]) < json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert type(codecs[0]).__name__ == "Qwen2Tokenizer"  # whatever the folder says
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    # Version 4 of transformers would return another by default, which a Qwen2 refuses.
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]
+    assert all(len(codec) == len(codecs[0]) <= 32 for codec in codecs)  # none was added
+    assert Tokenizer(folder).disagreement([f"{task} 48 - 5 ="]) == ""
+
+
+def test_words_of_letters_that_stand_for_bytes_come_back(tmp_path):
+    from transformers import AutoTokenizer
+
+    texts = ["\u00e9t\u00e9 5 \u4e2d", "\u0141\u00f3d\u017a 6 \u00e9 ?", "\u00c3 7"]
+    tokenizer = build_tokenizer([Question(text, "\u00e9") for text in texts])
+    save_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    for codec in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert [codec.decode(codec(text)["input_ids"]) for text in texts] == texts
+
+
+def test_that_held_out_questions_have_unknown_words_is_said(tmp_path):
+    lines: list[str] = []
+    data = DataConfig(task="spell_backward", task_size=300)
+    warmstart(tmp_path / "model", data, replace(TINY, steps=1), lines.append)
+    assert re.search(r"^warm start: \d+ of 256 held-out questions have words that no", lines[1])
 
 
 def test_what_all_questions_begin_with_is_one_token():

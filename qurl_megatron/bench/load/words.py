@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded.text import FILE, TextCodec
@@ -72,10 +72,16 @@ class Words:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    """One for random weights: token 7 is the word "w7"."""
-    words = models.WordLevel({f"w{token}": token for token in range(vocab)}, unk_token="w0")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    """One for random weights: token 7 is the word "w7".
+
+    Added tokens, which engines that know the family's tokenizer better than this file read alike;
+    the blanks between them are no tokens.
+    """
+    words = [f"w{token}" for token in range(vocab)]
+    tokenizer = Tokenizer(models.BPE({word: token for token, word in enumerate(words)}, []))
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.save(str(folder / FILE))
-    # SGLang reads this one first.
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    # SGLang reads this one first. Special tokens of the family's would be more than the model has.
+    none = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **none}
+    write_json(folder / "tokenizer_config.json", settings)
