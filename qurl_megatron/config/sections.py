@@ -813,6 +813,11 @@ class RewardConfig(RewardSource):
         } or {"reward": self}
 
     @property
+    def needs_answers(self) -> bool:
+        """False where all that scores is the user's own, which may do without."""
+        return any(not (part.function or part.url) for part in self.parts.values())
+
+    @property
     def scorers(self) -> dict[str, tuple[Any, ...]]:
         """What scores, by key, apart from weights and from where a server is."""
         return {
