@@ -63,8 +63,11 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
         from qurl_megatron.training.dry_run import dry_run, render
+        from qurl_megatron.training.inputs import describe_data
 
+        found = describe_data(config)
         print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), end="")
+    print("\n".join(["", "data", *(f"  {line}" for line in found)]))
     return 0
 
 

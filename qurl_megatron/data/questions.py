@@ -42,9 +42,7 @@ def training_questions(config: DataConfig) -> list[Question]:
     return _task_questions(config, config.task_size, held_out=False)
 
 
-def held_out_questions(
-    config: DataConfig, count: int, *, answers: bool = True
-) -> list[Question]:
+def held_out_questions(config: DataConfig, count: int, *, answers: bool = True) -> list[Question]:
     """The first ``count`` held-out questions; all there are where a file has fewer.
 
     Args:

@@ -16,6 +16,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
+from qurl_megatron.training.inputs import check_files
 from qurl_megatron.training.lengths import refuse_endless_responses
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 from qurl_megatron.weights.arch import read_arch, read_config
@@ -38,14 +39,17 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if config.rollout.urls or config.rollout.rendezvous:
         given_key(os.environ)  # before minutes are spent on models
     placed = place_under_launcher(config.parallel.world_size)
+    source = None
     if fork is not None:
-        config = _forked(config, fork, lead=not placed or os.environ["RANK"] == "0")
+        source = Path(config.train.run_dir)
+        config = replace(config, train=replace(config.train, run_dir=str(fork)))
     path = Path(config.model.path)
-    if not placed:  # else the ranks are not alone: rank 0 looks at the run directory for all
+    if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
+        _begin(source, config)
         refuse_other_run(Path(config.train.run_dir), config)
         if _already_done(config):
             return 0
-    if not placed or os.environ["RANK"] == "0":
+        check_files(config)
         check_rewards(config.reward)
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)
@@ -57,7 +61,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if placed:
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
-            return run_rank(config)
+            return run_rank(config, partial(_prepare, source, config))
     # Threads that spin at barriers starve the ranks they wait for where there are more
     # ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -67,15 +71,18 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
 
 
-def _forked(config: RunConfig, run_dir: Path, *, lead: bool) -> RunConfig:
-    """The recipe of the fork, whose folder one rank makes."""
-    from qurl_megatron.training.fork import fork
+def _begin(source: Path | None, config: RunConfig) -> None:
+    """Make the run a fork of ``source``, where there is one."""
+    if source is not None:
+        from qurl_megatron.training.fork import fork
 
-    source = Path(config.train.run_dir)
-    config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
-    if lead:
         fork(source, config)
-    return config
+
+
+def _prepare(source: Path | None, config: RunConfig) -> None:
+    """What rank 0 does for all ranks; the data it reads anyway, before the model."""
+    _begin(source, config)
+    check_rewards(config.reward)
 
 
 def _missing(config: RunConfig) -> str:
@@ -117,7 +124,7 @@ def _already_done(config: RunConfig) -> bool:
         state = TrainState.read(checkpoint)
     except ConfigError:
         return False  # the ranks look for an older one, and say so
-    if state.step < config.train.steps:
+    if not state.finished(config.train.steps):
         return False
     tell_done(run_dir, state, config.data)
     return True
