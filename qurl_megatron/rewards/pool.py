@@ -83,12 +83,20 @@ class Grades:
 class RewardPool:
     """Use as a context manager; leaving it ends the workers."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
+    def __init__(self, config: RewardConfig, key: str = "reward") -> None:
+        """
+        Args:
+            key: of its section, or the option that names a single one; for messages.
+        """
+        self.config, self.key = config, key
         self.tally = Tally()  # of all calls
-        own = {key: part for key, part in config.parts.items() if not _in_process(part)}
+        own = {key: part for key, part in self._parts.items() if not _in_process(part)}
         self.pools = {key: WorkerPool(part, key) for key, part in own.items()}
         self._stack = ExitStack()
+
+    @property
+    def _parts(self) -> dict[str, RewardConfig]:
+        return _parts(self.config, self.key)
 
     def __enter__(self) -> "RewardPool":
         with ExitStack() as stack:
@@ -133,7 +141,7 @@ class RewardPool:
 
     def _results(self, items: Sequence[Item], stop: Callable[[], bool]) -> list[list[Score]]:
         """The scores of each part, all parts at once."""
-        parts = self.config.parts.items()
+        parts = self._parts.items()
         if len(parts) == 1:
             return [self._scored(key, part, items, stop) for key, part in parts]
         with ThreadPoolExecutor(len(parts), thread_name_prefix="reward") as threads:
@@ -178,20 +186,27 @@ def _kind(tally: Tally) -> type[Exception]:
     return RewardDown if _server_alone(tally) else ConfigError
 
 
-def check_rewards(config: RewardConfig) -> None:
+def check_rewards(config: RewardConfig, key: str = "reward") -> None:
     """Start and end a worker of each reward that is the user's own, which imports it.
+
+    Args:
+        key: as for ``RewardPool``.
 
     Raises:
         ConfigError: a function cannot be used, or the environment has no key for a server.
     """
-    for key, part in config.parts.items():
+    for name, part in _parts(config, key).items():
         if not (part.function or part.url):
             continue
-        with WorkerPool(replace(part, workers=1), key) as pool:
+        with WorkerPool(replace(part, workers=1), name) as pool:
             try:
                 pool.await_start()
             except RuntimeError as error:
-                raise ConfigError(f"{key} ({part.described}): {error}") from None
+                raise ConfigError(f"{name} ({part.described}): {error}") from None
+
+
+def _parts(config: RewardConfig, key: str) -> dict[str, RewardConfig]:
+    return config.parts if config.mix else {key: config}
 
 
 def _in_process(part: RewardConfig) -> bool:

@@ -52,7 +52,7 @@ class WorkerPool:
         """
         Args:
             config: without a mix.
-            key: of this reward in the recipe, for messages.
+            key: of this reward in the recipe, or the option that names it; for messages.
         """
         self.config, self.key = config, key
         self._failed_starts = 0  # in a row

@@ -19,8 +19,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer
 from qurl_megatron.observe.progress import Progress
-from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink
-from qurl_megatron.observe.text import how_many
+from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink, read_metrics
+from qurl_megatron.observe.text import how_many, percent
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
@@ -410,13 +410,19 @@ class Lead:
         Raises:
             ConfigError: the disk refused the report, or metrics before it.
         """
-        from qurl_megatron.observe.report import write_report  # matplotlib takes a second to import
+        # matplotlib takes a second to import
+        from qurl_megatron.observe.report import History, unscored, write_report
 
         self.progress.close()
         print(state.summary())
         if self.stop and not state.finished(self.config.train.steps):
             print(_stopped(self.stop, state.step, self.config.train.steps))
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
+            if share := unscored(History(read_metrics(self.run_dir / "metrics.jsonl"))):
+                print(
+                    f"{percent(share)} of the responses could not be scored and got "
+                    f"reward.failed={self.config.reward.failed:g}"
+                )
             with refusing(self.run_dir / "report.html", key="train.run_dir"):
                 path = write_report(self.run_dir)
             print(f"report: {path}", flush=True)
