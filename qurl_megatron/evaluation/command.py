@@ -261,7 +261,8 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Plan]:
     plan = make_plan(arguments, defaults)
     if arguments.model is not None and arguments.step is not None:
         raise ConfigError(
-            "--step is a checkpoint of --run, in whose place --model stands; leave one out"
+            "--step names a checkpoint of --run, and --model another model in its place; leave one "
+            "of them out"
         )
     if not arguments.before:
         return [plan]
