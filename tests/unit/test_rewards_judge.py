@@ -118,7 +118,7 @@ def test_all_requests_have_one_deadline_and_what_has_a_score_keeps_it():
 
 
 @pytest.mark.parametrize("on_failure", ["score", "stop"])
-def test_a_server_that_is_down_ends_a_run_that_may_be_started_again(on_failure):
+def test_where_only_servers_failed_the_run_may_be_started_again(on_failure):
     with reward_server(answered(404)) as server:
         config = RewardConfig(url=server.url, on_failure=on_failure)
         with RewardPool(config) as pool, pytest.raises(RewardDown, match="start its server"):
