@@ -63,8 +63,11 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
         from qurl_megatron.training.dry_run import dry_run, render
+        from qurl_megatron.training.inputs import describe_data
 
+        found = describe_data(config)
         print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), end="")
+    print("\n".join(["", "data", *(f"  {line}" for line in found)]))
     return 0
 
 
@@ -113,22 +116,41 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Measure accuracy on benchmark files: Avg@1 (greedy) and Avg@k, with confidence intervals."""
     from qurl_megatron.evaluation.command import evaluate as run
 
-    return run(arguments, _settings_of(arguments.run_dir) if arguments.run_dir else None)
+    if arguments.run_dir:
+        return run(arguments, _settings_of(arguments.run_dir, arguments.step))
+    if arguments.before or arguments.step is not None:
+        option = "--before" if arguments.before else "--step"
+        raise ConfigError(f"{option} is for the checkpoints of a run; name it with --run RUN_DIR")
+    return run(arguments)
 
 
-def _settings_of(run_dir: Path):
-    """What an evaluation of a run takes from its recipe and its newest checkpoint."""
+def _settings_of(run_dir: Path, step: int | None):
+    """What an evaluation of a run takes from its recipe, and its checkpoint.
+
+    Args:
+        step: that of the checkpoint; None: the newest.
+    """
     from qurl_megatron.config import load
     from qurl_megatron.evaluation.options import Defaults
-    from qurl_megatron.training.state import RECIPE, latest
+    from qurl_megatron.training.state import RECIPE, checkpoints
 
-    newest = latest(run_dir)
-    if newest is None or not (run_dir / RECIPE).is_file():
+    found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
+    if not found or not (run_dir / RECIPE).is_file():
         raise ConfigError(f"--run {run_dir} holds no checkpoint of a run")
+    if step is not None and step not in found:
+        raise ConfigError(
+            f"--step {step}: {run_dir} has no checkpoint of that step; it has those of steps "
+            f"{', '.join(map(str, found))}"
+        )
+    chosen = found[max(found) if step is None else step]
     config = load(run_dir / RECIPE)
     return Defaults(
-        model=newest,
-        out=run_dir / "eval" / newest.name,
+        run=run_dir,
+        model=chosen,
+        start=Path(config.model.path),
+        out=run_dir / "eval" / chosen.name,
+        prompt_key=config.data.prompt_key,
+        answer_key=config.data.answer_key,
         scheme=config.quant.scheme,
         dtype=config.model.dtype,
         chat=config.data.chat,

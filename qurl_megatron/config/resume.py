@@ -1,10 +1,21 @@
 """What may change where a run goes on from its checkpoint; the sections' metadata say it by key."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+import filecmp
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from qurl_megatron.config.load import RunConfig
-from qurl_megatron.config.sections import MixedReward, OnResume, rules_of
+from qurl_megatron.config.sections import (
+    MixedReward,
+    OnResume,
+    RewardConfig,
+    RewardSource,
+    rules_of,
+)
+
+Source = TypeVar("Source", bound=RewardSource)
 
 RULES: tuple[OnResume, ...] = ("free", "change", "fork", "never")
 
@@ -24,6 +35,7 @@ class Change:
 
 def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
+    before = replace(before, reward=_moved(before.reward, now.reward))
     # An aligned policy computes as engines of one rollout.engine_tensor do.
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
     weighed = before.reward.scorers == now.reward.scorers  # the same rewards
@@ -37,6 +49,26 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
                 rule = "fork" if key in computed else moved.get(key, marked)
                 found.append(Change(key, a, b, rule))
     return found
+
+
+def _moved(before: RewardConfig, now: RewardConfig) -> RewardConfig:
+    """``before``, with its functions where ``now`` has their files: a recipe's folder may move."""
+    mix = {
+        name: _moved_source(part, now.mix[name]) if name in now.mix else part
+        for name, part in before.mix.items()
+    }
+    return replace(_moved_source(before, now), mix=mix)
+
+
+def _moved_source(before: Source, now: RewardSource) -> Source:
+    named = [f"{Path(one.file).name}:{one.function.rpartition(':')[2]}" for one in (before, now)]
+    if not (before.file and now.file and named[0] == named[1]):
+        return before
+    # Where the old file is still there, another may have been meant.
+    there = os.access(before.file, os.R_OK) and os.access(now.file, os.R_OK)
+    if there and not filecmp.cmp(before.file, now.file, shallow=False):
+        return before
+    return replace(before, function=now.function)
 
 
 def refused(found: list[Change], *, fork: bool = False) -> list[Change]:

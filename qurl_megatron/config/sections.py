@@ -881,6 +881,17 @@ class RewardConfig(RewardSource):
         return bool(self.kind)
 
     @property
+    def setting(self) -> str:
+        """What says what scores, as key=value."""
+        given = [key for key in ("function", "url") if getattr(self, key)] or ["kind"]
+        return "reward.mix" if self.mix else f"reward.{given[0]}={getattr(self, given[0])}"
+
+    @property
+    def needs_answers(self) -> bool:
+        """False where all that scores is the user's own, which may do without."""
+        return any(not (part.function or part.url) for part in self.parts.values())
+
+    @property
     def scorers(self) -> dict[str, tuple[Any, ...]]:
         """What scores, by key, apart from weights and from where a server is."""
         return {

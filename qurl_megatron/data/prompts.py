@@ -10,12 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from qurl_megatron.config import DataConfig
-from qurl_megatron.data.questions import (
-    data_file,
-    held_out_file,
-    held_out_questions,
-    training_questions,
-)
+from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile, Question
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
@@ -27,11 +22,18 @@ class PromptStream:
     """Training prompts, reshuffled every epoch, and held-out ones; too long ones are left out."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: Tokenizer, *, seed: int, held_out: int = 0
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        held_out: int = 0,
+        answers: bool = True,
     ) -> None:
         """
         Args:
             held_out: how many prompts are wanted that are never trained on.
+            answers: every row of a file must have one.
 
         Raises:
             ConfigError: a file or the task cannot be used, or all its prompts are too long.
@@ -39,8 +41,10 @@ class PromptStream:
         self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
-        self.files: dict[str, DataFile] = {}  # by key; a task has none
-        self.questions, self._asked = self._read(held_out)
+        self.files: dict[str, DataFile] = data_files(
+            config, held_out=bool(held_out), answers=answers
+        )
+        self.questions, self._asked = self._questions(held_out)
         self._lengths = [len(self._ids(question)) for question in self.questions]  # tokens
         self.longest = max(self._lengths)
         limit = config.max_prompt_tokens
@@ -189,12 +193,9 @@ class PromptStream:
             random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
         return order
 
-    def _read(self, held_out: int) -> tuple[list[Question], list[Question]]:
+    def _questions(self, held_out: int) -> tuple[list[Question], list[Question]]:
         """Training questions, and as many held-out ones as there are of those asked for."""
-        if self.config.path:
-            self.files["data.path"] = data_file(self.config, "path")
-            if held_out:
-                self.files["data.eval_path"] = held_out_file(self.config)
+        if self.files:
             found = [file.questions for file in self.files.values()]
             return found[0], found[1][:held_out] if held_out else []
         asked = held_out_questions(self.config, held_out) if held_out else []

@@ -17,14 +17,17 @@ TRAIN_SEED, HELD_OUT_SEED = 1, 1_000_000_001  # far apart: item i of a task is d
 HELD_OUT_SHARE = 8  # one text in eight is held out
 
 
-def data_file(config: DataConfig, key: str) -> DataFile:
+def data_file(config: DataConfig, key: str, *, answers: bool = True) -> DataFile:
     """What data.path or data.eval_path names.
+
+    Args:
+        answers: every row must have one; else those without have an empty one.
 
     Raises:
         ConfigError: a missing, empty or malformed file.
     """
     path = getattr(config, key)
-    columns = Columns(config.prompt_key, config.answer_key)
+    columns = Columns(config.prompt_key, config.answer_key, needed=answers)
     return read_file(Path(path), f"data.{key}={path}", columns)
 
 
@@ -39,19 +42,25 @@ def training_questions(config: DataConfig) -> list[Question]:
     return _task_questions(config, config.task_size, held_out=False)
 
 
-def held_out_questions(config: DataConfig, count: int) -> list[Question]:
+def held_out_questions(config: DataConfig, count: int, *, answers: bool = True) -> list[Question]:
     """The first ``count`` held-out questions; all there are where a file has fewer.
+
+    Args:
+        answers: as for ``data_file``.
 
     Raises:
         ConfigError: as for training; no data.eval_path beside data.path; a task too small.
     """
     if config.path:
-        return held_out_file(config).questions[:count]
+        return held_out_file(config, answers=answers).questions[:count]
     return _task_questions(config, count, held_out=True)
 
 
-def held_out_file(config: DataConfig) -> DataFile:
+def held_out_file(config: DataConfig, *, answers: bool = True) -> DataFile:
     """
+    Args:
+        answers: as for ``data_file``.
+
     Raises:
         ConfigError: as ``data_file``; none is named beside data.path.
     """
@@ -60,7 +69,25 @@ def held_out_file(config: DataConfig) -> DataFile:
             "held-out prompts are asked for, but data.eval_path is missing beside data.path; "
             "set it or train.eval_prompts=0"
         )
-    return data_file(config, "eval_path")
+    return data_file(config, "eval_path", answers=answers)
+
+
+def data_files(config: DataConfig, *, held_out: bool, answers: bool = True) -> dict[str, DataFile]:
+    """The files that a run reads, by key; none where it has a task.
+
+    Args:
+        held_out: it asks held-out prompts, too.
+        answers: as for ``data_file``.
+
+    Raises:
+        ConfigError: as ``held_out_file``.
+    """
+    if not config.path:
+        return {}
+    found = {"data.path": data_file(config, "path", answers=answers)}
+    if held_out:
+        found["data.eval_path"] = held_out_file(config, answers=answers)
+    return found
 
 
 # -- procedural tasks ------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Columns:
     prompt: str = ""
     answer: str = ""
     settings: tuple[str, str] = ("data.prompt_key", "data.answer_key")
+    needed: bool = True  # answers; rows without one have an empty one where they are not
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class DataFile:
     questions: list[Question]
     checksum: str  # changes with every byte
     prompt_key: str  # of the first row, as is the next
-    answer_key: str
+    answer_key: str  # empty: it has no answer, and needs none
 
     @property
     def summary(self) -> str:
@@ -75,9 +76,10 @@ class DataFile:
         chats = " (chats)" if first.turns else ""
         layout = f", {LAYOUTS[self.answer_key]}" if self.answer_key in LAYOUTS else ""
         kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
+        answers = f"answers in {self.answer_key}" if self.answer_key else "no answers"
         return (
             f"{self.name}: {how_many(len(self.questions), 'prompt')} in {self.prompt_key}{chats}, "
-            f"answers in {self.answer_key}{layout}{kept}"
+            f"{answers}{layout}{kept}"
         )
 
 
@@ -94,7 +96,9 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     if path.suffix not in READERS:
         raise ConfigError(f"{name} must end in {' or '.join(READERS)}")
     if not path.is_file():
-        raise ConfigError(f"{name} does not exist or is not a file")
+        looked = f": a relative path begins at the working folder, so that is {path.absolute()}"
+        looked = "" if path.is_absolute() else looked
+        raise ConfigError(f"{name} does not exist or is not a file{looked}")
     checksum = checksum_of(path)
     questions: list[Question] = []
     keys = ("", "")
@@ -216,14 +220,19 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
         raise ConfigError(f"{place} must be an object with prompt and answer, got {row!r:.80}")
     by_prompt, by_answer = columns.settings
     prompt_key = _key(row, columns.prompt, PROMPT_KEYS, by_prompt, place)
-    answer_key = _key(row, columns.answer, ANSWER_KEYS, by_answer, place)
+    answer_key, answer = "", ""
+    if columns.needed or columns.answer or _there(row, ANSWER_KEYS):
+        answer_key = _key(row, columns.answer, ANSWER_KEYS, by_answer, place)
+        given = look_up(row, answer_key)
+        missing = given is None or isinstance(given, str) and not given.strip()
+        if columns.needed or not missing:
+            answer = as_text(given, "answer", place)
     prompt = look_up(row, prompt_key)
     if isinstance(prompt, list):
         turns = _chat(prompt, place)
         text = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     else:
         turns, text = (), _checked(prompt, "prompt", "text or a list of turns", place)
-    answer = as_text(look_up(row, answer_key), "answer", place)
     metadata = {key: value for key, value in row.items() if key not in (prompt_key, answer_key)}
     if isinstance(inner := metadata.get("metadata"), dict):  # slime's column of them
         del metadata["metadata"]
@@ -234,13 +243,18 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
 def _key(row: dict, given: str, usual: Sequence[str], setting: str, place: str) -> str:
     """Which path to take: the first that has a value, else the first that is there at all."""
     keys = (given,) if given else usual
-    there = [key for key in keys if look_up(row, key, _MISSING) is not _MISSING]
+    there = _there(row, keys)
     if not there:
+        other = ", or have a reward function of your own do without" if usual is ANSWER_KEYS else ""
         raise ConfigError(
             f"{place} has no {' or '.join(keys)}; it has {_names(row) or 'nothing'}: name the "
-            f"right one in {setting}"
+            f"right one in {setting}{other}"
         )
     return next((key for key in there if look_up(row, key) is not None), there[0])
+
+
+def _there(row: dict, keys: Sequence[str]) -> list[str]:
+    return [key for key in keys if look_up(row, key, _MISSING) is not _MISSING]
 
 
 def _chat(turns: list, place: str) -> tuple[Turn, ...]:

@@ -29,18 +29,24 @@ class Benchmark:
 
 
 def read_benchmarks(
-    paths: Sequence[Path], *, prompt_key: str = "", answer_key: str = "", id_key: str = ""
+    paths: Sequence[Path],
+    *,
+    prompt_key: str = "",
+    answer_key: str = "",
+    id_key: str = "",
+    answers: bool = True,
 ) -> list[Benchmark]:
     """All files, checked.
 
     Args:
         prompt_key, answer_key: where a row has them, dotted paths; empty: where they usually are.
         id_key: where it has its id; empty: ``id``, where there is one.
+        answers: every row must have one; else those without have an empty one.
 
     Raises:
         ConfigError: a file is missing, empty or malformed, or two have the same name.
     """
-    columns = Columns(prompt_key, answer_key, ("--prompt-key", "--answer-key"))
+    columns = Columns(prompt_key, answer_key, ("--prompt-key", "--answer-key"), needed=answers)
     found: dict[str, Benchmark] = {}
     for path in paths:
         if path.stem in found:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,7 +19,7 @@ from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
 from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
-from qurl_megatron.evaluation.answers import AnswerFile
+from qurl_megatron.evaluation.answers import Answer, AnswerFile, Key
 from qurl_megatron.evaluation.benchmarks import Benchmark, read_benchmarks
 from qurl_megatron.evaluation.evaluate import (
     Evaluator,
@@ -35,6 +35,7 @@ from qurl_megatron.observe.samples import Example, as_text, clipped, say, tellin
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
+from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.turns import Turns
@@ -59,6 +60,7 @@ class Plan:
     chat: bool
     suffix: str
     reward: RewardConfig
+    reward_key: str  # what names it: the recipe's section, or the option
     out: Path
     show: int  # responses to each benchmark
 
@@ -88,30 +90,99 @@ class Plan:
         }
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What one plan asks."""
+
+    tokenizer: Tokenizer
+    prompts: list[tuple[Benchmark, list[Prompt]]]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(one.input_ids) for _, prompts in self.prompts for one in prompts)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one plan: the table, and the answers of each benchmark."""
+
+    table: str
+    answers: list[Mapping[Key, Sequence[Answer]]]
+    shown: list[str]  # responses for a person
+
+
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
     """Answer the benchmarks, write the results and print the table.
 
     Raises:
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
     """
-    plan = make_plan(arguments, defaults or Defaults())
-    check_rewards(plan.reward)
-    check_environment(plan.rollout)
-    names = ("prompt_key", "answer_key", "id_key")
-    keys = {name: getattr(arguments, name) or "" for name in names}
-    benchmarks = read_benchmarks(arguments.benchmarks, **keys)
+    defaults = defaults or Defaults()
+    plans = make_plans(arguments, defaults)
+    reward, key = plans[0].reward, plans[0].reward_key
+    check_rewards(reward, key)
+    check_environment(plans[0].rollout)
+    benchmarks = read_benchmarks(
+        arguments.benchmarks,
+        prompt_key=arguments.prompt_key or defaults.prompt_key,
+        answer_key=arguments.answer_key or defaults.answer_key,
+        id_key=arguments.id_key or "",
+        answers=reward.needs_answers,
+    )
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)
+    asked = [_asked(plan, benchmarks) for plan in plans]
+    if arguments.max_new_tokens is None:
+        plans = _fitted(plans, max(one.longest for one in asked))
+    outcomes = [_evaluated(plan, one) for plan, one in zip(plans, asked, strict=True)]
+    if len(plans) == 2:
+        print(_compared(plans, benchmarks, outcomes), flush=True)
+    return 0
+
+
+def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
     if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
         print(f"comparing the checksums of {checkpoint}", flush=True)
         refuse_damaged(checkpoint)  # once, where each engine would for itself
     tokenizer = Tokenizer(description_of(plan.model))
-    asked = [
-        (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
-    ]
     first = [problem.question.prompt for problem in benchmarks[0].problems[:COMPARED]]
     if other := tokenizer.disagreement(first, chat=plan.chat):
         print(other, flush=True)
+    prompts = [
+        (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
+    ]
+    return Asked(tokenizer, prompts)
+
+
+def _fitted(plans: list[Plan], longest: int) -> list[Plan]:
+    """The plans with responses that fit into the models' context beside the longest prompt."""
+    limit = min(_context(plan) for plan in plans)
+    room = limit - longest
+    if not 1 <= room < plans[0].sampling.max_new_tokens:
+        return plans  # engines will say what they do not take
+    print(
+        f"responses end at {room} tokens: the model takes {limit}, of which the longest prompt has "
+        f"{longest} (--max-new-tokens sets another limit)",
+        flush=True,
+    )
+    return [
+        dataclasses.replace(
+            plan,
+            sampling=dataclasses.replace(plan.sampling, max_new_tokens=room),
+            rollout=dataclasses.replace(plan.rollout, max_new_tokens=room),
+        )
+        for plan in plans
+    ]
+
+
+def _evaluated(plan: Plan, asked: Asked) -> Outcome:
+    """Have one plan's engines answer, write the results and print them.
+
+    Raises:
+        ConfigError: an engine cannot be reached or fails for good; no response has a score.
+    """
+    print(f"evaluating {plan.model}", flush=True)
     fleet = Fleet(
         plan.rollout,
         plan.model,
@@ -125,28 +196,107 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     with _claimed(plan.out):
         try:
             with ExitStack() as stack:
-                rewards = stack.enter_context(RewardPool(plan.reward))
+                rewards = stack.enter_context(RewardPool(plan.reward, plan.reward_key))
                 turns = None
                 if plan.rollout.environment:
                     pool = stack.enter_context(EnvironmentPool(plan.rollout))
-                    turns = Turns(pool, tokenizer, chat=plan.chat)
+                    turns = Turns(pool, asked.tokenizer, chat=plan.chat)
                 stack.enter_context(fleet)
-                evaluator = Evaluator(fleet, rewards, tokenizer, plan.sampling, turns)
-                table, shown = _answer(plan, evaluator, asked)
-        except EngineError as error:
+                evaluator = Evaluator(fleet, rewards, asked.tokenizer, plan.sampling, turns)
+                outcome = _answer(plan, evaluator, asked.prompts)
+        except (EngineError, RewardDown) as error:
             kept = any(plan.out.glob("*.samples.jsonl"))
             rest = "; the answers so far are kept, and the same command goes on" if kept else ""
             raise ConfigError(f"{error}{rest}") from error
-    for text in shown:
+    _refuse_none_scored(plan, rewards.tally)
+    for text in outcome.shown:
         say(f"{text}\n")
-    print(table)
+    print(outcome.table)
     if unscored := rewards.tally.failed:
+        failed = f"{plan.reward.failed:g}"
+        failed = failed if plan.reward_key.startswith("--") else f"reward.failed={failed}"
         print(
-            f"{how_many(unscored, 'response')} could not be scored and got "
-            f"reward.failed={plan.reward.failed:g}: {rewards.tally.said()}"
+            f"{how_many(unscored, 'response')} could not be scored and got {failed}: "
+            f"{rewards.tally.said()}"
         )
     print(f"results: {plan.out / 'results.json'}", flush=True)
-    return 0
+    return outcome
+
+
+def _refuse_none_scored(plan: Plan, tally: Tally) -> None:
+    """An accuracy of 0 would be said of a reward that fails."""
+    scorer = plan.reward.setting
+    if plan.reward_key.startswith("--"):
+        scorer = f"{plan.reward_key}={plan.reward.described}"
+    try:
+        refuse_none_scored(tally, scorer)
+    except (ConfigError, RewardDown) as error:
+        raise ConfigError(f"{error}; then delete {plan.out}, which holds no scores") from error
+
+
+def _compared(
+    plans: Sequence[Plan], benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]
+) -> str:
+    """What two evaluations of the same problems differ by, written beside them.
+
+    Returns:
+        The table, and where all is written.
+    """
+    before, after = plans
+    sampling = after.sampling
+    pairs = [
+        results.pair(one, first, second, sampling.responses, sampling.seed)
+        for one, first, second in zip(
+            benchmarks, *(outcome.answers for outcome in outcomes), strict=True
+        )
+    ]
+    lines = [
+        (one.name, len(one.problems), pair) for one, pair in zip(benchmarks, pairs, strict=True)
+    ]
+    found = {
+        "before": str(before.model),
+        "after": str(after.model),
+        "settings": after.settings,
+        "benchmarks": {name: results.pair_as_json(pair) for name, _, pair in lines},
+    }
+    if len(pairs) > 1:
+        lines.append(("mean", None, results.mean_pair(pairs)))
+        found["mean"] = results.pair_as_json(lines[-1][2])
+    path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
+    results.write_whole(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    table = results.pair_table(lines)
+    results.write_whole(path.with_suffix(".md"), table + "\n")
+    return f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}"
+
+
+def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Plan]:
+    """One, or with --before first that of the model which the run began with.
+
+    Raises:
+        ConfigError: as ``make_plan``; --before with what leaves no model to begin with.
+    """
+    plan = make_plan(arguments, defaults)
+    if arguments.model is not None and arguments.step is not None:
+        raise ConfigError(
+            "--step names a checkpoint of --run, and --model another model in its place; leave one "
+            "of them out"
+        )
+    if not arguments.before:
+        return [plan]
+    for option, given in (("--model", arguments.model), ("--url", arguments.urls)):
+        if given:
+            raise ConfigError(f"--before evaluates two models of --run; leave {option} out")
+    if not defaults.start.is_dir():
+        raise ConfigError(
+            f"--before: the run began with model.path={defaults.start}, which is not a folder (any "
+            "more); put that model back, or evaluate another with --model"
+        )
+    base = arguments.out or defaults.run / "eval"
+    first = make_plan(arguments, dataclasses.replace(defaults, model=defaults.start))
+    return [
+        dataclasses.replace(first, out=base / "start"),
+        dataclasses.replace(plan, out=base / plan.model.name),
+    ]
 
 
 def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
@@ -188,6 +338,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
         chat=given("chat", defaults.chat),
         suffix=arguments.suffix,
         reward=_reward(arguments.reward, defaults.reward),
+        reward_key="--reward" if arguments.reward or defaults.run is None else "reward",
         out=given("out", out),
         show=arguments.show,
     )
@@ -281,9 +432,11 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {mend}")
 
 
-def _context(model: Path) -> float:
+def _context(plan: Plan) -> float:
     """Tokens that the model itself takes, where its config says so in plain words."""
-    folder = description_of(model)
+    if any(argument.startswith("--context-length") for argument in plan.rollout.engine_args):
+        return math.inf
+    folder = description_of(plan.model)
     if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
         return math.inf
     config = read_config(folder)
@@ -294,14 +447,10 @@ def _context(model: Path) -> float:
 
 def _answer(
     plan: Plan, evaluator: Evaluator, asked: Sequence[tuple[Benchmark, Sequence[Prompt]]]
-) -> tuple[str, list[str]]:
-    """Answer benchmark after benchmark; what is known of them is written after each.
-
-    Returns:
-        The table, and the responses that are to be shown.
-    """
+) -> Outcome:
+    """Answer benchmark after benchmark; what is known of them is written after each."""
     sampling, out = plan.sampling, plan.out
-    engines = describe_engines(evaluator.fleet, _context(plan.model))
+    engines = describe_engines(evaluator.fleet, _context(plan))
     limit = min((one["max_tokens"] for one in engines if "max_tokens" in one), default=math.inf)
     settings = plan.settings
     if plan.rollout.urls:
@@ -347,7 +496,7 @@ def _answer(
         results.write_whole(out / "results.json", text + "\n")
     table = results.table(lines)
     results.write_whole(out / "results.md", table + "\n")
-    return table, shown
+    return Outcome(table, [file.answers for file in files], shown)
 
 
 def _examples(

@@ -15,8 +15,12 @@ ADOPTED_S = 30.0  # for engines that should already be there to answer
 class Defaults:
     """What the options fall back to: these values, or those of a run's recipe."""
 
+    run: Path | None = None  # whose recipe it is
     model: Path | None = None
+    start: Path | None = None  # the model that the run began with
     out: Path | None = None
+    prompt_key: str = ""
+    answer_key: str = ""
     scheme: str = "none"
     dtype: str = "bfloat16"
     chat: bool = False
@@ -44,7 +48,8 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
     which.add_argument(
         "--model",
         type=Path,
-        help="Hugging Face folder or Megatron checkpoint; with --url, only its tokenizer is read",
+        help="Hugging Face folder or Megatron checkpoint; with --run, in place of its checkpoint; "
+        "with --url, only its tokenizer is read",
     )
     which.add_argument(
         "--run",
@@ -52,6 +57,12 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         type=Path,
         metavar="RUN_DIR",
         help="the newest checkpoint of a run, with its recipe's settings as defaults (top-p 1)",
+    )
+    which.add_argument("--step", type=int, metavar="N", help="of --run, the checkpoint of step N")
+    which.add_argument(
+        "--before",
+        action="store_true",
+        help="of --run, also the model that it began with, and how much has changed since",
     )
     which.add_argument(
         "--url",
@@ -94,7 +105,10 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
     how.add_argument("--temperature", type=float, help=f"default {plain.rollout.temperature:g}")
     how.add_argument("--top-p", type=float, help=f"default {plain.top_p:g}")
     how.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help=f"default {plain.rollout.max_new_tokens}"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"default {plain.rollout.max_new_tokens}, or what the model's context leaves",
     )
     how.add_argument("--seed", type=int, default=0, help="of sampling and bootstrap")
     how.add_argument(
@@ -128,5 +142,5 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         type=Path,
         metavar="DIR",
         help="results and responses; the same command goes on in it where it was stopped "
-        "(default runs/eval/MODEL, or RUN_DIR/eval/STEP)",
+        "(default runs/eval/MODEL, or RUN_DIR/eval/STEP); with --before, the folder of both",
     )

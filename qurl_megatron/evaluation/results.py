@@ -93,6 +93,89 @@ def mean(scores: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     return found
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two models on the same problems, in one mode."""
+
+    before: Score
+    after: Score
+    resampled_D: np.ndarray  # the change in accuracy on other draws of problems
+
+    @property
+    def change(self) -> float:
+        return self.after.accuracy - self.before.accuracy
+
+
+def pair(
+    benchmark: Benchmark,
+    before: Mapping[Key, Sequence[Answer]],
+    after: Mapping[Key, Sequence[Answer]],
+    responses: Mapping[str, int],
+    seed: int,
+) -> dict[str, Pair]:
+    """Two fully answered benchmarks, by mode. What is resampled is the change of each problem: how
+    hard problems are cancels out."""
+    scores = [score(benchmark, answers, responses, seed) for answers in (before, after)]
+    found = {}
+    for mode in responses:
+        means = [
+            [
+                _mean(answer.reward for answer in answers[mode, index])
+                for index in range(len(benchmark.problems))
+            ]
+            for answers in (before, after)
+        ]
+        change_P = np.subtract(means[1], means[0])
+        resampled_D = resampled_means(change_P, [seed, *benchmark.name.encode()])
+        found[mode] = Pair(scores[0][mode], scores[1][mode], resampled_D)
+    return found
+
+
+def mean_pair(pairs: Sequence[Mapping[str, Pair]]) -> dict[str, Pair]:
+    """The mean over benchmarks, as ``mean``."""
+    before = mean([{mode: one.before for mode, one in by_mode.items()} for by_mode in pairs])
+    after = mean([{mode: one.after for mode, one in by_mode.items()} for by_mode in pairs])
+    return {
+        mode: Pair(
+            before[mode],
+            after[mode],
+            np.mean([by_mode[mode].resampled_D for by_mode in pairs], axis=0),
+        )
+        for mode in pairs[0]
+    }
+
+
+def pair_as_json(pairs: Mapping[str, Pair]) -> dict[str, Any]:
+    return {
+        mode: {
+            "before": one.before.as_json(),
+            "after": one.after.as_json(),
+            "change": _rounded(one.change),
+            "ci95": _rounded(interval(one.resampled_D)),
+        }
+        for mode, one in pairs.items()
+    }
+
+
+def pair_table(lines: Sequence[tuple[str, int | None, Mapping[str, Pair]]]) -> str:
+    """Text that is a Markdown table as well: a line for each benchmark and mode.
+
+    Args:
+        lines: name, number of problems, and the two models' scores.
+    """
+    cells = [["benchmark", "problems", "score", "before", "after", "change"]]
+    for name, problems, pairs in lines:
+        count = "" if problems is None else str(problems)
+        for one in pairs.values():
+            between = interval(one.resampled_D)
+            change = f"{100 * one.change:+.1f}"
+            if between:
+                change += f" [{100 * between[0]:+.1f}, {100 * between[1]:+.1f}]"
+            which = f"Avg@{one.after.responses}"
+            cells.append([name, count, which, _percent(one.before), _percent(one.after), change])
+    return _aligned(cells)
+
+
 def tokens_per_second(answers: Mapping[Key, Sequence[Answer]]) -> float:
     every = [answer for found in answers.values() for answer in found]
     return sum(answer.tokens for answer in every) / sum(answer.seconds for answer in every)
@@ -132,6 +215,11 @@ def table(lines: Sequence[tuple[str, int | None, Mapping[str, Score], float | No
             f"{last.tokens:.0f}",
             "" if speed is None else f"{speed:.0f}",
         ]
+    return _aligned(cells)
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> str:
+    """A table with the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     padded = [

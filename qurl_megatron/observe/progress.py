@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FIELDS: dict[str, Callable[[float], str]] = {
     "reward/mean": lambda value: f"reward {value:.3f}",
+    "reward/failed_fraction": lambda value: f"unscored {percent(value)}" if value else "",
     "eval/accuracy": lambda value: f"eval {percent(value)}",
     "eval/reward": lambda value: f"eval {value:.3f}",
     "policy/clip_fraction": lambda value: f"clip {percent(value)}",
@@ -26,7 +27,8 @@ FIELDS: dict[str, Callable[[float], str]] = {
     "throughput/rollout_tokens_per_s": lambda value: f"{value:.0f} tok/s",
     "time/step": duration,
 }
-"""What a step's line shows, in this order; a metric that the step lacks is left out."""
+"""What a step's line shows, in this order; a metric that the step lacks is left out, as is one that
+has nothing to say."""
 
 ETA_STEPS = 20  # recent steps that the remaining time is estimated from
 
@@ -159,7 +161,8 @@ class Progress:
 
 
 def _readings(metrics: Mapping[str, float]) -> list[str]:
-    return [show(metrics[name]) for name, show in FIELDS.items() if name in metrics]
+    shown = (show(metrics[name]) for name, show in FIELDS.items() if name in metrics)
+    return [text for text in shown if text]
 
 
 def _whole_seconds(seconds: float) -> str:

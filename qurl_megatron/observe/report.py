@@ -156,8 +156,17 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
     for name, kind in (("data/too_long", "prompt"), ("data/held_out_too_long", "held-out prompt")):
         if left_out := int(history.last(name) or 0):
             facts.append(f"{how_many(left_out, kind)} too long, left out")
+    if share := unscored(history):
+        facts.append(f"{percent(share)} of the responses unscored")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
     return facts
+
+
+def unscored(history: History) -> float:
+    """The share of responses that got no score, as a mean over steps."""
+    if "reward/failed_fraction" not in history:
+        return 0.0
+    return float(history.series("reward/failed_fraction")[1].mean())
 
 
 def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:

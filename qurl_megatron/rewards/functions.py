@@ -28,7 +28,7 @@ def find_named(key: str, name: str, what: str) -> Function:
     """The callable that a recipe names.
 
     Args:
-        key: of the recipe, for messages.
+        key: of the recipe, or the option, that names it; for messages.
         name: "package.module:name" or "path/to/file.py:name".
         what: it should be, in a word.
 
@@ -91,8 +91,9 @@ def _module(named: str, target: str) -> ModuleType:
     except FileNotFoundError as error:
         if error.filename != target:
             raise ConfigError(f"{named} cannot be imported: {last_line(error)}") from None
+        begins = "the working folder" if named.startswith("--") else "the recipe's folder"
         raise ConfigError(
-            f"{named}: {target} does not exist; the path is relative to the recipe's folder"
+            f"{named}: {target} does not exist; a relative path begins at {begins}"
         ) from None
     except (Exception, SystemExit) as error:  # importing runs it: whatever it does
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The reward of a recipe: one, or several that are added up, and a count of what went wrong."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards.item import CAUSES, Item, Score, Unscored, unscored
 from qurl_megatron.rewards.kinds import KINDS
 from qurl_megatron.rewards.scoring import WorkerPool
@@ -18,6 +19,10 @@ if TYPE_CHECKING:  # workers import this package, and need no numpy
     from qurl_megatron.types import Sample
 
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
+
+
+class RewardDown(Exception):
+    """Servers did not score, and may when the run is started again."""
 
 
 def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
@@ -61,6 +66,14 @@ class Tally:
             **{f"reward/mix/{n}": Mean(total, self.responses) for n, total in self.parts.items()},
         }
 
+    @property
+    def unscored(self) -> str:
+        """How many of how many, and why, for a person."""
+        return (
+            f"{self.failed} of {how_many(self.responses, 'response')} could not be scored: "
+            f"{self.said()}"
+        )
+
     def said(self, causes: Collection[str] = tuple(CAUSES)) -> str:
         """What went wrong, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ..."."""
         seen = [cause for cause in CAUSES if cause in causes and self.causes[cause]]
@@ -78,12 +91,20 @@ class Grades:
 class RewardPool:
     """Use as a context manager; leaving it ends the workers."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
+    def __init__(self, config: RewardConfig, key: str = "reward") -> None:
+        """
+        Args:
+            key: of its section, or the option that names a single one; for messages.
+        """
+        self.config, self.key = config, key
         self.tally = Tally()  # of all calls
-        own = {key: part for key, part in config.parts.items() if not _in_process(part)}
+        own = {key: part for key, part in self._parts.items() if not _in_process(part)}
         self.pools = {key: WorkerPool(part, key) for key, part in own.items()}
         self._stack = ExitStack()
+
+    @property
+    def _parts(self) -> dict[str, RewardConfig]:
+        return _parts(self.config, self.key)
 
     def __enter__(self) -> "RewardPool":
         with ExitStack() as stack:
@@ -100,26 +121,27 @@ class RewardPool:
         for pool in self.pools.values():
             pool.leave()
 
-    def grade(self, items: Sequence[Item]) -> Grades:
+    def grade(self, items: Sequence[Item], stop: Callable[[], bool] = lambda: False) -> Grades:
         """Score responses, whatever they hold and whatever the rewards do.
 
         Raises:
             RuntimeError: no worker can be started; its own message is on stderr.
-            ConfigError: a reward cannot be used any more; or one gave no score, and the recipe
-                wants the run to end then.
+            Abandoned: the pool is being left, or ``stop()`` became true.
+            ConfigError, RewardDown: a reward cannot be used any more; or one gave no score, and the
+                recipe wants the run to end then.
         """
         config = self.config
         weights = [part.weight for part in config.mix.values()] or [1.0]
         asked = [item for item in items if item.failure is None]
-        scored = [iter(part) for part in self._results(asked)]
+        scored = [iter(part) for part in self._results(asked, stop)]
         results = [[item.failure or next(part) for item in items] for part in scored]
         tally = _tally(results, tuple(config.mix), config.failed)
         self.tally.add(tally)
         if tally.failed and config.on_failure == "stop":
-            raise ConfigError(
-                f"{tally.failed} of {tally.responses} responses could not be scored: "
-                f"{tally.said()}; mend the reward, or set reward.on_failure=score to give such "
-                "responses reward.failed"
+            fix = "start its server" if _server_alone(tally) else "fix the reward"
+            raise _kind(tally)(
+                f"{tally.unscored}; {fix}, or set reward.on_failure=score to give such responses "
+                "reward.failed"
             )
         scores = [
             sum(w * _number(s, config.failed) for w, s in zip(weights, row, strict=True))
@@ -127,37 +149,74 @@ class RewardPool:
         ]
         return Grades(scores, tally)
 
-    def _results(self, items: Sequence[Item]) -> list[list[Score]]:
+    def _results(self, items: Sequence[Item], stop: Callable[[], bool]) -> list[list[Score]]:
         """The scores of each part, all parts at once."""
-        parts = self.config.parts.items()
+        parts = self._parts.items()
         if len(parts) == 1:
-            return [self._scored(key, part, items) for key, part in parts]
+            return [self._scored(key, part, items, stop) for key, part in parts]
         with ThreadPoolExecutor(len(parts), thread_name_prefix="reward") as threads:
-            return list(threads.map(lambda part: self._scored(*part, items), parts))
+            return list(threads.map(lambda part: self._scored(*part, items, stop), parts))
 
-    def _scored(self, key: str, part: RewardConfig, items: Sequence[Item]) -> list[Score]:
+    def _scored(
+        self, key: str, part: RewardConfig, items: Sequence[Item], stop: Callable[[], bool]
+    ) -> list[Score]:
         if key in self.pools:
             if not (part.function or part.url):  # ours look at no more than these
                 items = [replace(item, prompt="", metadata={}) for item in items]
-            return self.pools[key].score([item.line for item in items])
+            return self.pools[key].score([item.line for item in items], stop)
         check = KINDS[part.kind]
         return [check(item.response, item.answer) for item in items]
 
 
-def check_rewards(config: RewardConfig) -> None:
+def refuse_none_scored(tally: Tally, scorer: str) -> None:
+    """Where not one of some responses has a score: nothing can be learnt or measured from them.
+
+    Args:
+        scorer: what should have scored them, for the message.
+
+    Raises:
+        ConfigError: it is the reward's fault.
+        RewardDown: it is that of a server, which may be up at another time.
+    """
+    if not tally.failed or tally.failed < tally.responses:
+        return
+    fix = "start its server"
+    if not _server_alone(tally):
+        fix = 'fix it, and call it on one response first, as docs/rewards.md shows under "Try it"'
+    raise _kind(tally)(
+        f"{scorer} scored none of {how_many(tally.responses, 'response')}: {tally.said()}; {fix}"
+    )
+
+
+def _server_alone(tally: Tally) -> bool:
+    return +tally.causes == Counter(unanswered=tally.causes["unanswered"])
+
+
+def _kind(tally: Tally) -> type[Exception]:
+    return RewardDown if _server_alone(tally) else ConfigError
+
+
+def check_rewards(config: RewardConfig, key: str = "reward") -> None:
     """Start and end a worker of each reward that is the user's own, which imports it.
+
+    Args:
+        key: as for ``RewardPool``.
 
     Raises:
         ConfigError: a function cannot be used, or the environment has no key for a server.
     """
-    for key, part in config.parts.items():
+    for name, part in _parts(config, key).items():
         if not (part.function or part.url):
             continue
-        with WorkerPool(replace(part, workers=1), key) as pool:
+        with WorkerPool(replace(part, workers=1), name) as pool:
             try:
                 pool.await_start()
             except RuntimeError as error:
-                raise ConfigError(f"{key} ({part.described}): {error}") from None
+                raise ConfigError(f"{name} ({part.described}): {error}") from None
+
+
+def _parts(config: RewardConfig, key: str) -> dict[str, RewardConfig]:
+    return config.parts if config.mix else {key: config}
 
 
 def _in_process(part: RewardConfig) -> bool:

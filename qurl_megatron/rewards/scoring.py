@@ -13,7 +13,7 @@ import selectors
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +31,10 @@ Line = str
 """An item as JSON."""
 
 
+class Abandoned(RuntimeError):
+    """Responses are no longer scored: the run ends, or was asked to."""
+
+
 class WorkerPool:
     """The workers of one reward. Use as a context manager; leaving it ends them."""
 
@@ -38,7 +42,7 @@ class WorkerPool:
         """
         Args:
             config: without a mix.
-            key: of this reward in the recipe, for messages.
+            key: of this reward in the recipe, or the option that names it; for messages.
         """
         self.config, self.key = config, key
         self._failed_starts = 0  # in a row
@@ -59,17 +63,17 @@ class WorkerPool:
         """Have calls under way in other threads raise soon, and not score what is left."""
         self._leaving.set()
 
-    def score(self, lines: Sequence[Line]) -> list[Score]:
+    def score(self, lines: Sequence[Line], stop: Callable[[], bool] = lambda: False) -> list[Score]:
         """What each item got, in order.
 
         Raises:
-            RuntimeError: no worker can be started, and its own message is on stderr; or the pool
-                is being left.
+            RuntimeError: no worker can be started, and its own message is on stderr.
+            Abandoned: the pool is being left, or ``stop()`` became true.
             ConfigError: the reward cannot be used any more: its file has gone, say.
         """
         assert self._workers, "score() outside the pool's with block"
         # Samples of one prompt often agree to the letter: each distinct item is scored once.
-        work = _Work(lines, self.config)
+        work = _Work(lines, self.config, stop)
         try:
             self._run(work)
         finally:
@@ -102,8 +106,8 @@ class WorkerPool:
 
     def _go_on(self, work: "_Work") -> None:
         """Wait for what comes first, words or a deadline, and act on it."""
-        if self._leaving.is_set():
-            raise RuntimeError("responses are no longer scored: the run ends")
+        if self._leaving.is_set() or work.stop():
+            raise Abandoned("responses are no longer scored: the run ends")
         for index in self._wait(work.end):
             worker = self._workers[index]
             batch, line = worker.batch, worker.receive()
@@ -155,8 +159,13 @@ class _Work:
     that is to blame is found, and the others get their scores.
     """
 
-    def __init__(self, lines: Iterable[Line], config: RewardConfig) -> None:
-        self.config = config
+    def __init__(
+        self,
+        lines: Iterable[Line],
+        config: RewardConfig,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config, self.stop = config, stop
         self.scores: dict[Line, Score] = {}
         self.end = math.inf
         self._waiting = deque(dict.fromkeys(lines))

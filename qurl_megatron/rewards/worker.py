@@ -49,7 +49,8 @@ def make_scorer(key: str, config: RewardConfig) -> tuple[Scorer, int]:
     if config.url:
         return Judge(key, config), config.batch
     if config.function:
-        function = find_function(f"{key}.function", config.function)
+        setting = key if key.startswith("--") else f"{key}.function"  # an option, or of a recipe
+        function = find_function(setting, config.function)
         batched = config.batched or bool(getattr(function, "batched", False))
         return partial(call, function, batched=batched), config.batch if batched else 1
     logging.disable()  # math-verify warns of every bad answer

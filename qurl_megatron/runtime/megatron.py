@@ -8,10 +8,10 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import cpu
+
+T = TypeVar("T")
 
 WAIT = timedelta(hours=2)
 """How long a rank waits for another before it gives up on it; rollouts take longest. NCCL's too."""
@@ -167,6 +169,26 @@ def share(value: Any, *, waiting_for: str) -> Any:
             why = f"lost contact with rank 0 or another rank during its part ({waiting_for})"
         raise RankLost(f"rank {rank} {why}: {error}") from error
     return box[0]
+
+
+def by_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T | None:
+    """What ``act`` returns on the leading rank, None on the others, which wait for it.
+
+    Args:
+        waiting_for: as for ``share``.
+
+    Raises:
+        ConfigError: ``act`` did, on every rank.
+    """
+    found, refused = None, None
+    if ranks.leads:
+        try:
+            found = act()
+        except ConfigError as error:  # the others must not wait for what never comes
+            refused = error
+    if refused := share(refused, waiting_for=waiting_for):
+        raise refused
+    return found
 
 
 def _backend(device: torch.device) -> str:

@@ -43,7 +43,9 @@ def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list
     folder = _folder(out, cell)
     folder.mkdir(parents=True, exist_ok=True)
     config = load(study.recipe, cell.overrides)
-    questions = held_out_questions(config.data, config.train.eval_prompts)
+    questions = held_out_questions(
+        config.data, config.train.eval_prompts, answers=config.reward.needs_answers
+    )
     rows = [json.dumps({"prompt": q.text, "answer": q.answer}) + "\n" for q in questions]
     asked = folder / f"{BENCHMARK}.jsonl"
     asked.write_text("".join(rows), encoding="utf-8")

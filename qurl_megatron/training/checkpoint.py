@@ -50,14 +50,28 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Trained
-from qurl_megatron.runtime.files import MENDS, free, refusal
+from qurl_megatron.runtime.files import MENDS, free, refusal, refusing
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.boxes import in_place
-from qurl_megatron.training.state import REFERENCE, TrainState, checkpoints, latest, set_aside
+from qurl_megatron.training.state import (
+    REFERENCE,
+    STATE,
+    TrainState,
+    checkpoints,
+    latest,
+    set_aside,
+)
 from qurl_megatron.weights.checkpoint import describe
 from qurl_megatron.weights.megatron_reader import CRITIC
 from qurl_megatron.weights.places import DESCRIPTION
-from qurl_megatron.weights.sums import FileSum, Summing, to_disk, write_record
+from qurl_megatron.weights.sums import (
+    RECORD,
+    FileSum,
+    Summing,
+    read_record,
+    to_disk,
+    write_record,
+)
 
 
 def save(
@@ -108,6 +122,28 @@ def save(
             for old in checkpoints(run_dir)[:-keep]:
                 shutil.rmtree(old)
     return final
+
+
+def evaluated(run_dir: Path, state: TrainState) -> None:
+    """Have the checkpoint of a step that was saved without its evaluation tell what came of it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    folder = run_dir / "checkpoints" / f"step_{state.step:06d}"
+    aside = folder.with_name(f".{folder.name}-{STATE}")
+    aside.mkdir(exist_ok=True)
+    with refusing(folder / STATE, key="train.run_dir", half_written=aside):
+        state.write(aside)
+        record = read_record(folder)
+        if record is not None:
+            # Without a record a checkpoint is taken as it is: one that is cut off here is whole.
+            (folder / RECORD).unlink()
+        (aside / STATE).rename(folder / STATE)
+        aside.rmdir()
+        if record is not None:
+            record.pop(STATE)
+            write_record(folder, record)
 
 
 def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:

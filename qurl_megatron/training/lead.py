@@ -16,7 +16,6 @@ from typing import Any
 from qurl_megatron.config import RewardConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
@@ -34,11 +33,19 @@ from qurl_megatron.observe.samples import (
     say,
     telling,
 )
-from qurl_megatron.observe.sinks import JsonlSink, Sink, TensorBoardSink, View, WandbSink
-from qurl_megatron.observe.text import how_many
+from qurl_megatron.observe.sinks import (
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    View,
+    WandbSink,
+    read_metrics,
+)
+from qurl_megatron.observe.text import how_many, percent
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
-from qurl_megatron.rewards.pool import Tally
+from qurl_megatron.rewards.pool import Tally, refuse_none_scored
+from qurl_megatron.rewards.scoring import Abandoned
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -51,7 +58,6 @@ from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
-from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
@@ -87,12 +93,14 @@ class Lead:
         stop: StopRequest,
         state: TrainState,
         weight_norm: float,
+        prompts: PromptStream,
     ) -> None:
         """
         Args:
             claimed: the run's directory, given back on leaving.
             state: what the run goes on from; what metrics.jsonl says of later steps is dropped.
             weight_norm: of the weights it goes on with.
+            prompts: where the run goes on with them.
         """
         self.config = config
         self.claimed, self.run_dir = claimed, claimed.run_dir
@@ -106,21 +114,8 @@ class Lead:
         self._refused: ConfigError | None = None
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
-        self.tokenizer = Tokenizer(description_of(config.model.path))
-        self.prompts = PromptStream(
-            config.data,
-            self.tokenizer,
-            seed=config.train.seed,
-            held_out=config.train.eval_prompts,
-        )
-        arch = read_arch(read_config(description_of(config.model.path)))
-        self._vocabulary, longest = arch.vocab, longest_prompt(config.rollout, arch)
-        if longest is not None:
-            self.prompts.refuse_longer(longest)
-        if state.cursor:
-            self.prompts.load_state_dict(state.cursor)
-        for remark in self.prompts.remarks():
-            print(remark, flush=True)
+        self.prompts, self.tokenizer = prompts, prompts.tokenizer
+        self._vocabulary = read_arch(read_config(description_of(config.model.path))).vocab
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
         self._told: set[str] = set()  # why responses had no score
         self._kept: dict[int, Sample] = {}  # of the step at hand, by their places in it
@@ -264,7 +259,8 @@ class Lead:
             Interrupted: a stop was requested while the engines generated; nothing is lost, because
                 the same prompts come again after a restart.
             EngineError: no engine is left.
-            ConfigError: a response has no score, and the recipe wants the run to end then.
+            ConfigError, RewardDown: a response has no score, and the recipe wants the run to end
+                then; or none has.
         """
         self.progress.phase("rollout")
         self._ahead.admit(step - 1)
@@ -423,6 +419,7 @@ class Lead:
             generated = now()
             samples, tally = self._graded(samples)
             draft.graded.add(tally)
+            refuse_none_scored(draft.graded, config.reward.setting)
             end = now()
             self.timeline.add(Span("engines", "rollout", step, start, generated))
             self.timeline.add(Span("engines", "reward", step, generated, end))
@@ -437,13 +434,22 @@ class Lead:
         return fill(draft, answer, draw)
 
     def evaluate(self, step: int) -> float:
-        """Mean score on held-out prompts, by the engines as they are: at rollout precision."""
+        """Mean score on held-out prompts, by the engines as they are: at rollout precision.
+
+        Raises:
+            Interrupted: a stop was requested meanwhile.
+            EngineError, ConfigError, RewardDown: as ``rollout``.
+        """
         train = self.config.train
+
+        def stop() -> bool:
+            return bool(self.stop)
+
         self.progress.phase("evaluate")
         prompts = self.prompts.held_out
         if train.eval_samples == 1:
             limit = self.config.rollout.max_new_tokens
-            samples = greedy(self.fleet, prompts, limit, turns=self._turns)
+            samples = greedy(self.fleet, prompts, limit, turns=self._turns, stop=stop)
         else:
             sampling = replace(self.config.rollout, samples_per_prompt=train.eval_samples)
             # One seed for all evaluations: they differ by the policy, not by luck.
@@ -454,8 +460,13 @@ class Lead:
                 seed=train.seed,
                 step=EVALUATION,
                 turns=self._turns,
+                stop=stop,
             )
-        samples, tally = self._graded(samples)
+        try:
+            samples, tally = self._graded(samples, stop)
+        except Abandoned:
+            raise Interrupted("stopped while an evaluation was scored") from None
+        refuse_none_scored(tally, self.config.reward.setting)
         self._tell_unscored(tally, step)
         score = sum(sample.reward for sample in samples) / len(samples)
         name = "eval/accuracy" if self.config.reward.right_or_wrong else "eval/reward"
@@ -487,13 +498,19 @@ class Lead:
         Raises:
             ConfigError: the disk refused the report, or metrics before it.
         """
-        from qurl_megatron.observe.report import write_report  # matplotlib takes a second to import
+        # matplotlib takes a second to import
+        from qurl_megatron.observe.report import History, unscored, write_report
 
         self.progress.close()
         print(state.summary(right_or_wrong=self.config.reward.right_or_wrong))
-        if self.stop and state.step < self.config.train.steps:
+        if self.stop and not state.finished(self.config.train.steps):
             print(_stopped(self.stop, state.step, self.config.train.steps))
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
+            if share := unscored(History(read_metrics(self.run_dir / "metrics.jsonl"))):
+                print(
+                    f"{percent(share)} of the responses could not be scored and got "
+                    f"reward.failed={self.config.reward.failed:g}"
+                )
             with refusing(self.run_dir / "report.html", key="train.run_dir"):
                 path = write_report(self.run_dir)
             print(f"report: {path}", flush=True)
@@ -558,10 +575,12 @@ class Lead:
                 self.progress.alarm(f"fleet, step {step}: {what.strip()}")
         return metrics
 
-    def _graded(self, samples: list[Sample]) -> tuple[list[Sample], Tally]:
+    def _graded(
+        self, samples: list[Sample], stop: Callable[[], bool] = lambda: False
+    ) -> tuple[list[Sample], Tally]:
         said = [self.tokenizer.said(sample) for sample in samples]
         with self._grading:  # the workers take one batch at a time
-            grades = self.rewards.grade(items_of(samples, [policy for _, policy in said]))
+            grades = self.rewards.grade(items_of(samples, [policy for _, policy in said]), stop)
         graded = [
             replace(sample, text=text, reward=reward)
             for sample, (text, _), reward in zip(samples, said, grades.scores, strict=True)

@@ -11,6 +11,7 @@ SGLang computes depends on who shares a batch.
 """
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +29,11 @@ from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
+from qurl_megatron.rewards.pool import RewardDown
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
 from qurl_megatron.rollout.transport.facts import settle_nccl
-from qurl_megatron.runtime.megatron import megatron_runtime, share
+from qurl_megatron.runtime.megatron import by_lead, megatron_runtime, share
 from qurl_megatron.sync.drift import of_an_update
 from qurl_megatron.sync.publisher import Publisher
 from qurl_megatron.sync.senders import make_sender
@@ -40,6 +42,7 @@ from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.delivery import deliver
 from qurl_megatron.training.finite import NotFinite, check_losses, look, norm_of
 from qurl_megatron.training.guard import Collapse, Verdict
+from qurl_megatron.training.inputs import read_prompts
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rank import StopRequest
@@ -51,8 +54,12 @@ from qurl_megatron.training.whole import refuse_damaged_together
 HEALS = 3  # times that one step waits for engines to come back
 
 
-def train(config: RunConfig, stop: StopRequest) -> bool:
+def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | None = None) -> bool:
     """Start a run, or resume the one in ``train.run_dir``.
+
+    Args:
+        prepare: what the leading rank does once all ranks have met, and before anything else; its
+            ConfigError ends them all.
 
     Returns:
         True when all steps are done, False after a clean stop with a checkpoint.
@@ -61,13 +68,19 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
     if config.sync.transport == "group":
         settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
+        if prepare:
+            by_lead(prepare, ranks, waiting_for="checking rewards")
         claimed = claim(run_dir, config) if ranks.leads else None
         newest = newest_whole(run_dir, ranks)
-        if newest and newest[1].step >= config.train.steps:
+        if newest and newest[1].finished(config.train.steps):
             if ranks.leads:
                 tell_done(run_dir, newest[1], config, claimed.changes)
             return True
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
+        read = partial(read_prompts, config, newest and newest[1])
+        prompts = by_lead(read, ranks, waiting_for="reading the data")
+        for remark in prompts.remarks() if prompts else ():
+            print(remark, flush=True)
         if ranks.leads:
             print(f"loading {config.model.path if newest is None else newest[0]}", flush=True)
         policy = Policy.build(
@@ -102,7 +115,8 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             print(f"train.share_prefix does not apply here: {why}", flush=True)
         norm = _sound(policy, critic)
         _make_room()
-        with Lead(config, claimed, stop, state, norm) if claimed else nullcontext() as lead:
+        leading = Lead(config, claimed, stop, state, norm, prompts) if claimed else nullcontext()
+        with leading as lead:
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
                 policy,
@@ -123,7 +137,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
                 state = _run(parts, state, saved=newest and state.step)
             if lead:
                 lead.finish(state)
-    return state.step >= config.train.steps
+    return state.finished(config.train.steps)
 
 
 def _sound(policy: Policy, critic: Critic | None) -> float:
@@ -180,20 +194,33 @@ def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:
         saved: the step whose checkpoint the run goes on from; None where it begins.
 
     Raises:
-        EngineError, ConfigError: no engine could be used, or no version written; what was trained
-            is on disk all the same.
+        EngineError, RewardDown, ConfigError: no engine or reward could be used, or no version
+            written; what was trained is on disk all the same.
         Collapse: the guard halted the run.
     """
     config, failure, going = parts.config, None, True
-    if state.step == 0 and config.train.eval_prompts:
-        state, failure = _evaluated(parts.lead, parts.publisher, state)
-        state = replace(state, accuracy_before=state.accuracy)
+    if state.unevaluated or (state.step == 0 and config.train.eval_prompts):
+        state, failure = _made_up_for(parts, state)
     while going and failure is None and state.step < config.train.steps:
         before = state.step
         state, saved, failure = _step(parts, state, saved)
         going = state.step > before
     _end(parts, state, saved, failure)
     return state
+
+
+def _made_up_for(parts: _Parts, state: TrainState) -> tuple[TrainState, Exception | None]:
+    """The evaluation before the first step, or the one in which a run was stopped."""
+    failure, owed = None, state.unevaluated
+    if parts.config.train.eval_prompts:
+        state, failure = _evaluated(parts.lead, parts.publisher, state)
+    if state.step == 0:
+        state = replace(state, accuracy_before=state.accuracy)
+    if owed and failure is None:
+        state, run_dir = replace(state, unevaluated=False), Path(parts.config.train.run_dir)
+        write = partial(checkpoint.evaluated, run_dir, state)
+        by_lead(write, parts.policy.ranks, waiting_for="writing what an evaluation came to")
+    return state, failure
 
 
 def _step(
@@ -368,7 +395,7 @@ def _samples(
         collected, failure = _rollout(lead, step, timer)
         # Objects are pickled on their way; of the tokens nothing may be among them.
         rollout, failure = _share((collected and replace(collected, samples=None), failure))
-        if isinstance(failure, ConfigError) or (failure is None and rollout is None):
+        if rollout is None and not isinstance(failure, EngineError):
             return None, failure
         if failure is None:
             whole = collected and collected.samples
@@ -419,7 +446,7 @@ def _recovered(lead: Lead | None) -> EngineError | ConfigError | None:
 
 def _rollout(
     lead: Lead | None, step: int, timer: Timer
-) -> tuple[Rollout | None, EngineError | ConfigError | None]:
+) -> tuple[Rollout | None, EngineError | RewardDown | ConfigError | None]:
     """The leading rank's rollout; none on the others, and where it was stopped or failed."""
     if lead is None or lead.stop:
         return None, None
@@ -431,29 +458,36 @@ def _rollout(
         return rollout, None
     except Interrupted:
         return None, None
-    except (EngineError, ConfigError) as error:
+    except (EngineError, RewardDown, ConfigError) as error:
         return None, error
 
 
 def _evaluated(
     lead: Lead | None, publisher: Publisher, state: TrainState
 ) -> tuple[TrainState, Exception | None]:
-    """The state with its held-out score, on the leading rank; what went wrong, on all."""
+    """The state with its held-out score, on the leading rank; what went wrong, on all.
+
+    A run that goes on from a state without this evaluation makes up for it.
+    """
+    missing = replace(state, unevaluated=True)
+    state = replace(state, unevaluated=False)
     HERE.enter("evaluate")
     for _ in range(HEALS):
         failure = None
         if lead:
             try:
                 state = replace(state, accuracy=lead.evaluate(state.step))
-            except (EngineError, ConfigError) as error:
+            except (Interrupted, EngineError, RewardDown, ConfigError) as error:
                 failure = error
         _, failure = _share((None, failure))
-        if failure is None or isinstance(failure, ConfigError):
-            return state, failure
+        if failure is None:
+            return state, None
+        if not isinstance(failure, EngineError):
+            return missing, failure
         _, unhealed = _publish(lead, publisher, state.step, failure)
         if unhealed is not None:
-            return state, unhealed
-    return state, failure
+            return missing, unhealed
+    return missing, failure
 
 
 def _share(outcome: Any, waiting_for: str = "rollouts, or engines") -> Any:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from qurl_megatron.config import RunConfig
@@ -35,8 +36,11 @@ class StopRequest:
         self.signal = number
 
 
-def run_rank(config: RunConfig) -> int:
+def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> int:
     """Train as the rank the environment names.
+
+    Args:
+        prepare: as for ``loop.train``.
 
     Returns:
         0 when all steps are done, 128 + n after a clean stop on signal n. A failure does not
@@ -46,16 +50,17 @@ def run_rank(config: RunConfig) -> int:
     """
     stop = StopRequest()
     prepare_cuda(config.parallel)
+    from qurl_megatron.rewards.pool import RewardDown
     from qurl_megatron.rollout.client import EngineError
     from qurl_megatron.runtime.megatron import RankLost
     from qurl_megatron.training.guard import Collapse
 
-    codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1}
+    codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1, RewardDown: 1}
     try:
         use_transformer_engine()  # reports a broken one before Megatron trips over it
         from qurl_megatron.training.loop import train
 
-        finished = train(config, stop)
+        finished = train(config, stop, prepare)
     except tuple(codes) as error:
         failures.keep(error)
         tell(f"qurl: {error}")

@@ -19,6 +19,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
+from qurl_megatron.training.inputs import check_files
 from qurl_megatron.training.lengths import refuse_endless_responses
 from qurl_megatron.training.state import (
     TrainState,
@@ -47,17 +48,17 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if config.rollout.urls or config.rollout.rendezvous:
         given_key(os.environ)  # before minutes are spent on models
     placed = place_under_launcher(config.parallel.world_size)
+    source = None
     if fork is not None:
-        config = _forked(config, fork, lead=not placed or os.environ["RANK"] == "0")
+        source = Path(config.train.run_dir)
+        config = replace(config, train=replace(config.train, run_dir=str(fork)))
     path = Path(config.model.path)
-    # Under a launcher the ranks are not alone: rank 0 looks at the run directory for all.
-    if not placed and _already_done(config, _changes(config)):
-        return 0
-    if not placed or os.environ["RANK"] == "0":
-        check_rewards(config.reward)
-        check_environment(config.rollout)
-        if config.observe.wandb_project:
-            wandb_package()
+    if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
+        _begin(source, config)
+        if _already_done(config, _changes(config)):
+            return 0
+        check_files(config)
+        _check_own(config)
         _tell_of_relatives(Path(config.train.run_dir))
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)
@@ -69,7 +70,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if placed:
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
-            return run_rank(config)
+            return run_rank(config, partial(_prepare, source, config))
     # Threads that spin at barriers starve the ranks they wait for where there are more
     # ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -79,15 +80,26 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
 
 
-def _forked(config: RunConfig, run_dir: Path, *, lead: bool) -> RunConfig:
-    """The recipe of the fork, whose folder one rank makes."""
-    from qurl_megatron.training.fork import fork
+def _begin(source: Path | None, config: RunConfig) -> None:
+    """Make the run a fork of ``source``, where there is one."""
+    if source is not None:
+        from qurl_megatron.training.fork import fork
 
-    source = Path(config.train.run_dir)
-    config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
-    if lead:
         fork(source, config)
-    return config
+
+
+def _prepare(source: Path | None, config: RunConfig) -> None:
+    """What rank 0 does for all ranks; the data it reads anyway, before the model."""
+    _begin(source, config)
+    _check_own(config)
+
+
+def _check_own(config: RunConfig) -> None:
+    """What the recipe names beside data and model is there, and can be called."""
+    check_rewards(config.reward)
+    check_environment(config.rollout)
+    if config.observe.wandb_project:
+        wandb_package()
 
 
 def _missing(config: RunConfig) -> str:
@@ -124,9 +136,9 @@ def _changes(config: RunConfig) -> list[Change]:
     try:
         return refuse_other_run(Path(config.train.run_dir), config)
     except ConfigError:
-        check_rewards(config.reward)
-        check_environment(config.rollout)
+        check_files(config)
         training_questions(config.data)
+        _check_own(config)
         if not Path(config.model.path).exists() and not config.warmstart.steps:
             raise ConfigError(_missing(config)) from None
         raise
@@ -142,7 +154,7 @@ def _already_done(config: RunConfig, changed: Sequence[Change]) -> bool:
         state = TrainState.read(checkpoint)
     except ConfigError:
         return False  # the ranks look for an older one, and say so
-    if state.step < config.train.steps:
+    if not state.finished(config.train.steps):
         return False
     tell_done(run_dir, state, config, changed)
     return True

@@ -59,6 +59,7 @@ class TrainState:
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
     unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
     notice: str = ""  # what the guard did last
+    unevaluated: bool = False  # the run was stopped while it evaluated this step
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":
@@ -91,6 +92,10 @@ class TrainState:
         """The number format that rollout weights have from here on."""
         return configured if self.unquantized_since is None else "none"
 
+    def finished(self, steps: int) -> bool:
+        """True where nothing is left to do of a run of so many steps."""
+        return self.step >= steps and not self.unevaluated
+
     def summary(self, *, right_or_wrong: bool) -> str:
         """How far the run has come, for a person.
 
@@ -121,6 +126,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "guard": (dict,),
     "unquantized_since": (int, type(None)),
     "notice": (str,),
+    "unevaluated": (bool,),
 }
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import cpu, files, launch, megatron
-from qurl_megatron.runtime.megatron import RankLost, megatron_runtime, share
+from qurl_megatron.runtime.megatron import RankLost, by_lead, megatron_runtime, share
 from qurl_megatron.testing.ranks import run_on_ranks
 
 CUDA = torch.device("cuda", 0)
@@ -43,6 +43,27 @@ def meet_as_on_gpus(parallel: ParallelConfig) -> int:
 def test_objects_and_barriers_go_over_gloo_in_every_group():
     parallel = ParallelConfig(tensor=2, data=2)
     assert launch.launch(meet_as_on_gpus, (parallel,), parallel.world_size) == 0
+
+
+def refuse_on_rank_0(folder) -> int:
+    def act() -> str:
+        assert dist.get_rank() == 0
+        return "found"
+
+    def refuse() -> None:
+        raise ConfigError("the reward has no score")
+
+    with megatron_runtime(ParallelConfig(data=2)) as ranks:
+        assert by_lead(act, ranks, waiting_for="it") == ("found" if ranks.leads else None)
+        with pytest.raises(ConfigError, match="the reward has no score"):
+            by_lead(refuse, ranks, waiting_for="it")
+        (folder / f"rank-{ranks.rank}").touch()
+    return 0
+
+
+def test_what_rank_0_refuses_is_refused_on_every_rank(tmp_path):
+    assert launch.launch(refuse_on_rank_0, (tmp_path,), 2) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-0", "rank-1"}
 
 
 # -- starting --------------------------------------------------------------------------------------

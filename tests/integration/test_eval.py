@@ -132,7 +132,9 @@ def test_a_prompt_beyond_the_context_is_named(model, tmp_path):
     assert "exceed the 256 tokens that the engine takes; give at most 16" in done.stderr
 
 
-def test_a_run_is_evaluated_by_its_own_recipe_and_sglang_wants_it_converted(tmp_path):
+def test_a_run_is_evaluated_by_its_own_recipe_before_and_after_and_sglang_wants_it_converted(
+    tmp_path,
+):
     run = Run(make_recipe(tmp_path), "run", "train.steps=1", "rollout.engines=1")
     with run.process():
         assert run.ended() == 0, run.stderr()
@@ -140,9 +142,21 @@ def test_a_run_is_evaluated_by_its_own_recipe_and_sglang_wants_it_converted(tmp_
     text = "State the final answer to the following arithmetic problem: 12 + 3 ="
     path.write_text(json.dumps({"prompt": text, "answer": "15"}) + "\n")
     arguments = [*QURL, "eval", str(path), "--run", str(run.dir), "--k", "2"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    pair = [*arguments, "--before", "--step", "1"]
+    done = subprocess.run(pair, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     results = json.loads((run.dir / "eval/step_000001/results.json").read_text())
+    first = json.loads((run.dir / "eval/start/results.json").read_text())
+    assert first["model"] == str(tmp_path / "model")
+    for name in ("model_files", "seed"):
+        first["settings"].pop(name)
+    assert first["settings"].items() <= results["settings"].items()
+    both = json.loads((run.dir / "eval/start_to_step_000001.json").read_text())
+    sums = both["benchmarks"]["sums"]["sampled"]
+    assert sums["after"] == results["benchmarks"]["sums"]["sampled"]
+    assert sums["before"] == first["benchmarks"]["sums"]["sampled"]
+    assert sums["change"] == pytest.approx(sums["after"]["accuracy"] - sums["before"]["accuracy"])
+    assert (run.dir / "eval/start_to_step_000001.md").read_text() in done.stdout
     settings = results["settings"]
     assert (settings["scheme"], settings["dtype"], settings["reward"]) == (
         "int8",

@@ -3,11 +3,15 @@
 import json
 import math
 import shutil
+import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
+from qurl_megatron.weights.sums import refuse_damaged
+from tests.rewards import reward_server
 from tests.runs import QURL, Run, make_recipe
 
 REWARD = """
@@ -68,6 +72,9 @@ def test_a_run_trains_on_what_has_a_score_and_counts_the_rest(trained):
     assert (
         "raised (reward.mix.own: ValueError: a third of them (own.py, line 5))" in trained.stdout()
     )
+    share = f"{100 * failed / 64:.1f} %"
+    assert f"  unscored {share}  " in trained.stdout()
+    assert f"\n{share} of the responses could not be scored and got rew" in trained.stdout()
 
 
 def test_a_model_that_is_made_on_the_spot_is_told_from_one_that_was_meant(trained, tiny):
@@ -93,6 +100,53 @@ def test_a_mean_of_scores_is_not_called_an_accuracy(trained):
     assert "Held-out reward" in page and "Held-out accuracy" not in page
 
 
+def test_a_reward_that_fails_on_every_response_ends_the_run(tiny, trained):
+    (tiny.parent / "all.py").write_text("def score(**given):\n    return given['unit']\n")
+    options = ("reward.function=all.py:score", "train.eval_prompts=0", "train.steps=3")
+    run = Run(tiny, "none", *OPTIONS, *options)
+    with run.process():
+        assert run.ended() == 2, run.stderr()
+    assert run.stderr() == (
+        f"qurl: reward.function={tiny.parent}/all.py:score scored none of 64 responses: 64 raised "
+        "(KeyError: 'unit' (all.py, line 2)); fix it, and call it on one response first, as "
+        'docs/rewards.md shows under "Try it"; no step was done\n'
+    )
+
+
+def test_a_stop_is_heard_while_a_server_scores_an_evaluation_which_is_made_up_for(tiny, trained):
+    asked, heard = threading.Event(), threading.Event()
+
+    def letters(items):
+        return 200, json.dumps({"scores": [len(item["response"]) % 2 for item in items]}).encode()
+
+    def silent(items):
+        asked.set()
+        heard.wait(300)
+        return letters(items)
+
+    # The evaluation before the first step, the step itself, and the evaluation after it.
+    with reward_server(letters, letters, silent, letters) as server:
+        plain = [one for one in OPTIONS if "reward" not in one]
+        command = (*plain, f"reward.url={server.url}", "reward.timeout_s=300", "train.steps=1")
+        run = Run(tiny, "slow", *command)
+        with run.process() as process:
+            run.wait(asked.is_set)
+            process.send_signal(signal.SIGTERM)
+            assert run.ended(60) == 143, run.stderr()
+        heard.set()
+        assert run.left() == [] and "step 1 of 1 is saved" in run.stdout()
+        state = run.dir / "checkpoints/step_000001/state.json"
+        assert json.loads(state.read_text())["unevaluated"]
+        again = Run(tiny, "slow", *command)
+        with again.process():
+            assert again.ended() == 0, again.stderr()
+    lines = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
+    assert [one["step"] for one in lines if "eval/accuracy" in one["metrics"]] == [0, 1]
+    assert not json.loads(state.read_text())["unevaluated"]
+    refuse_damaged(state.parent)
+    assert "held-out accuracy" in again.stdout()
+
+
 def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):
     shutil.copytree(trained.dir, tiny.parent / "stops")
     run = Run(tiny, "stops", *OPTIONS, "train.steps=2", "reward.on_failure=stop")
@@ -100,6 +154,6 @@ def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):
         assert run.ended() == 2, run.stderr()
     assert run.left() == []
     assert "of 64 responses could not be scored: " in run.stderr()
-    assert "mend the reward, or set reward.on_failure=score" in run.stderr()
+    assert "fix the reward, or set reward.on_failure=score" in run.stderr()
     assert run.stderr().count("\n") == 1 and "Traceback" not in run.stderr()
     assert "step 1 is saved, start again to go on from it" in run.stderr()

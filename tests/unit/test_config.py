@@ -315,6 +315,28 @@ def test_a_server_may_move_and_another_reward_is_another_run(recipe):
     assert told == ["reward.kind math -> ''", "reward.function '' -> own:score"]
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_recipes_folder_may_move_with_the_functions_beside_it(mixed, tmp_path):
+    def recipe_in(folder: str):
+        reward = "[reward.mix.a]\n" if mixed else "[reward]\n"
+        path = tmp_path / folder / "r.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            '[model]\npath = "m"\n[data]\ntask = "t"\n' + reward + 'function = "own.py:score"\n'
+        )
+        (path.parent / "own.py").write_text("def score(): ...\n")
+        return load(path)
+
+    first, copied = recipe_in("first"), recipe_in("copied")
+    assert first.reward != copied.reward and changes(first, copied) == []
+    (tmp_path / "copied/own.py").write_text("def score(): return 1\n")
+    (change,) = changes(first, copied)
+    assert change.key == ("reward.mix" if mixed else "reward.function")
+    assert refused([change])
+    (tmp_path / "first/own.py").unlink()
+    assert changes(first, copied) == []
+
+
 def test_weights_of_a_mix_may_change_and_what_it_adds_up_may_not(recipe):
     mixed, heavier, other = (
         load(recipe, [f"reward.mix={{a={{kind='exact', weight={weight}}}, b={{{more}}}}}"])

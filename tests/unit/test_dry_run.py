@@ -237,8 +237,13 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     assert "qwen2, 0.49 B parameters, 24 layers" in out
     # Tied, in two stages: 136.1 M in the vocabulary, on both; 14.9 M in each of 12 layers.
     assert "parameters, millions      315      315" in out
+    assert f"data.path=x.jsonl is not there, so prompts are not checked: looked for {ROOT}" in out
     assert main([*command, "--config", str(tmp_path / "nowhere")]) == 2
     assert "--config" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    Path("x.jsonl").write_text('{"text": "1 + 1", "answer": "2"}\n')
+    assert main([*command, "--config", str(shape)]) == 2
+    assert "x.jsonl line 1 has no prompt or problem or question" in capsys.readouterr().err
 
 
 def test_no_memory_is_taken_for_what_is_only_rehearsed(tmp_path):

@@ -1,9 +1,11 @@
 """``qurl eval`` on paper, on files, and against scripted engines."""
 
 import argparse
+import dataclasses
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +21,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
-from qurl_megatron.evaluation.command import make_plan
+from qurl_megatron.evaluation.command import make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 from qurl_megatron.evaluation.evaluate import as_prompts
 from qurl_megatron.evaluation.options import Defaults, add_options
@@ -142,6 +144,29 @@ def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
     assert mean_line == (
         ["mean", "", "75.0 [50.0, 100.0]", "62.5 [50.0, 75.0]", "75.0", "37.5 %", "14", ""]
     )
+
+
+def test_what_two_models_differ_by_is_paired_problem_by_problem():
+    modes = {"greedy": 1, "sampled": 2}
+    before = answers_of(
+        {"greedy": [[1.0], [0.0], [0.0]], "sampled": [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]}
+    )
+    # Each problem is sampled 50 points better, whatever it was before: nothing is left to chance.
+    after = answers_of(
+        {"greedy": [[1.0], [1.0], [0.0]], "sampled": [[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]]}
+    )
+    found = results.pair(benchmark_of("a", 3), before, after, modes, 0)
+    assert found["sampled"].change == 0.5 and np.all(found["sampled"].resampled_D == 0.5)
+    assert found["greedy"].change == pytest.approx(1 / 3)
+    assert set(np.round(3 * found["greedy"].resampled_D)) == {0, 1, 2, 3}  # never worse
+    average = results.mean_pair([found, found])
+    assert average["greedy"].change == pytest.approx(1 / 3)
+    assert results.pair_as_json(found)["greedy"]["ci95"] == [0.0, 1.0]
+    table = results.pair_table([("a", 3, found), ("mean", None, average)])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert rows[0] == ["benchmark", "problems", "score", "before", "after", "change"]
+    assert rows[2][:3] == ["a", "3", "Avg@1"] and rows[2][-1] == "+33.3 [+0.0, +100.0]"
+    assert rows[3] == ["a", "3", "Avg@2", "33.3 [0.0, 50.0]", "83.3 [50.0, 100.0]", "+50.0"]
 
 
 def test_benchmarks_of_one_size_are_resampled_independently():
@@ -471,9 +496,72 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
     shown = re.findall(r"^ladder .*: reward (\S+), 4 tokens.*\n  prompt    (.*)", told, re.M)
     assert shown == [("0", "7 7"), ("1", "7 7 7 7")]  # the lowest and the highest
     assert (
-        "1 response could not be scored and got reward.failed=0: 1 raised (ValueError: too short "
+        "1 response could not be scored and got 0: 1 raised (ValueError: too short "
         "(own.py, line 3))\n" in told
     )
+
+
+def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refused(
+    bench, model, tmp_path, capsys
+):
+    bench.write_text('{"prompt": "7 7"}\n{"prompt": "7 7 7", "answer": ""}\n')
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def score(response, answer, **others):\n    return 1.0 if answer == '' else 0.0\n\n"
+        "def fails(response, **others):\n    raise KeyError('unit')\n"
+    )
+    with FakeEngine() as engine:
+        options = [*urls(engine), "--k", "1", "--reward"]
+        assert run(bench, model, tmp_path / "out", *options, "exact") == 2
+        assert "line 1 has no reward_model.ground_truth or" in capsys.readouterr().err
+        assert run(bench, model, tmp_path / "out", *options, f"{own}:score") == 0
+        assert "ladder.jsonl: 2 prompts in prompt, no answers\n" in capsys.readouterr().out
+        assert run(bench, model, tmp_path / "bad", *options, f"{own}:fails") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"qurl: --reward={own}:fails scored none of 2 responses: 2 raised (K")
+    assert error.endswith(f"then delete {tmp_path / 'bad'}, which holds no scores")
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == 1.0
+
+
+def test_a_default_length_leaves_room_for_the_longest_prompt(bench, model, tmp_path, capsys):
+    with FakeEngine() as engine:
+        given = ["--out", str(tmp_path / "out"), "--k", "1", "--reward", "exact", *urls(engine)]
+        assert main(["eval", str(bench), "--model", str(model), *given]) == 0
+        asked = [
+            params for body in engine.bodies("/generate") for params in body["sampling_params"]
+        ]
+    assert {params["max_new_tokens"] for params in asked} == {57}  # of 64, beside 7
+    assert "responses end at 57 tokens: the model takes 64, of which" in capsys.readouterr().out
+
+
+def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_path):
+    shutil.copytree(model, tmp_path / "step_000004")
+    theirs = Defaults(
+        run=tmp_path / "run", model=tmp_path / "step_000004", start=model, scheme="int8"
+    )
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none",))
+
+    def planned(*options: str, theirs: Defaults = theirs):
+        arguments = parser.parse_args([str(bench), "--k", "2", *options])
+        return make_plans(arguments, theirs)
+
+    first, second = planned("--before", "--backend", "embedded")
+    assert (first.model, second.model) == (model, tmp_path / "step_000004")
+    assert first.out == tmp_path / "run/eval/start"
+    assert second.out == tmp_path / "run/eval/step_000004"
+    same = {"model": second.model, "out": second.out}
+    assert dataclasses.replace(first, **same) == second
+    assert [plan.out.name for plan in planned("--before", "--out", "x")] == [
+        "start", "step_000004",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--before evaluates two models of --run; leave --model"):
+        planned("--before", "--model", str(model))
+    with pytest.raises(ConfigError, match="the run began with model.path=gone, which is not a"):
+        planned("--before", theirs=dataclasses.replace(theirs, start=Path("gone")))
+    with pytest.raises(ConfigError, match="--step names a checkpoint of --run, and --model"):
+        planned("--step", "4", "--model", str(model))
 
 
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
@@ -536,6 +624,12 @@ def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
         (["--backend", "sglang", "--scheme", "int8"], "scheme none, not int8; convert it with"),
         (["--model", "nowhere"], "--model nowhere is not a folder"),
         (["--run", "nowhere"], "--run nowhere holds no checkpoint of a run"),
+        (["--before"], "--before is for the checkpoints of a run; name it with --run RUN_DIR"),
+        (["--step", "3"], "--step is for the checkpoints of a run"),
+        (
+            ["--reward", "nowhere.py:score"],
+            "--reward=/.*nowhere.py:score: .* does not exist; a relative path begins at the work",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(options, message, bench, model, tmp_path, capsys):

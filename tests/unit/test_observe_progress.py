@@ -46,9 +46,11 @@ def test_the_line_leaves_out_what_was_not_measured_and_the_last_one_has_no_eta()
     with Progress(2, stream=stream) as progress:
         progress.step(0, {"eval/accuracy": 0.125})
         progress.step(1, {})
-        progress.step(2, {"reward/mean": 1.0})
-    first, _, last = stream.getvalue().splitlines()
+        progress.step(1, {"reward/mean": 0.5, "reward/failed_fraction": 0.19})
+        progress.step(2, {"reward/mean": 1.0, "reward/failed_fraction": 0.0})
+    first, _, unscored, last = stream.getvalue().splitlines()
     assert first == "step 0/2  eval 12.5 %"
+    assert "  reward 0.500  unscored 19.0 %" in unscored
     assert last == "step 2/2  reward 1.000"
 
 

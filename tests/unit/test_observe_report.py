@@ -58,9 +58,13 @@ def test_prompts_that_were_left_out_head_the_report(tmp_path):
     page = write_report(tmp_path).read_text()
     assert "30 prompts too long, left out" in page
     assert "1 held-out prompt too long, left out" in page
-    line["metrics"] = {"data/too_long": 0}
+    line["metrics"] = {"data/too_long": 0, "reward/failed_fraction": 0.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert "left out" not in write_report(tmp_path).read_text()
+    page = write_report(tmp_path).read_text()
+    assert "left out" not in page and "of the responses unscored" not in page
+    line["metrics"] = {"reward/failed_fraction": 0.19}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert "19.0 % of the responses unscored" in write_report(tmp_path).read_text()
 
 
 def test_a_run_with_no_known_metric_still_has_a_table(tmp_path):

@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rewards.judge import Judge
+from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
+from qurl_megatron.rewards.scoring import Abandoned
 from tests.rewards import answered, items, numbers, reward_server
 from tests.waiting import NEVER_S, wait_until
 
@@ -114,7 +117,17 @@ def test_all_requests_have_one_deadline_and_what_has_a_score_keeps_it():
     assert grades.tally.first["unanswered"] == f"{server.url} within reward.url_deadline_s=3"
 
 
-def test_who_leaves_does_not_wait_for_a_slow_server():
+@pytest.mark.parametrize("on_failure", ["score", "stop"])
+def test_where_only_servers_failed_the_run_may_be_started_again(on_failure):
+    with reward_server(answered(404)) as server:
+        config = RewardConfig(url=server.url, on_failure=on_failure)
+        with RewardPool(config) as pool, pytest.raises(RewardDown, match="start its server"):
+            pool.grade(items("1"))
+            refuse_none_scored(pool.tally, config.setting)
+
+
+@pytest.mark.parametrize("leaves", ["pool", "call"])
+def test_who_leaves_does_not_wait_for_a_slow_server(leaves):
     def silent(items):
         time.sleep(NEVER_S)
         raise AssertionError
@@ -125,10 +138,11 @@ def test_who_leaves_does_not_wait_for_a_slow_server():
         RewardPool(dataclasses.replace(config, url=server.url)) as pool,
         ThreadPoolExecutor(1) as threads,
     ):
-        grading = threads.submit(pool.grade, items("1"))
+        stop = threading.Event()
+        grading = threads.submit(pool.grade, items("1"), stop.is_set)
         wait_until(lambda: server.asked)
-        pool.leave()
-        with pytest.raises(RuntimeError, match="responses are no longer scored: the run ends"):
+        stop.set() if leaves == "call" else pool.leave()
+        with pytest.raises(Abandoned, match="responses are no longer scored: the run ends"):
             grading.result()
 
 

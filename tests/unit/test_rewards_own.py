@@ -16,6 +16,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.functions import call, find_function
 from qurl_megatron.rewards.item import Unscored, as_score, unscored
+from qurl_megatron.rewards.pool import Tally, refuse_none_scored
 from tests.rewards import items, write_functions
 from tests.waiting import wait_until
 
@@ -68,7 +69,7 @@ def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypat
             "nowhere:score",
             r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; me",
         ),
-        ("none.py:score", r"none.py does not exist; the path is relative to the recipe's folder"),
+        ("none.py:score", r"none.py does not exist; a relative path begins at the recipe's folder"),
         ("broken.py:score", r"cannot be imported: ZeroDivisionError: .* \(broken.py, line 2\); me"),
         ("leaves.py:score", r"cannot be imported: SystemExit: 3 \(leaves.py, line 1\); me"),
         (
@@ -219,9 +220,26 @@ def test_a_run_that_is_to_stop_is_told_why(own):
         pool.grade(items("1", "raise"))
     assert str(error.value) == (
         "1 of 2 responses could not be scored: 1 raised (ValueError: no unit in this response "
-        "(own.py, line 7)); mend the reward, or set reward.on_failure=score to give such responses "
+        "(own.py, line 7)); fix the reward, or set reward.on_failure=score to give such responses "
         "reward.failed"
     )
+
+
+def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
+    with RewardPool(RewardConfig(function=f"{own}:score")) as pool:
+        pool.grade(items("raise", "nan"))
+        scorer = pool.config.setting
+        assert scorer == f"reward.function={own}:score"
+        with pytest.raises(ConfigError) as error:
+            refuse_none_scored(pool.tally, scorer)
+        assert str(error.value) == (
+            f"{scorer} scored none of 2 responses: 1 raised (ValueError: no unit in this response "
+            "(own.py, line 7)), 1 got no finite number (nan); fix it, and call it "
+            'on one response first, as docs/rewards.md shows under "Try it"'
+        )
+        pool.grade(items("1"))
+    refuse_none_scored(pool.tally, scorer)  # one in three has a score
+    refuse_none_scored(Tally(), scorer)
 
 
 def test_workers_of_functions_import_no_torch(pool):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,14 @@ def test_the_functions_score_as_the_page_says(table, expected, tmp_path):
         grades = pool.grade(ITEMS)
     assert grades.scores == pytest.approx(expected)
     assert grades.tally.failed == 0
+
+
+def test_a_function_is_tried_by_the_command_of_the_page(tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (command,) = re.findall(r"```sh\n(python .*)\n```", PAGE)
+    command = command.replace("python", sys.executable, 1)
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "1.0\n", done.stderr
 
 
 def test_the_judge_scores_for_those_who_bring_its_key(tmp_path, monkeypatch):

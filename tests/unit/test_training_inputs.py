@@ -1,0 +1,105 @@
+"""What a run reads is checked before ranks start, and by a dry run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.cli import main
+from qurl_megatron.config import load
+from qurl_megatron.data.rows import Question
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.training.inputs import check_files, describe_data, read_prompts
+from qurl_megatron.training.warmstart import build_tokenizer
+
+GOOD = {"prompt": "1 + 1 =", "answer": "2", "level": 3}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("train", [GOOD, GOOD]), ("eval", [GOOD])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        '[model]\npath = "model"\n[warmstart]\nsteps = 10\n'
+        '[data]\npath = "train.jsonl"\neval_path = "eval.jsonl"\n'
+        "[rollout]\nmax_new_tokens = 4\n[train]\neval_prompts = 2\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        ("train", {"text": "1 + 1 ="}, "data.path=train.jsonl line 3 has no prompt or .*"),
+        ("eval", {"prompt": "1 + 2 ="}, "data.eval_path=eval.jsonl line 2 has no .* or answer"),
+    ],
+    ids=["training", "held-out"],
+)
+def test_a_mistake_in_the_data_is_found_before_a_model_is_made(name, row, said, recipe, capsys):
+    with Path(f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert main(["train", str(recipe)]) == 2
+    out, err = capsys.readouterr()
+    with pytest.raises(ConfigError, match=said) as found:
+        check_files(load(recipe))
+    assert err == f"qurl: {found.value}\n" and out == ""
+    assert not Path("model").exists()
+    with pytest.raises(ConfigError, match=said):
+        describe_data(load(recipe))
+
+
+def test_a_path_that_leads_nowhere_says_where_it_was_looked_for(recipe, tmp_path):
+    config = load(recipe, ["data.path=data/train.jsonl"])
+    with pytest.raises(ConfigError) as found:
+        check_files(config)
+    looked = tmp_path / "data/train.jsonl"
+    assert str(found.value) == (
+        "data.path=data/train.jsonl does not exist or is not a file: a relative path begins at the "
+        f"working folder, so that is {looked}"
+    )
+    [told] = describe_data(config)
+    assert told.endswith(f"prompts are not checked: looked for {looked}")
+
+
+def test_rows_without_answers_are_for_rewards_of_ones_own(recipe):
+    rows = [{"prompt": "1"}, {"prompt": "2", "answer": None}, {"prompt": "3", "label": "4"}]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="or have a reward function of your own do without"):
+        check_files(load(recipe))
+    own = load(recipe, ["reward.function=own:score", "train.eval_prompts=0"])
+    check_files(own)
+    assert describe_data(own)[0] == "data.path=train.jsonl: 3 prompts in prompt, no answers"
+    typo = load(recipe, ["reward.function=own:score", "data.answer_key=answr"])
+    with pytest.raises(ConfigError, match="line 1 has no answr; .* data.answer_key"):
+        check_files(typo)
+    # In a mix with one of our kinds, answers are needed.
+    mixed = 'reward.mix={own = {function = "own:score"}, right = {kind = "exact"}}'
+    with pytest.raises(ConfigError, match="line 1 has no reward_model.ground_truth or answer"):
+        check_files(load(recipe, [mixed]))
+
+
+def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
+    assert describe_data(load(recipe))[-1].startswith("how long prompts are is not checked")
+    Path("model").mkdir()
+    build_tokenizer([Question("1 + 1 =", "2")]).save_pretrained("model")
+    shape = {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 16,
+    }
+    Path("model/config.json").write_text(json.dumps(shape))
+    with Path("train.jsonl").open("a") as file:
+        file.write(json.dumps({**GOOD, "prompt": "1 + 1 + 1 + 1 + 1 + 1 + 1 ="}) + "\n")
+    with pytest.raises(ConfigError, match="the model has room for 12 beside a response"):
+        describe_data(load(recipe))
+    said = describe_data(load(recipe, ["data.max_prompt_tokens=12"]))
+    assert any("1 of 3 training prompts are longer than data.max_prompt" in one for one in said)
+    assert any("kept as metadata: level" in one for one in said)
+    assert read_prompts(load(recipe, ["data.max_prompt_tokens=12"])).held_out[0].answer == "2"
