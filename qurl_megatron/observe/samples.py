@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.growing import Growing
 from qurl_megatron.observe.text import how_many, number
-from qurl_megatron.types import Sample
+
+if TYPE_CHECKING:  # importing this package brings no numpy
+    from qurl_megatron.types import Sample
 
 SAMPLES_FILE = "samples.jsonl"
 TRAIN, HELD_OUT = "train", "held-out"
@@ -46,7 +48,7 @@ class Example:
     finish: str  # "stop", or "length" where the limit ended it
 
 
-def example_of(sample: Sample, step: int, of: str, advantage: float | None = None) -> Example:
+def example_of(sample: "Sample", step: int, of: str, advantage: float | None = None) -> Example:
     """A graded sample, clipped."""
     return Example(
         step=step,

@@ -35,10 +35,19 @@ class Item:
     failure: "Unscored | None" = None  # known beforehand: nothing is asked for a score
 
     @property
+    def given(self) -> dict[str, Any]:
+        """What a reward gets."""
+        return {
+            "prompt": self.prompt,
+            "response": self.response,
+            "answer": self.answer,
+            "metadata": finite(self.metadata),
+        }
+
+    @property
     def line(self) -> str:
         """As JSON on one line of ASCII."""
-        metadata = finite(self.metadata)
-        return json.dumps([self.prompt, self.response, self.answer, metadata], default=str)
+        return json.dumps([*self.given.values()], default=str)
 
 
 def finite(value: Any) -> Any:

@@ -12,7 +12,6 @@ import json
 import os
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from urllib.parse import urlsplit
 
 import httpx
@@ -81,7 +80,7 @@ class Judge:
             return [unscored("unanswered", f"{self.name} {error}")] * len(items)
 
     async def _asked(self, items: Sequence[Item]) -> list[Score]:
-        body = json.dumps({"items": [asdict(item) for item in items]}).encode()
+        body = json.dumps({"items": [item.given for item in items]}).encode()
         async with httpx.AsyncClient(**self._options) as http:
             for attempt in range(self.config.url_retries):
                 try:
