@@ -264,7 +264,7 @@ def _compared(
         found["mean"] = results.pair_as_json(lines[-1][2])
     path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
     results.write_whole(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    table = results.pair_table(lines)
+    table = results.pair_table(lines, right_or_wrong=after.reward.right_or_wrong)
     results.write_whole(path.with_suffix(".md"), table + "\n")
     return f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}"
 
@@ -494,7 +494,7 @@ def _answer(
             lines.append(("mean", None, average, None))
         text = json.dumps(found, indent=1, ensure_ascii=False)
         results.write_whole(out / "results.json", text + "\n")
-    table = results.table(lines)
+    table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
     results.write_whole(out / "results.md", table + "\n")
     return Outcome(table, [file.answers for file in files], shown)
 

@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,22 +158,25 @@ def pair_as_json(pairs: Mapping[str, Pair]) -> dict[str, Any]:
     }
 
 
-def pair_table(lines: Sequence[tuple[str, int | None, Mapping[str, Pair]]]) -> str:
+def pair_table(
+    lines: Sequence[tuple[str, int | None, Mapping[str, Pair]]], *, right_or_wrong: bool = True
+) -> str:
     """Text that is a Markdown table as well: a line for each benchmark and mode.
 
     Args:
         lines: name, number of problems, and the two models' scores.
+        right_or_wrong: each score is 1 or 0, and means are percentages.
     """
+    written = partial(_written, right_or_wrong=right_or_wrong)
     cells = [["benchmark", "problems", "score", "before", "after", "change"]]
     for name, problems, pairs in lines:
         count = "" if problems is None else str(problems)
         for one in pairs.values():
-            between = interval(one.resampled_D)
-            change = f"{100 * one.change:+.1f}"
-            if between:
-                change += f" [{100 * between[0]:+.1f}, {100 * between[1]:+.1f}]"
-            which = f"Avg@{one.after.responses}"
-            cells.append([name, count, which, _percent(one.before), _percent(one.after), change])
+            scores = [
+                written(score.accuracy, score.resampled_D) for score in (one.before, one.after)
+            ]
+            change = written(one.change, one.resampled_D, sign="+")
+            cells.append([name, count, f"Avg@{one.after.responses}", *scores, change])
     return _aligned(cells)
 
 
@@ -194,12 +198,21 @@ def rows(benchmark: Benchmark, answers: Mapping[Key, Sequence[Answer]]) -> list[
     return found
 
 
-def table(lines: Sequence[tuple[str, int | None, Mapping[str, Score], float | None]]) -> str:
+def table(
+    lines: Sequence[tuple[str, int | None, Mapping[str, Score], float | None]],
+    *,
+    right_or_wrong: bool = True,
+) -> str:
     """Text that is a Markdown table as well.
 
     Args:
         lines: name, number of problems, scores and tokens per second.
+        right_or_wrong: each score is 1 or 0, and means are percentages.
     """
+
+    def written(score: Score) -> str:
+        return _written(score.accuracy, score.resampled_D, right_or_wrong=right_or_wrong)
+
     modes = lines[0][2]
     sampled = modes.get("sampled")
     k = sampled.responses if sampled else 1
@@ -207,9 +220,9 @@ def table(lines: Sequence[tuple[str, int | None, Mapping[str, Score], float | No
     cells = [[*header, "truncated", "tokens", "tokens/s"]]
     for name, problems, by_mode, speed in lines:
         last = by_mode["sampled" if sampled else "greedy"]
-        cells.append([name, "" if problems is None else str(problems), _percent(by_mode["greedy"])])
+        cells.append([name, "" if problems is None else str(problems), written(by_mode["greedy"])])
         if sampled:
-            cells[-1] += [_percent(last), f"{100 * last.pass_at[k]:.1f}"]
+            cells[-1] += [written(last), f"{100 * last.pass_at[k]:.1f}"]
         cells[-1] += [
             f"{100 * last.truncated:.1f} %",
             f"{last.tokens:.0f}",
@@ -239,10 +252,16 @@ def write_whole(path: Path, text: str) -> None:
     aside.replace(path)
 
 
-def _percent(score: Score) -> str:
-    between = interval(score.resampled_D)
-    text = f"{100 * score.accuracy:.1f}"
-    return f"{text} [{100 * between[0]:.1f}, {100 * between[1]:.1f}]" if between else text
+def _written(
+    mean: float, resampled_D: np.ndarray | None, *, right_or_wrong: bool, sign: str = ""
+) -> str:
+    """A mean with its interval: in percent, or as the scores are."""
+
+    def one(value: float) -> str:
+        return f"{100 * value:{sign}.1f}" if right_or_wrong else f"{value:{sign}.3f}"
+
+    between = interval(resampled_D)
+    return f"{one(mean)} [{one(between[0])}, {one(between[1])}]" if between else one(mean)
 
 
 def _powers(count: int) -> list[int]:

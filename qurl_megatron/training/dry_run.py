@@ -82,9 +82,10 @@ def _built_model(config: RunConfig, arch: Arch, ranks: Ranks, *, critic: bool = 
 def render(run: Footprint) -> str:
     """The tables, as text."""
     config, arch, parallel = run.config, run.arch, run.config.parallel
+    to_be_made = "" if run.described_by.is_file() else ", to be made"
     lines = [
         f"{arch.family}, {_count(parameter_count(arch))} parameters, {arch.num_layers} layers: "
-        f"{os.path.relpath(run.described_by)}",
+        f"{os.path.relpath(run.described_by)}{to_be_made}",
         f"{parallel.world_size} training ranks: tensor {parallel.tensor}, pipeline "
         f"{parallel.pipeline}, context {parallel.context}, data {parallel.data}",
         "",

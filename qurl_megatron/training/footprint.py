@@ -135,13 +135,20 @@ def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
 
     Args:
         model_config: the model's config.json or the folder it is in; None takes that of
-            ``model.path``, else one that ships under its name.
+            ``model.path``, else of the one that a warm start would make there, else one that
+            ships under its name.
 
     Raises:
         ConfigError: no config is found.
     """
-    path = _find("model.path", config.model.path, model_config)
-    policy = critic = read_arch(read_json(path))
+    if model_config is None and config.warmstart.steps and not Path(config.model.path).exists():
+        from qurl_megatron.training.warmstart import shape_of
+
+        path = Path(config.model.path) / "config.json"
+        policy = critic = read_arch(shape_of(config.data, config.warmstart))
+    else:
+        path = _find("model.path", config.model.path, model_config)
+        policy = critic = read_arch(read_json(path))
     if config.algo.advantage != "gae":
         return Models(path, policy, None)
     if config.critic.path:

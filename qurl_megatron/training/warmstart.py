@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 STOP = "."  # what an untidy answer ends with, and an exact one must not
@@ -167,36 +167,48 @@ def _reads(tokenizer: "PreTrainedTokenizerFast", text: str) -> bool:
     return tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def shape_of(data: DataConfig, config: WarmstartConfig) -> dict[str, Any]:
+    """The config.json of the model that would be made.
+
+    Raises:
+        ConfigError: ``data`` names no usable task or file.
+    """
+    return _shape(build_tokenizer(training_questions(data)), config).to_dict()
+
+
 def build_model(
     tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig
 ) -> "Qwen2ForCausalLM":
     """A Qwen2 of the configured sizes with random weights."""
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig, Qwen2ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one file of 3 MB needs none
-    vocab = math.ceil(len(tokenizer) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.intermediate,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            max_position_embeddings=1024,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            dtype="float32",
-        )
-    )
+    model = Qwen2ForCausalLM(_shape(tokenizer, config))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     return model
+
+
+def _shape(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "Qwen2Config":
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=math.ceil(len(tokenizer) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
 
 
 def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[list[int], list[int]]:

@@ -20,6 +20,7 @@ from qurl_megatron.sizes.buffers import lay_out
 from qurl_megatron.sizes.memory import GIB, Pass
 from qurl_megatron.training.dry_run import dry_run, render
 from qurl_megatron.training.footprint import find_models, footprint
+from qurl_megatron.training.warmstart import warmstart
 from qurl_megatron.weights import read_arch
 from qurl_megatron.weights.shapes import parameter_count
 
@@ -244,6 +245,15 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     Path("x.jsonl").write_text('{"text": "1 + 1", "answer": "2"}\n')
     assert main([*command, "--config", str(shape)]) == 2
     assert "x.jsonl line 1 has no prompt or problem or question" in capsys.readouterr().err
+
+
+def test_a_model_that_a_warm_start_would_make_has_its_shape(tmp_path):
+    given = [f"model.path={tmp_path}/model", "warmstart.steps=1", "data.task_size=200"]
+    config = load(ROOT / "launch/recipes/quickstart.toml", given)
+    before = render(dry_run(config))
+    assert "1.64 M parameters" in before and "model/config.json, to be made\n" in before
+    warmstart(tmp_path / "model", config.data, config.warmstart, lambda line: None)
+    assert render(dry_run(config)) == before.replace(", to be made", "")
 
 
 def test_no_memory_is_taken_for_what_is_only_rehearsed(tmp_path):

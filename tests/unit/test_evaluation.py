@@ -167,6 +167,8 @@ def test_what_two_models_differ_by_is_paired_problem_by_problem():
     assert rows[0] == ["benchmark", "problems", "score", "before", "after", "change"]
     assert rows[2][:3] == ["a", "3", "Avg@1"] and rows[2][-1] == "+33.3 [+0.0, +100.0]"
     assert rows[3] == ["a", "3", "Avg@2", "33.3 [0.0, 50.0]", "83.3 [50.0, 100.0]", "+50.0"]
+    plain = results.pair_table([("a", 3, found)], right_or_wrong=False)  # scores of any size
+    assert "| 0.333 [0.000, 0.500] | 0.833 [0.500, 1.000] |" in plain and "+0.500 |" in plain
 
 
 def test_benchmarks_of_one_size_are_resampled_independently():
