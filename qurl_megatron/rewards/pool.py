@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # workers import this package, and need no numpy
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
 
 
+FIX_REWARD = "fix the reward"
+
+
 class RewardDown(Exception):
     """Servers did not score, and may when the run is started again."""
 
@@ -138,10 +141,9 @@ class RewardPool:
         tally = _tally(results, tuple(config.mix), config.failed)
         self.tally.add(tally)
         if tally.failed and config.on_failure == "stop":
-            fix = "start its server" if _server_alone(tally) else "fix the reward"
             raise _kind(tally)(
-                f"{tally.unscored}; {fix}, or set reward.on_failure=score to give such responses "
-                "reward.failed"
+                f"{tally.unscored}; {_fix(tally)}, or set reward.on_failure=score to give such "
+                "responses reward.failed"
             )
         scores = [
             sum(w * _number(s, config.failed) for w, s in zip(weights, row, strict=True))
@@ -180,20 +182,27 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
     """
     if not tally.failed or tally.failed < tally.responses:
         return
-    fix = "start its server"
-    if not _server_alone(tally):
+    fix = _fix(tally)
+    if fix == FIX_REWARD:
         fix = 'fix it, and call it on one response first, as docs/rewards.md shows under "Try it"'
     raise _kind(tally)(
         f"{scorer} scored none of {how_many(tally.responses, 'response')}: {tally.said()}; {fix}"
     )
 
 
-def _server_alone(tally: Tally) -> bool:
-    return +tally.causes == Counter(unanswered=tally.causes["unanswered"])
+def _fix(tally: Tally) -> str:
+    if _alone(tally, "unanswered"):
+        return "start its server"
+    return "fix the environment" if _alone(tally, "environment") else FIX_REWARD
+
+
+def _alone(tally: Tally, cause: str) -> bool:
+    """Whether nothing else left responses without a score."""
+    return +tally.causes == Counter({cause: tally.causes[cause]})
 
 
 def _kind(tally: Tally) -> type[Exception]:
-    return RewardDown if _server_alone(tally) else ConfigError
+    return RewardDown if _alone(tally, "unanswered") else ConfigError
 
 
 def check_rewards(config: RewardConfig, key: str = "reward") -> None:

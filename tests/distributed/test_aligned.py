@@ -272,7 +272,7 @@ def measure(device, config, samples, out) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
         share = delivered(ranks, samples, config, step=1)
-        metrics = improve(policy, share, config, step=1, timer=Timer())
+        metrics, _ = improve(policy, share, config, step=1, timer=Timer())
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, metrics)
         if ranks.leads:

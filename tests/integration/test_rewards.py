@@ -102,8 +102,8 @@ def test_a_mean_of_scores_is_not_called_an_accuracy(trained):
 
 def test_a_reward_that_fails_on_every_response_ends_the_run(tiny, trained):
     (tiny.parent / "all.py").write_text("def score(**given):\n    return given['unit']\n")
-    options = ("reward.function=all.py:score", "train.eval_prompts=0", "train.steps=3")
-    run = Run(tiny, "none", *OPTIONS, *options)
+    options = ("rollout.engines=1", "reward.kind=", "reward.function=all.py:score")
+    run = Run(tiny, "none", *options, "train.eval_prompts=0", "train.steps=3")
     with run.process():
         assert run.ended() == 2, run.stderr()
     assert run.stderr() == (
@@ -126,8 +126,9 @@ def test_a_stop_is_heard_while_a_server_scores_an_evaluation_which_is_made_up_fo
 
     # The evaluation before the first step, the step itself, and the evaluation after it.
     with reward_server(letters, letters, silent, letters) as server:
-        plain = [one for one in OPTIONS if "reward" not in one]
-        command = (*plain, f"reward.url={server.url}", "reward.timeout_s=300", "train.steps=1")
+        plain = [one for one in OPTIONS if "reward." not in one]
+        reward = ("reward.kind=", f"reward.url={server.url}", "reward.timeout_s=300")
+        command = (*plain, *reward, "train.steps=1")
         run = Run(tiny, "slow", *command)
         with run.process() as process:
             run.wait(asked.is_set)
@@ -141,10 +142,10 @@ def test_a_stop_is_heard_while_a_server_scores_an_evaluation_which_is_made_up_fo
         with again.process():
             assert again.ended() == 0, again.stderr()
     lines = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
-    assert [one["step"] for one in lines if "eval/accuracy" in one["metrics"]] == [0, 1]
+    assert [one["step"] for one in lines if "eval/reward" in one["metrics"]] == [0, 1]
     assert not json.loads(state.read_text())["unevaluated"]
     refuse_damaged(state.parent)
-    assert "held-out accuracy" in again.stdout()
+    assert "held-out reward" in again.stdout()
 
 
 def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):

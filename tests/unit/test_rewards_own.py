@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +241,9 @@ def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
         pool.grade(items("1"))
     refuse_none_scored(pool.tally, scorer)  # one in three has a score
     refuse_none_scored(Tally(), scorer)
+    lost = Tally(2, 2, Counter(environment=2), {"environment": "no tool"})
+    with pytest.raises(ConfigError, match=r"environment \(no tool\); fix the environment$"):
+        refuse_none_scored(lost, scorer)
 
 
 def test_workers_of_functions_import_no_torch(pool):
