@@ -169,12 +169,12 @@ def _phase_lines(run: Footprint) -> list[str]:
 def _engine_lines(config: RunConfig, engine: Engine) -> list[str]:
     rollout = config.rollout
     count = rollout.engines
-    where = "beside a trainer at rest" if engine.colocated else "on GPUs of their own"
+    where = "beside a trainer at rest" if engine.colocated else "none of them the trainer's"
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     lines = [
         f"{count} SGLang engine{'s' if count > 1 else ''} of {rollout.engine_tensor} "
-        f"GPU{'s' if rollout.engine_tensor > 1 else ''}, {where}: {engine.room / GIB:.1f} GiB a "
-        f"rank for weights and cache, {engine.token / 1024:g} KiB a token"
+        f"GPU{'s' if rollout.engine_tensor > 1 else ''} each, {where}: {engine.room / GIB:.1f} GiB "
+        f"a GPU for weights and cache, {engine.token / 1024:g} KiB a token of cache"
     ]
     for scheme, name in (("int8", "INT8"), ("fp8", "FP8"), ("none", "BF16")):
         tokens = engine.tokens(scheme)
