@@ -45,6 +45,7 @@ def recorded(run_dir: Path, version: int, limit: int) -> list[Response]:
     found: dict[tuple, Response] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         response = json.loads(line)
+        # What an environment wrote has no version, and no engine's log-probs.
         if set(response["versions"]) == {version}:
             key = (*response["prompt"]["input_ids"], -1, *response["response_ids"])
             found.setdefault(key, response)

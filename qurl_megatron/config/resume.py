@@ -35,7 +35,14 @@ class Change:
 
 def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
-    before = replace(before, reward=_moved(before.reward, now.reward))
+    before = replace(
+        before,
+        reward=_moved(before.reward, now.reward),
+        rollout=replace(
+            before.rollout,
+            environment=_moved_name(before.rollout.environment, now.rollout.environment),
+        ),
+    )
     # An aligned policy computes as engines of one rollout.engine_tensor do.
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
     weighed = before.reward.scorers == now.reward.scorers  # the same rewards
@@ -53,22 +60,27 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
 
 def _moved(before: RewardConfig, now: RewardConfig) -> RewardConfig:
     """``before``, with its functions where ``now`` has their files: a recipe's folder may move."""
+
+    def moved(one: Source, other: RewardSource) -> Source:
+        return replace(one, function=_moved_name(one.function, other.function))
+
     mix = {
-        name: _moved_source(part, now.mix[name]) if name in now.mix else part
+        name: moved(part, now.mix[name]) if name in now.mix else part
         for name, part in before.mix.items()
     }
-    return replace(_moved_source(before, now), mix=mix)
+    return replace(moved(before, now), mix=mix)
 
 
-def _moved_source(before: Source, now: RewardSource) -> Source:
-    named = [f"{Path(one.file).name}:{one.function.rpartition(':')[2]}" for one in (before, now)]
-    if not (before.file and now.file and named[0] == named[1]):
+def _moved_name(before: str, now: str) -> str:
+    """``now`` where both are "path/to/file.py:name" and the file has moved, else ``before``."""
+    (file, name), (other, wanted) = (
+        (Path(path), name) for path, _, name in (one.rpartition(":") for one in (before, now))
+    )
+    if not file.suffix == other.suffix == ".py" or (file.name, name) != (other.name, wanted):
         return before
     # Where the old file is still there, another may have been meant.
-    there = os.access(before.file, os.R_OK) and os.access(now.file, os.R_OK)
-    if there and not filecmp.cmp(before.file, now.file, shallow=False):
-        return before
-    return replace(before, function=now.function)
+    there = os.access(file, os.R_OK) and os.access(other, os.R_OK)
+    return before if there and not filecmp.cmp(file, other, shallow=False) else now
 
 
 def refused(found: list[Change], *, fork: bool = False) -> list[Change]:

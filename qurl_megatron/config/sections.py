@@ -878,7 +878,7 @@ class RewardConfig(RewardSource):
     @property
     def right_or_wrong(self) -> bool:
         """True where each score is known to be 1 or 0, so that their mean is an accuracy."""
-        return bool(self.kind)
+        return bool(self.kind) and self.failed in (0.0, 1.0)
 
     @property
     def setting(self) -> str:

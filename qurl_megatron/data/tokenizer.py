@@ -160,22 +160,24 @@ class Tokenizer:
             return ""  # AutoTokenizer is what is used
         from transformers import AutoTokenizer
 
+        texts = [self._rendered(prompt, chat) for prompt in prompts]
+        texts += [(probe, True) for probe in PROBES]
+
+        def ids_by(tokenizer: Any) -> list[list[int]]:
+            return [tokenizer(text, add_special_tokens=own)["input_ids"] for text, own in texts]
+
         try:
-            other = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            theirs = ids_by(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False))
         except Exception as error:  # of any kind: it may run into whatever the folder holds
             return (
                 f"{self.path}: AutoTokenizer, which other tools use, cannot load the tokenizer "
                 f"({str(error).partition(chr(10))[0]:.200}); here, tokenizer.json is used"
             )
-        texts = [self._rendered(prompt, chat) for prompt in prompts]
-        texts += [(probe, True) for probe in PROBES]
-        found = []
-        for text, special in texts:
-            here, there = (
-                one(text, add_special_tokens=special)["input_ids"] for one in (self._wrapped, other)
-            )
-            if here != there:
-                found.append((text, here, there))
+        found = [
+            (text, here, there)
+            for (text, _), here, there in zip(texts, ids_by(self._wrapped), theirs, strict=True)
+            if here != there
+        ]
         if not found:
             return ""
         text, here, there = found[0]

@@ -125,8 +125,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     check_environment(plans[0].rollout)
     benchmarks = read_benchmarks(
         arguments.benchmarks,
-        prompt_key=arguments.prompt_key or defaults.prompt_key,
-        answer_key=arguments.answer_key or defaults.answer_key,
+        prompt_key=_given(arguments.prompt_key, defaults.prompt_key),
+        answer_key=_given(arguments.answer_key, defaults.answer_key),
         id_key=arguments.id_key or "",
         answers=reward.needs_answers,
     )
@@ -139,6 +139,11 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     if len(plans) == 2:
         print(_compared(plans, benchmarks, outcomes), flush=True)
     return 0
+
+
+def _given(value: Any, fallback: Any) -> Any:
+    """An option, or where it is not given what it falls back to."""
+    return fallback if value is None else value
 
 
 def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
@@ -208,7 +213,6 @@ def _evaluated(plan: Plan, asked: Asked) -> Outcome:
             kept = any(plan.out.glob("*.samples.jsonl"))
             rest = "; the answers so far are kept, and the same command goes on" if kept else ""
             raise ConfigError(f"{error}{rest}") from error
-    _refuse_none_scored(plan, rewards.tally)
     for text in outcome.shown:
         say(f"{text}\n")
     print(outcome.table)
@@ -223,15 +227,26 @@ def _evaluated(plan: Plan, asked: Asked) -> Outcome:
     return outcome
 
 
-def _refuse_none_scored(plan: Plan, tally: Tally) -> None:
-    """An accuracy of 0 would be said of a reward that fails."""
+@contextmanager
+def _scored(plan: Plan, files: Sequence[AnswerFile], tally: Tally) -> Iterator[None]:
+    """Refuse answers without a single score: they would be an accuracy of 0. They are not kept.
+
+    Args:
+        tally: of what is answered meanwhile.
+    """
+    before = [set(file.answers) for file in files]
+    yield
     scorer = plan.reward.setting
     if plan.reward_key.startswith("--"):
         scorer = f"{plan.reward_key}={plan.reward.described}"
     try:
         refuse_none_scored(tally, scorer)
-    except (ConfigError, RewardDown) as error:
-        raise ConfigError(f"{error}; then delete {plan.out}, which holds no scores") from error
+    except (ConfigError, RewardDown):
+        for file, keys in zip(files, before, strict=True):
+            file.keep(keys.__contains__)
+        for name in ("results.json", "results.md"):
+            (plan.out / name).unlink(missing_ok=True)
+        raise
 
 
 def _compared(
@@ -307,8 +322,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
     """
 
     def given(name: str, fallback: Any) -> Any:
-        value = getattr(arguments, name)
-        return fallback if value is None else value
+        return _given(getattr(arguments, name), fallback)
 
     sampling = Sampling(
         k=arguments.k,
@@ -473,29 +487,30 @@ def _answer(
         "benchmarks": {},
     }
     scores, lines, shown = [], [], []
-    for (benchmark, prompts), file in zip(asked, files, strict=True):
-        evaluator.answer(benchmark, prompts, file)
-        score = results.score(benchmark, file.answers, sampling.responses, sampling.seed)
-        speed = results.tokens_per_second(file.answers)
-        shown += _examples(benchmark, prompts, file, plan.show)
-        scores.append(score)
-        lines.append((benchmark.name, len(benchmark.problems), score, speed))
-        found["benchmarks"][benchmark.name] = {
-            "file": str(benchmark.path),
-            "problems": len(benchmark.problems),
-            **{mode: one.as_json() for mode, one in score.items()},
-            "tokens_per_s": round(speed, 1),
-            "weight_versions": results.weight_versions(file.answers),
-            "rows": results.rows(benchmark, file.answers),
-        }
-        if benchmark is asked[-1][0] and len(asked) > 1:
-            average = results.mean(scores)
-            found["mean"] = {mode: one.as_json() for mode, one in average.items()}
-            lines.append(("mean", None, average, None))
-        text = json.dumps(found, indent=1, ensure_ascii=False)
-        results.write_whole(out / "results.json", text + "\n")
-    table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
-    results.write_whole(out / "results.md", table + "\n")
+    with _scored(plan, files, evaluator.rewards.tally):
+        for (benchmark, prompts), file in zip(asked, files, strict=True):
+            evaluator.answer(benchmark, prompts, file)
+            score = results.score(benchmark, file.answers, sampling.responses, sampling.seed)
+            speed = results.tokens_per_second(file.answers)
+            shown += _examples(benchmark, prompts, file, plan.show)
+            scores.append(score)
+            lines.append((benchmark.name, len(benchmark.problems), score, speed))
+            found["benchmarks"][benchmark.name] = {
+                "file": str(benchmark.path),
+                "problems": len(benchmark.problems),
+                **{mode: one.as_json() for mode, one in score.items()},
+                "tokens_per_s": round(speed, 1),
+                "weight_versions": results.weight_versions(file.answers),
+                "rows": results.rows(benchmark, file.answers),
+            }
+            if benchmark is asked[-1][0] and len(asked) > 1:
+                average = results.mean(scores)
+                found["mean"] = {mode: one.as_json() for mode, one in average.items()}
+                lines.append(("mean", None, average, None))
+            text = json.dumps(found, indent=1, ensure_ascii=False)
+            results.write_whole(out / "results.json", text + "\n")
+        table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
+        results.write_whole(out / "results.md", table + "\n")
     return Outcome(table, [file.answers for file in files], shown)
 
 

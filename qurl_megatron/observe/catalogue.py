@@ -59,7 +59,7 @@ GROUPS: dict[str, Group] = {
             "unanswered": Known("responses that a reward server did not answer"),
             "environment": Known("responses that got no score because their environment failed"),
             "mix/...": Known("mean of this reward of the mix, before its weight"),
-            "measured_since": Known("step from which rewards are measured as they are now"),
+            "measured_since": Known("step after which rewards are measured as they are now"),
         },
     ),
     "eval": Group(
@@ -68,7 +68,7 @@ GROUPS: dict[str, Group] = {
             "accuracy": _share("right answers on held-out prompts"),
             "reward": Known("mean reward on held-out prompts, where scores are not 0 or 1"),
             "mix/...": Known("mean of this reward of the mix, before its weight"),
-            "measured_since": Known("step from which evaluations are measured as they are now"),
+            "measured_since": Known("step after which evaluations are measured as they are now"),
             "failed_fraction": _share("held-out responses that got no score"),
         },
     ),

@@ -59,7 +59,7 @@ def example_of(sample: "Sample", step: int, of: str, advantage: float | None = N
         response=clipped(sample.text),
         reward=sample.reward,
         advantage=None if advantage is None else round(advantage, 6),
-        tokens=len(sample.response_ids),
+        tokens=sample.written_tokens,
         finish=sample.finish_reason,
     )
 

@@ -145,6 +145,11 @@ def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
         name: _method(name, table, settings.schemes) for name, table in settings.methods.items()
     }
     recipe = _found(settings.recipe, file)
+    require(
+        load(recipe, settings.overrides).reward.right_or_wrong,
+        f"{settings.recipe}: a study compares accuracies, and only scores of 0 and 1 have one; set "
+        "reward.kind, and reward.failed to 0 or 1",
+    )
     return Study(
         file=file,
         title=settings.title or file.stem,

@@ -46,12 +46,16 @@ def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list
     questions = held_out_questions(
         config.data, config.train.eval_prompts, answers=config.reward.needs_answers
     )
-    rows = [json.dumps({"prompt": q.text, "answer": q.answer}) + "\n" for q in questions]
+    rows = [
+        json.dumps({**q.metadata, "prompt": list(q.turns) or q.text, "answer": q.answer}) + "\n"
+        for q in questions
+    ]
     asked = folder / f"{BENCHMARK}.jsonl"
     asked.write_text("".join(rows), encoding="utf-8")
     run = ["--run", str(run_dir(out, cell)), "--out", str(folder)]
     engine = [] if cell.embedded else ["--backend", "embedded", "--engines", "1"]
-    return [*qurl, "eval", str(asked), *run, *engine, "--scheme", "none", "--k", "1"]
+    keys = ["--prompt-key", "prompt", "--answer-key", "answer"]
+    return [*qurl, "eval", str(asked), *keys, *run, *engine, "--scheme", "none", "--k", "1"]
 
 
 def accuracy(cell: Cell, out: Path) -> float | None:

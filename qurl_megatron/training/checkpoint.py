@@ -132,18 +132,21 @@ def evaluated(run_dir: Path, state: TrainState) -> None:
     """
     folder = run_dir / "checkpoints" / f"step_{state.step:06d}"
     aside = folder.with_name(f".{folder.name}-{STATE}")
-    aside.mkdir(exist_ok=True)
-    with refusing(folder / STATE, key="train.run_dir", half_written=aside):
-        state.write(aside)
-        record = read_record(folder)
-        if record is not None:
-            # Without a record a checkpoint is taken as it is: one that is cut off here is whole.
-            (folder / RECORD).unlink()
-        (aside / STATE).rename(folder / STATE)
-        aside.rmdir()
-        if record is not None:
-            record.pop(STATE)
-            write_record(folder, record)
+    try:
+        with refusing(folder / STATE, key="train.run_dir"):
+            aside.mkdir(exist_ok=True)
+            state.write(aside)
+            to_disk(aside / STATE)
+            record = read_record(folder)
+            if record is not None:
+                # Without one a checkpoint is taken as it is: one that is cut off here is whole.
+                (folder / RECORD).unlink()
+            (aside / STATE).rename(folder / STATE)
+            if record is not None:
+                record.pop(STATE)
+                write_record(folder, record)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:

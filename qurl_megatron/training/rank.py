@@ -64,7 +64,7 @@ def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> in
     except tuple(codes) as error:
         failures.keep(error)
         tell(f"qurl: {error}")
-        _leave(codes[type(error)])
+        _leave(next(code for kind, code in codes.items() if isinstance(error, kind)))
     except BaseException as error:
         failures.keep(error)
         tell(traceback.format_exc())

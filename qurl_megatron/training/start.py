@@ -81,8 +81,10 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
 
 
 def _begin(source: Path | None, config: RunConfig) -> None:
-    """Make the run a fork of ``source``, where there is one."""
+    """Make the run a fork of ``source``, where there is one and the recipe can be used."""
     if source is not None:
+        check_files(config)
+        _check_own(config)
         from qurl_megatron.training.fork import fork
 
         fork(source, config)
@@ -92,6 +94,7 @@ def _prepare(source: Path | None, config: RunConfig) -> None:
     """What rank 0 does for all ranks; the data it reads anyway, before the model."""
     _begin(source, config)
     _check_own(config)
+    _tell_of_relatives(Path(config.train.run_dir))
 
 
 def _check_own(config: RunConfig) -> None:
@@ -137,7 +140,8 @@ def _changes(config: RunConfig) -> list[Change]:
         return refuse_other_run(Path(config.train.run_dir), config)
     except ConfigError:
         check_files(config)
-        training_questions(config.data)
+        if config.data.task:
+            training_questions(config.data)
         _check_own(config)
         if not Path(config.model.path).exists() and not config.warmstart.steps:
             raise ConfigError(_missing(config)) from None

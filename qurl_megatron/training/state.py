@@ -36,7 +36,10 @@ QUESTIONS = {
     *("data.prompt_key", "data.answer_key", "data.task", "data.task_args", "data.chat"),
     "data.max_prompt_tokens",
 }
-ANSWERS = {"model.path", "quant.scheme", "rollout.max_new_tokens"}
+ANSWERS = {
+    *("model.path", "quant.scheme", "rollout.max_new_tokens", "rollout.temperature"),
+    *("rollout.environment", "rollout.max_turns"),
+}
 HELD_OUT = {"data.eval_path", "train.eval_prompts", "train.eval_samples"}
 MEASURES = {
     "eval": SCORES | QUESTIONS | ANSWERS | HELD_OUT,
@@ -171,6 +174,8 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
     if not otherwise:
         return state
     since = state.measured_since | dict.fromkeys(otherwise, state.step)
+    if "eval" in otherwise and state.unevaluated:  # that of this step will be the first such
+        since["eval"] -= 1
     state = replace(state, measured_since=since)
     return replace(state, accuracy=None, accuracy_before=None) if "eval" in otherwise else state
 

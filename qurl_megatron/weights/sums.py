@@ -65,13 +65,15 @@ def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
     sums = dict(known)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in known and name != RECORD:
+        if path.is_file() and name not in known and name not in (RECORD, f".{RECORD}.new"):
             to_disk(path)
             sums[name] = sum_of(path)
     record = {name: [found.bytes, found.xxh3] for name, found in sorted(sums.items())}
     text = json.dumps({"format": FORMAT, "files": record}, indent=1)
-    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
-    to_disk(folder / RECORD)
+    aside = folder / f".{RECORD}.new"
+    aside.write_text(text + "\n", encoding="utf-8")
+    to_disk(aside)
+    aside.replace(folder / RECORD)
     to_disk(folder)
 
 

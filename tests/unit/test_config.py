@@ -303,6 +303,12 @@ def test_a_kind_that_nothing_would_use_is_refused_and_not_shown(recipe):
     assert load(recipe).reward.kind == "math"
 
 
+def test_scores_of_a_kind_are_an_accuracy_unless_others_stand_for_those_that_fail(recipe):
+    assert load(recipe).reward.right_or_wrong
+    assert not load(recipe, ["reward.failed=-0.5"]).reward.right_or_wrong
+    assert not load(recipe, ["reward.function=own:score"]).reward.right_or_wrong
+
+
 def test_a_server_may_move_and_another_reward_is_another_run(recipe):
     before = load(recipe, ["reward.url=http://a"])
     moved = ["reward.url=https://b:1/c", "reward.key_env=KEY", "reward.on_failure=stop"]
@@ -315,23 +321,27 @@ def test_a_server_may_move_and_another_reward_is_another_run(recipe):
     assert told == ["reward.kind math -> ''", "reward.function '' -> own:score"]
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_recipes_folder_may_move_with_the_functions_beside_it(mixed, tmp_path):
+OWN = {
+    "reward.function": '[reward]\nfunction = "own.py:score"\n',
+    "reward.mix": '[reward.mix.a]\nfunction = "own.py:score"\n',
+    "rollout.environment": '[rollout]\nenvironment = "own.py:Tool"\n',
+}
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_a_recipes_folder_may_move_with_the_code_beside_it(key, tmp_path):
     def recipe_in(folder: str):
-        reward = "[reward.mix.a]\n" if mixed else "[reward]\n"
         path = tmp_path / folder / "r.toml"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            '[model]\npath = "m"\n[data]\ntask = "t"\n' + reward + 'function = "own.py:score"\n'
-        )
+        path.write_text('[model]\npath = "m"\n[data]\ntask = "t"\n' + OWN[key])
         (path.parent / "own.py").write_text("def score(): ...\n")
         return load(path)
 
     first, copied = recipe_in("first"), recipe_in("copied")
-    assert first.reward != copied.reward and changes(first, copied) == []
+    assert first != copied and changes(first, copied) == []
     (tmp_path / "copied/own.py").write_text("def score(): return 1\n")
     (change,) = changes(first, copied)
-    assert change.key == ("reward.mix" if mixed else "reward.function")
+    assert change.key == key
     assert refused([change])
     (tmp_path / "first/own.py").unlink()
     assert changes(first, copied) == []

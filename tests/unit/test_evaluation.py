@@ -518,10 +518,12 @@ def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refuse
         assert "line 1 has no reward_model.ground_truth or" in capsys.readouterr().err
         assert run(bench, model, tmp_path / "out", *options, f"{own}:score") == 0
         assert "ladder.jsonl: 2 prompts in prompt, no answers\n" in capsys.readouterr().out
-        assert run(bench, model, tmp_path / "bad", *options, f"{own}:fails") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"qurl: --reward={own}:fails scored none of 2 responses: 2 raised (K")
-    assert error.endswith(f"then delete {tmp_path / 'bad'}, which holds no scores")
+        for _ in range(2):  # nothing is kept of answers without a score, nor said to be 0 % right
+            assert run(bench, model, tmp_path / "bad", *options, f"{own}:fails") == 2
+            error = capsys.readouterr().err.splitlines()[-1]
+            none = f"qurl: --reward={own}:fails scored none of 2 responses: 2 raised (K"
+            assert error.startswith(none)
+            assert not [*(tmp_path / "bad").glob("results.*")]
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == 1.0
 

@@ -431,9 +431,11 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     called = [(call["cell"], "asked" in call) for call in calls(root)]
     assert called == [(CELLS[1], False), (CELLS[1], True), (CELLS[4], False), (CELLS[4], True)]
     evaluation = calls(root)[1]
-    assert evaluation["given"] == ["--scheme", "none", "--k", "1"]
+    keys = ["--prompt-key", "prompt", "--answer-key", "answer"]  # whatever the recipe's are
+    assert evaluation["given"] == [*keys, "--scheme", "none", "--k", "1"]
     held_out = held_out_questions(load(root / "recipe.toml").data, 4)
-    assert evaluation["asked"] == [{"prompt": q.text, "answer": q.answer} for q in held_out]
+    rows = [{**q.metadata, "prompt": q.text, "answer": q.answer} for q in held_out]
+    assert evaluation["asked"] == rows
     told = capsys.readouterr().out
     assert f"{CELLS[1]}: trained, its policy is evaluated unquantized" in told
     assert f"{CELLS[4]}: failed after step 3: qurl: no engine could be started" in told
@@ -469,7 +471,8 @@ def test_where_sglang_generated_an_embedded_engine_evaluates_if_the_study_asks_f
     (root / "study.toml").write_text(f"trained_by_embedded = true\n{plain}")
     assert run_cells(root, only=CELLS[1]) == 0
     engine = ["--backend", "embedded", "--engines", "1"]
-    assert calls(root)[1]["given"] == [*engine, "--scheme", "none", "--k", "1"]
+    keys = ["--prompt-key", "prompt", "--answer-key", "answer"]
+    assert calls(root)[1]["given"] == [*keys, *engine, "--scheme", "none", "--k", "1"]
     results = read_results(read_study(root / "study.toml"), root / "out")
     assert results[1].trained == 0.625
 

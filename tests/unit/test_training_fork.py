@@ -1,6 +1,8 @@
 """A fork begins with what another run has learnt, and leaves that run as it is."""
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -12,8 +14,10 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.sinks import WANDB_ID, JsonlSink
 from qurl_megatron.observe.timeline import Timeline, read_timeline
+from qurl_megatron.training import checkpoint
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
+from qurl_megatron.training.start import _begin
 from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
 from qurl_megatron.weights.sums import damaged, read_record, write_record
 from tests.unit.test_damaged_files import RECIPE_TEXT
@@ -95,7 +99,8 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
         ("data.task_size=99", (False, {})),
         ("train.seed=5", (False, {})),
         ("data.prompts_per_step=16", (True, {})),
-        ("rollout.temperature=0.5", (True, {})),
+        ("rollout.temperature=0.5", (True, {"eval": 3})),
+        ("optimizer.lr=0.5", (True, {})),
         ("rollout.max_new_tokens=9", (True, {"eval": 3})),
         ("reward.kind=exact", (True, {"eval": 3, "reward": 3})),
     ],
@@ -210,3 +215,34 @@ def test_files_are_copied_where_they_cannot_be_linked(source, recipe, monkeypatc
     fork(source, recipe())
     weights = latest(source.parent / "new") / "inner/weights.distcp"
     assert weights.read_bytes() == b"weights" and weights.stat().st_nlink == 1
+
+
+def test_a_fork_is_not_begun_with_what_cannot_be_used(source, recipe, tmp_path):
+    with pytest.raises(ConfigError, match="data.path=typo.jsonl"):
+        _begin(source, recipe("data.path=typo.jsonl", "data.task="))
+    with pytest.raises(ConfigError, match="gone.py does not exist"):
+        _begin(source, recipe(f"rollout.environment={tmp_path}/gone.py:Tool"))
+    assert not (tmp_path / "new").exists()
+
+
+def whole(folder) -> bool:
+    record = read_record(folder)
+    return record is None or not damaged(folder, record, [*record])
+
+
+def test_an_evaluation_that_cannot_be_added_leaves_its_checkpoint_whole(source, monkeypatch):
+    folder = latest(source)
+    told = replace(STATE, accuracy=0.75)
+    with monkeypatch.context() as patched:
+        for full in ("to_disk", "write_record"):  # before the state is there, and behind it
+
+            def refuse(*_):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            patched.setattr(checkpoint, full, refuse)
+            with pytest.raises(ConfigError, match="No space left on device"):
+                checkpoint.evaluated(source, told)
+            assert whole(folder) and [*folder.parent.iterdir()] == [folder]
+            patched.undo()
+    checkpoint.evaluated(source, told)
+    assert TrainState.read(folder) == told and whole(folder)

@@ -90,7 +90,10 @@ def _lengths(file: Path) -> list[int]:
         except ValueError:
             raise ConfigError(f"{file} line {number} is not JSON; delete the line") from None
         # Of a training step, or of an evaluation; the first line of the latter has no response.
-        length = len(record["response_ids"]) if "response_ids" in record else record.get("tokens")
+        # What an environment wrote of a response, no engine generates.
+        ids = record.get("response_ids")
+        written = [1] * len(ids or ())
+        length = record.get("tokens") if ids is None else sum(record.get("loss_mask", written))
         if length:
             found.append(length)
     return found
