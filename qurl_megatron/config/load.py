@@ -138,6 +138,13 @@ class RunConfig:
             "model.fp32_output and --enable-fp32-lm-head among rollout.engine_args go together: "
             "else one side rounds logits to BF16 and the other does not; set both or neither",
         )
+        kinds = [part.kind for part in self.reward.parts.values()]
+        require(
+            not self.rollout.environment or "exact" not in kinds,
+            "reward kind exact compares all that the policy wrote, and a conversation with "
+            "rollout.environment has several turns; take last_number, math or a function, which "
+            "gets a line for each turn",
+        )
         require(
             not (self.rollout.colocate and self.sync.transport == "group"),
             "sync.transport=group needs engines on GPUs of their own: with rollout.colocate both "

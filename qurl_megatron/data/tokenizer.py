@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from qurl_megatron.types import Sample
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
+ENVIRONMENT = "> "  # before what an environment said, for a reader
 SAID = "~what the policy said~"  # in a template's output: where its turn ends
 # Where rules of splitting part: blanks, digits, capitals, contractions, accents, other scripts.
 PROBES = (
@@ -138,10 +140,11 @@ class Tokenizer:
             ) from None
         _, said, rest = text.partition(SAID)
         if not said:
+            other = "user" if message["role"] != "user" else "tool"
             raise ConfigError(
                 f"the chat template in {self.path} drops what the policy said once a message of "
                 f"role {message['role']!r} follows; have rollout.environment answer with another "
-                "role, such as user"
+                f"role, such as {other}, or take a template that keeps all turns"
             )
         ids = tuple(self._wrapped(rest, add_special_tokens=False)["input_ids"])
         return ids[1:] if ids[:1] == (last,) else ids
@@ -198,11 +201,19 @@ class Tokenizer:
         )
 
     def said(self, sample: Sample) -> tuple[str, str]:
-        """The text of a whole response, and what the policy wrote of it, turn by turn on lines."""
-        whole = self.decode(sample.response_ids.tolist())
+        """The text of a response, and what the policy wrote of it, turn by turn on lines.
+
+        In the first, lines of an environment begin with ``ENVIRONMENT``.
+        """
         if sample.written.all():
+            whole = self.decode(sample.response_ids.tolist())
             return whole, whole
-        return whole, "\n".join(self.decode(turn.tolist()) for turn in sample.turns)
+        lines = []
+        pairs = zip(sample.response_ids.tolist(), sample.written.tolist(), strict=True)
+        for written, part in groupby(pairs, key=itemgetter(1)):
+            text = self.decode([id for id, _ in part])
+            lines.append(text if written else f"{ENVIRONMENT}{text.strip()}")
+        return "\n".join(lines), "\n".join(self.decode(turn.tolist()) for turn in sample.turns)
 
 
 def _word(text: str, at: int) -> str:

@@ -187,7 +187,7 @@ def _evaluated(plan: Plan, asked: Asked) -> Outcome:
     Raises:
         ConfigError: an engine cannot be reached or fails for good; no response has a score.
     """
-    print(f"evaluating {plan.model}", flush=True)
+    print(f"evaluating {plan.model} by {plan.reward.setting}", flush=True)
     fleet = Fleet(
         plan.rollout,
         plan.model,

@@ -95,9 +95,13 @@ def _module(named: str, target: str) -> ModuleType:
         raise ConfigError(
             f"{named}: {target} does not exist; a relative path begins at {begins}"
         ) from None
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{named} cannot be imported: {error.filename}, line {error.lineno}: {error.msg}"
+        ) from None
     except (Exception, SystemExit) as error:  # importing runs it: whatever it does
         raise ConfigError(
-            f"{named} cannot be imported: {last_line(error)}; mend it, or have PYTHONPATH lead to "
+            f"{named} cannot be imported: {last_line(error)}; fix it, or have PYTHONPATH lead to "
             "what it needs"
         ) from None
 

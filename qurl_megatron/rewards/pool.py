@@ -41,7 +41,10 @@ def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
 
 def _lost(sample: "Sample") -> Unscored | None:
     found = sample.failure
-    return found and unscored("environment", f"{CAUSES[found.cause]}: {found.why}")
+    if found is None:
+        return None
+    said = {**CAUSES, "invalid": "said no message"}[found.cause]
+    return unscored("environment", f"{said}: {found.why}")
 
 
 @dataclass

@@ -222,7 +222,8 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
         fork = ""
         if not refused(other, fork=True):
             fork = (
-                "add --fork NEW_RUN_DIR to `qurl train` to go on there from its newest checkpoint, "
+                f"call `qurl train` with train.run_dir={run_dir} --fork NEW_RUN_DIR to go on there "
+                "from its newest checkpoint, "
                 "changed like this, or "
             )
         raise ConfigError(

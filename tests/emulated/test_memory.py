@@ -107,7 +107,9 @@ def resume_until_engines_start(device, config) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy, _ = _build(Phases(), config, ranks)
         checkpoint.save(Path(config.train.run_dir), policy, TrainState(step=1), keep=1)
-    with mock.patch.object(loop, "Lead", engines_are_started):
+    prompts = mock.patch.object(loop, "read_prompts")  # of a model without a tokenizer
+    with mock.patch.object(loop, "Lead", engines_are_started), prompts as read:
+        read.return_value = mock.Mock(remarks=list)
         loop.train(config, stop=False)
 
 

@@ -309,6 +309,16 @@ def test_scores_of_a_kind_are_an_accuracy_unless_others_stand_for_those_that_fai
     assert not load(recipe, ["reward.function=own:score"]).reward.right_or_wrong
 
 
+def test_an_exact_answer_has_one_turn(recipe):
+    tool = "rollout.environment=tool.py:Tool"
+    for reward in ("reward.kind=exact", "reward.mix={a={kind='math'}, b={kind='exact'}}"):
+        with pytest.raises(
+            ConfigError, match="exact compares all that the policy wrote, and a con"
+        ):
+            load(recipe, [tool, reward])
+    load(recipe, [tool, "reward.kind=last_number"])
+
+
 def test_a_server_may_move_and_another_reward_is_another_run(recipe):
     before = load(recipe, ["reward.url=http://a"])
     moved = ["reward.url=https://b:1/c", "reward.key_env=KEY", "reward.on_failure=stop"]

@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.samples import example_of
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.training.warmstart import build_tokenizer
+from qurl_megatron.types import Prompt, Sample
 from tests.unit.test_convert_mistakes import tool
 
 EOS = 1
@@ -110,6 +112,20 @@ def test_a_question_without_any_known_word_is_refused_with_its_line(folder):
         ConfigError, match=r"^data.path=q.jsonl, line 3: the tokenizer in .* no tok"
     ):
         ids_of(question, Tokenizer(folder), chat=False)
+
+
+def test_of_a_conversation_a_reader_sees_who_said_what_and_a_reward_the_policy_alone(folder):
+    tokenizer = Tokenizer(folder)
+    parts = [(tokenizer.encode(text), mine) for text, mine in (("4 +", 1), ("17", 0), ("is", 1))]
+    ids = [id for part, _ in parts for id in part]
+    written = [bool(mine) for part, mine in parts for _ in part]
+    versions = ((0, sum(written)),)
+    sample = Sample(
+        Prompt(0, (1,), "", ""), ids, (-1.0,) * len(ids), "stop", versions, written=written
+    )
+    first, last = (tokenizer.decode(list(part)) for part, mine in parts if mine)
+    assert tokenizer.said(sample) == (f"{first}\n> 17\n{last}", f"{first}\n{last}")
+    assert example_of(sample, 1, "train").tokens == sum(written) < len(ids)
 
 
 def test_text_that_a_tokenizer_has_no_token_for_is_found(folder, tmp_path):

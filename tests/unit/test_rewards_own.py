@@ -68,11 +68,11 @@ def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypat
     [
         (
             "nowhere:score",
-            r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; me",
+            r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; fi",
         ),
         ("none.py:score", r"none.py does not exist; a relative path begins at the recipe's folder"),
-        ("broken.py:score", r"cannot be imported: ZeroDivisionError: .* \(broken.py, line 2\); me"),
-        ("leaves.py:score", r"cannot be imported: SystemExit: 3 \(leaves.py, line 1\); me"),
+        ("broken.py:score", r"cannot be imported: ZeroDivisionError: .* \(broken.py, line 2\); fi"),
+        ("leaves.py:score", r"cannot be imported: SystemExit: 3 \(leaves.py, line 1\); fi"),
         (
             "opens.py:score",
             r"cannot be imported: FileNotFoundError: .*'weights.bin' \(opens.py, li",

@@ -225,7 +225,8 @@ def test_the_refusal_names_the_keys_and_both_ways_out(begun, tmp_path):
         claim(run, other)
     assert str(refusal.value) == (
         f"{run} holds another run (quant.scheme int8 -> fp8, train.seed 0 -> 7); undo that to go "
-        "on with it, add --fork NEW_RUN_DIR to `qurl train` to go on there from its newest "
+        f"on with it, call `qurl train` with train.run_dir={run} --fork NEW_RUN_DIR to go on there "
+        "from its newest "
         "checkpoint, changed like this, or set train.run_dir to a new folder to begin again"
     )
     folded = load(tmp_path / "recipe.toml", ["quant.uaq_scale=1.0"])
