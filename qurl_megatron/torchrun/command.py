@@ -26,7 +26,7 @@ from qurl_megatron.slurm.supervise import Received
 from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.slurm.verdict import BAD_NODE, Decision, Outcome
 from qurl_megatron.torchrun.board import BEAT_S, SILENT_S, Board, Row, Word, ask
-from qurl_megatron.torchrun.head import Head, NodeMissing, Plan
+from qurl_megatron.torchrun.head import TOLD_S, Head, NodeMissing, Plan
 from qurl_megatron.torchrun.member import Member
 
 LOCAL = "127.0.0.1"
@@ -124,15 +124,23 @@ def _lead(head: Head) -> int:
 
 def _follow(endpoint: tuple[str, int], member: Member, received: Received, wait_s: float) -> int:
     """Do what the head wants until it says that the run is over, or is gone for good."""
-    where, heard = f"{endpoint[0]}:{endpoint[1]}", time.monotonic()
+    where, heard, answered, said = f"{endpoint[0]}:{endpoint[1]}", time.monotonic(), False, False
     print(f"qurl: this node follows the head at {where}", flush=True)
     while True:
         try:
             word = ask(endpoint, member.node, member.row)
         except OSError:
             silent = time.monotonic() - heard
+            if silent > TOLD_S and not said:
+                said = True
+                print(f"qurl: no answer yet; the head has {duration(wait_s)} (--wait)", flush=True)
             if silent > SILENT_S:
                 member.end()
+                if not answered and is_here(endpoint[0]) and is_taken(endpoint[1]):
+                    raise ConfigError(
+                        f"--rdzv-endpoint: another program has port {endpoint[1]} of this node, "
+                        "and it is not the head; choose another port, on all nodes"
+                    ) from None
             if received.newest and not member.busy:  # else its ranks have to save
                 return STOPPED
             if silent > wait_s:
@@ -141,7 +149,7 @@ def _follow(endpoint: tuple[str, int], member: Member, received: Received, wait_
                     "command there, and here again"
                 ) from None
         else:
-            heard = time.monotonic()
+            heard, answered, said = time.monotonic(), True, False
             _obey(endpoint, member, word, received)
             if word.code is not None:
                 print(f"qurl: {word.why}", flush=True)
@@ -214,3 +222,17 @@ def is_here(host: str) -> bool:
         ) from None
     own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
     return any(one in own or one.startswith("127.") for one in found)
+
+
+def is_taken(port: int) -> bool:
+    """Nobody can listen at it on this machine, be it that somebody does, or has a connection there.
+
+    Whoever wants it as the head is not kept from it meanwhile.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

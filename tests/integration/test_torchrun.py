@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from qurl_megatron.config import load
 from qurl_megatron.observe.attempts import tried
 from qurl_megatron.slurm.logs import logs
+from qurl_megatron.torchrun.head import free_port
 from qurl_megatron.training.state import latest
 from qurl_megatron.training.warmstart import warmstart
 from tests.integration.test_kills import finished, metrics
@@ -101,8 +101,8 @@ def nodes(recipe: Path, name: str, *overrides: str) -> Iterator[Nodes]:
 
 
 def endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """Where a head may listen seconds later: no port that the kernel gives to others meanwhile."""
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")

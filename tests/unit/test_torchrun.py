@@ -342,6 +342,30 @@ def test_a_head_that_never_answers_ends_a_node_with_7_and_its_name(recipe, capsy
     assert f"the head at {endpoint} has not answered for 0.10 s" in capsys.readouterr().err
 
 
+def test_a_port_of_this_node_that_a_connection_of_another_program_has_is_said(
+    recipe, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "TOLD_S", 0.0)
+    monkeypatch.setattr(command, "SILENT_S", 0.1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as other,
+    ):
+        port = other.getsockname()[1]  # nobody listens there, and nobody else can
+        words = ["--nnodes", "2", "--nproc-per-node", "1", "--wait", "120"]
+        assert main([*words, "--rdzv-endpoint", f"127.0.0.1:{port}", recipe]) == 2
+    said = capsys.readouterr()
+    assert "no answer yet; the head has 2m00s (--wait)" in said.out
+    assert f"another program has port {port} of this node" in said.err
+
+
+def test_a_port_that_a_head_can_have_is_not_taken():
+    with Board(0, LIKE) as board:
+        port = board.port
+        assert command.is_taken(port)
+    assert not command.is_taken(port)
+
+
 def test_nodes_that_never_come_end_the_head_with_7_and_are_counted(recipe, capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
