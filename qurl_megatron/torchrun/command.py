@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
         stack.callback(member.end)
         board = _board(endpoint, like)
         if board is None:
-            return _follow(endpoint, member, received, plan.wait_s)
+            return _follow(plan, endpoint, member, received)
         stack.enter_context(board)
         folder.write_recipe(plan.run_dir, options.recipe, options.overrides)
         return _lead(Head(plan, board, member, received))
@@ -122,9 +122,10 @@ def _lead(head: Head) -> int:
     return outcome.code
 
 
-def _follow(endpoint: tuple[str, int], member: Member, received: Received, wait_s: float) -> int:
+def _follow(plan: Plan, endpoint: tuple[str, int], member: Member, received: Received) -> int:
     """Do what the head wants until it says that the run is over, or is gone for good."""
-    where, heard, answered, said = f"{endpoint[0]}:{endpoint[1]}", time.monotonic(), False, False
+    where, wait_s = f"{endpoint[0]}:{endpoint[1]}", plan.wait_s
+    heard, answered, said = time.monotonic(), False, False
     print(f"qurl: this node follows the head at {where}", flush=True)
     while True:
         try:
@@ -136,6 +137,9 @@ def _follow(endpoint: tuple[str, int], member: Member, received: Received, wait_
                 print(f"qurl: no answer yet; the head has {duration(wait_s)} (--wait)", flush=True)
             if silent > SILENT_S:
                 member.end()
+                if why := plan.done():  # which the head has said before this node could hear it
+                    print(f"qurl: {why}", flush=True)
+                    return 0
                 if not answered and is_here(endpoint[0]) and is_taken(endpoint[1]):
                     raise ConfigError(
                         f"--rdzv-endpoint: another program has port {endpoint[1]} of this node, "

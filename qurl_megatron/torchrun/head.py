@@ -56,6 +56,16 @@ class Plan:
     hung_steps: float
     wait_s: float
 
+    def saved(self) -> int:
+        """Step of the newest checkpoint; 0 where there is none."""
+        newest = latest(self.run_dir)
+        return TrainState.read(newest).step if newest else 0
+
+    def done(self) -> str:
+        """A sentence where all steps are saved, else ""."""
+        saved = self.saved()
+        return f"{self.run_dir} has all its {saved} steps" if saved >= self.steps > 0 else ""
+
 
 @dataclass
 class Head:
@@ -76,14 +86,14 @@ class Head:
             NodeMissing: a node has not come.
         """
         while True:
-            if (saved := self._saved()) >= self.plan.steps > 0:
-                self.say(why := f"{self.plan.run_dir} has all its {saved} steps")
+            if why := self.plan.done():
+                self.say(why)
                 return Outcome(Decision.DONE, 0, why)
             rows = self._gather()
             if told := told_by(rows):
                 self.say(why := f"stopped by SIG{told} before an attempt began")
                 return Outcome(Decision.STOP, STOPPED, why)
-            outcome = self._attempt(rows, saved)
+            outcome = self._attempt(rows)
             if outcome.decision is not Decision.RETRY:
                 return outcome
 
@@ -129,9 +139,10 @@ class Head:
                 self.say(f"{lacking}; the rest has {duration(plan.wait_s)} to come (--wait)")
             time.sleep(BEAT_S / 2)
 
-    def _attempt(self, rows: dict[str, Row], saved: int) -> Outcome:
+    def _attempt(self, rows: dict[str, Row]) -> Outcome:
         """One attempt, from its folder to its record."""
         plan = self.plan
+        saved = plan.saved()
         taken = seats(self.member.node, {n: row.name for n, row in rows.items()}, plan.nodes)
         ranks = plan.nodes * plan.per_node
         number = folder.open_attempt(plan.run_dir, gpus=ranks, step=saved)
@@ -141,11 +152,11 @@ class Head:
         try:
             ended = self._watch(Round(order, rows), order, ranks)
         except ConfigError as error:  # of this node, or of another
-            record = folder.Attempt(number, 0, 0, saved, self._saved(), "", 2, Decision.STOP.value)
+            record = folder.Attempt(number, 0, 0, saved, plan.saved(), "", 2, Decision.STOP.value)
             folder.close_attempt(plan.run_dir, record)
             self.say(f"attempt {number}: {error}")
             raise
-        after = self._saved()
+        after = plan.saved()
         outcome = decide(
             ended.code,
             ended.told,
@@ -218,11 +229,6 @@ class Head:
         if refused := next((row.refused for row in rows.values() if row.refused), ""):
             raise ConfigError(refused)
         return rows
-
-    def _saved(self) -> int:
-        """Step of the newest checkpoint; 0 where there is none."""
-        newest = latest(self.plan.run_dir)
-        return TrainState.read(newest).step if newest else 0
 
 
 class Progress:

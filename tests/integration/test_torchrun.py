@@ -72,17 +72,23 @@ class Nodes:
         return int(newest.name.removeprefix("step_")) if newest else 0
 
     def rank(self, number: int) -> int:
-        """The process of a rank, which is torchrun's child; it has forks of the same name."""
-        found = {process.pid: process for process in self.footprint.look()}
-        for process in found.values():
+        """The process of a rank, once there is one. A look takes long where much else runs: look
+        before the moment in which it is to be killed."""
+        found: list[int] = []
+        self.wait(lambda: found.extend(self._ranks(number)) or bool(found))
+        return found[0]
+
+    def _ranks(self, number: int) -> Iterator[int]:
+        """It is torchrun's child, and has forks of the same name."""
+        known = {process.pid: process for process in self.footprint.look()}
+        for process in known.values():
             with contextlib.suppress(OSError, psutil.Error):  # it has ended
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-                launcher = found.get(process.ppid())
+                launcher = known.get(process.ppid())
                 if launcher is None or f"RANK={number}".encode() not in environment:
                     continue
                 if "torch.distributed.run" in launcher.cmdline():
-                    return process.pid
-        raise AssertionError(self.told())
+                    yield process.pid
 
     def attempts(self) -> list[tuple[str, int, int, int]]:
         """Decision and exit code of each, and the steps that were saved before and after."""
@@ -117,8 +123,9 @@ def test_a_run_on_two_nodes_of_which_a_rank_was_killed_ends_as_if_nothing_had_be
     with nodes(tiny, "battered", *OPTIONS) as run:
         two = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={endpoint()}")
         started = [run.start(*two), run.start(*two)]
+        victim = run.rank(1)
         run.wait(lambda: run.saved() >= 2)
-        os.kill(run.rank(1), signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         assert [process.wait(LIMIT_S) for process in started] == [0, 0], run.told()
         assert run.footprint.left(run.dir) == []
         (first, killed, _, after), last = run.attempts()
@@ -158,8 +165,10 @@ def test_two_failures_without_a_checkpoint_between_them_end_a_run_with_4(tiny):
     with nodes(tiny, "idle", *OPTIONS, "checkpoint.every=0") as run:
         head = run.start("--nproc-per-node=2")
         for attempt in (1, 2):
-            run.wait(lambda n=attempt: len(tried(run.dir)) == n and bool(tried(run.dir)[-1].steps))
-            os.kill(run.rank(attempt % 2), signal.SIGKILL)
+            run.wait(lambda n=attempt: len(tried(run.dir)) == n)
+            victim = run.rank(attempt % 2)
+            run.wait(lambda: bool(tried(run.dir)[-1].steps))
+            os.kill(victim, signal.SIGKILL)
         assert head.wait(LIMIT_S) == 4
         assert run.footprint.left(run.dir) == []
         assert [one[:2] for one in run.attempts()] == [("retry", 137), ("stop", 137)]
@@ -184,8 +193,9 @@ def test_a_run_that_is_stopped_before_its_ranks_can_listen_ends_with_143(tiny, a
 def test_a_rank_that_is_stopped_is_found_and_the_run_goes_on(tiny, capsys):
     with nodes(tiny, "hung", *OPTIONS) as run:
         head = run.start("--nproc-per-node=2", "--hung-s=90")
+        victim = run.rank(1)
         run.wait(lambda: run.saved() >= 2)
-        os.kill(run.rank(1), signal.SIGSTOP)
+        os.kill(victim, signal.SIGSTOP)
         assert head.wait(LIMIT_S) == 0, run.told()
         assert run.footprint.left(run.dir) == []
         assert [one[0] for one in run.attempts()] == ["retry", "done"]
@@ -207,8 +217,9 @@ def test_scripts_that_are_killed_leave_nothing_and_a_node_may_come_back(tiny):
         other.kill()
         run.wait(lambda: "lost" in run.told())
         other = run.start(*two)  # it comes back
-        run.wait(lambda: len(tried(run.dir)) == 2 and bool(tried(run.dir)[1].steps))
-        run.footprint.look()
+        run.wait(lambda: len(tried(run.dir)) == 2)
+        run.rank(0)
+        run.wait(lambda: bool(tried(run.dir)[1].steps))
         head.kill()
         head.wait()
         head = run.start(*two)  # in the place of the one that was killed

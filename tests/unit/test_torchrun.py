@@ -367,8 +367,7 @@ def test_a_port_that_a_head_can_have_is_not_taken():
 
 
 def test_nodes_that_never_come_end_the_head_with_7_and_are_counted(recipe, capsys, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--wait", "0.1"]
     run_dir = f"train.run_dir={tmp_path}/run"
     assert main([*words, "--rdzv-endpoint", f"127.0.0.1:{port}", recipe, run_dir]) == 7
@@ -411,11 +410,15 @@ def started(folder: Path) -> Member:
     return member
 
 
-def headed(tmp_path: Path, board: Board, **facts) -> Head:
+def planned(run_dir: Path = Path("runs/math"), **facts) -> Plan:
     plan = {"nodes": 1, "retries": 0, "hung_s": 60.0, "wait_s": 20.0, **facts}
+    return Plan(run_dir, 8, per_node=1, address="127.0.0.1", hung_steps=10.0, **plan)
+
+
+def headed(tmp_path: Path, board: Board, **facts) -> Head:
     (tmp_path / "slurm").mkdir(exist_ok=True)
-    made = Plan(tmp_path, 8, per_node=1, address="127.0.0.1", hung_steps=10.0, **plan)
-    return Head(made, board, Member("a", row("train1"), 1), SimpleNamespace(newest=""))
+    member, received = Member("a", row("train1"), 1), SimpleNamespace(newest="")
+    return Head(planned(tmp_path, **facts), board, member, received)
 
 
 def told(run_dir: Path, capsys) -> str:
@@ -491,9 +494,20 @@ def test_a_node_that_does_not_see_the_runs_folder_tells_the_head_before_it_leave
         board.word = Word(replace(ordered("a"), logs="/elsewhere/attempts/3"))
         member = Member("a", row("train1"), 1)
         with pytest.raises(ConfigError, match="is not visible on train1 after 0 s") as error:
-            command._follow(endpoint, member, SimpleNamespace(newest=""), 20)
+            command._follow(planned(), endpoint, member, SimpleNamespace(newest=""))
         left = board.rows()["a"]
     assert (left.left, left.refused) == (True, str(error.value))
+
+
+def test_a_node_that_comes_after_the_head_of_a_run_with_all_steps_has_left_ends_with_0(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "SILENT_S", 0.1)
+    monkeypatch.setattr(Plan, "saved", lambda plan: 8)
+    endpoint = "127.0.0.1", free_port()
+    member, received = Member("a", row("train1"), 1), SimpleNamespace(newest="")
+    assert command._follow(planned(wait_s=60.0), endpoint, member, received) == 0
+    assert "runs/math has all its 8 steps" in capsys.readouterr().out
 
 
 def test_what_keeps_a_node_from_taking_part_ends_the_run_with_that_sentence(
@@ -531,10 +545,9 @@ def test_the_folder_of_each_attempt_may_take_its_time_to_appear(tmp_path, monkey
 def test_a_signal_in_a_missed_beat_does_not_kill_ranks_that_have_to_save(shell, tmp_path):
     shell(RUNS)
     member, received, codes = started(tmp_path), SimpleNamespace(newest=""), []
-    with Board(0, LIKE) as board:
-        endpoint, order = ("127.0.0.1", board.port), replace(ordered("a"), logs=str(tmp_path))
+    endpoint, order = ("127.0.0.1", free_port()), replace(ordered("a"), logs=str(tmp_path))
     received.newest = "TERM"  # while nobody listens
-    wait = (endpoint, member, received, 20)
+    wait = (planned(), endpoint, member, received)
     follower = threading.Thread(target=lambda: codes.append(command._follow(*wait)), daemon=True)
     follower.start()
     time.sleep(0.2)
