@@ -19,8 +19,13 @@ class Letters:
             raise ConfigError("no template")
         return tuple(map(ord, f"<{prompt}>" if chat else prompt))
 
-    def unknown(self, prompt, *, chat=False):
-        return "z" if "z" in prompt else ""
+    def read(self, questions, *, chat):
+        for question in questions:
+            try:
+                ids = self.encode(question.prompt, chat=chat)
+            except ConfigError as error:
+                raise ConfigError(f"{question.place}: {error}") from None
+            yield ids, "z" if "z" in question.text else ""
 
     def disagreement(self, prompts, *, chat=False):
         return ""
