@@ -396,7 +396,10 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
             arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
-            arguments[name] = _convert(values[name], hint, f"{prefix}{name}")
+            value, why = values[name], known[name].metadata.get("not_a_list")
+            if why and isinstance(value, list):
+                raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {why}")
+            arguments[name] = _convert(value, hint, f"{prefix}{name}")
     return cls(**arguments)
 
 

@@ -646,15 +646,21 @@ class RolloutConfig:
         return self.health_timeout_s or (300.0 if kind == "sglang" else 60.0)
 
 
+ONE_FILE = (
+    "one file is read: join several first, JSONL with cat A.jsonl B.jsonl > ALL.jsonl, parquet as "
+    "docs/data.md says"
+)
+
+
 @on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
 
-    path: str = ""
+    path: str = field(default="", metadata={"not_a_list": ONE_FILE})
     """JSONL or parquet file of prompts and answers; docs/data.md says which layouts are read."""
 
-    eval_path: str = ""
+    eval_path: str = field(default="", metadata={"not_a_list": ONE_FILE})
     """The same for held-out prompts."""
 
     prompt_key: str = ""
