@@ -92,9 +92,12 @@ class PromptStream:
         said = [file.summary for file in self.files.values()]
         limit = f"longer than data.max_prompt_tokens={self.config.max_prompt_tokens}"
         if self.too_long:
+            left, step = len(self.questions) - len(self.too_long), self.config.prompts_per_step
+            few = f"; the {left} that are left are fewer than data.prompts_per_step={step}"
+            few = few if left < step <= len(self.questions) else ""
             said.append(
                 f"{len(self.too_long)} of {len(self.questions)} training prompts are {limit} and "
-                f"left out; the longest has {self.longest} tokens"
+                f"left out; the longest has {self.longest} tokens{few}"
             )
         if self.held_out_too_long:
             asked = self.held_out_too_long + len(self.held_out)
