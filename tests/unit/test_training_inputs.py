@@ -143,4 +143,5 @@ def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
     said = describe_data(load(recipe, ["data.max_prompt_tokens=12"]))
     assert any("1 of 3 training prompts are longer than data.max_prompt" in one for one in said)
     assert any("kept as metadata: level" in one for one in said)
+    assert any("; evaluations ask these 1" in one for one in said)
     assert read_prompts(load(recipe, ["data.max_prompt_tokens=12"])).held_out[0].answer == "2"
