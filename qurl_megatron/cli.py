@@ -309,7 +309,7 @@ def _study_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--jobs", type=int, default=1, help="runs at once, sharing the cores")
     command.add_argument(
-        "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*,int8,*'"
+        "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*-int8-*'"
     )
     modes = command.add_mutually_exclusive_group()
     for name, help in (
