@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if unknown := next((word for word in rest if word.startswith("-")), None):
             behind = args[args.index(unknown) + 1 :] if unknown in args else []
-            self.error(self._unknown(unknown, behind, settings=hasattr(found, "overrides")))
+            self.error(self._unknown(unknown, behind, settings=_taker(found) is not None))
         return found, rest
 
     def error(self, message: str) -> NoReturn:
@@ -53,10 +53,15 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     What stands behind an option goes to ``overrides``, or to the ``words`` of a batch job.
     """
     arguments, rest = parser.parse_known_args(argv)
-    taker = next((name for name in ("overrides", "words") if hasattr(arguments, name)), None)
+    taker = _taker(arguments)
     if rest and taker is None:
         command = f"{parser.prog} {arguments.command}" if "command" in arguments else parser.prog
         parser.error(f"unexpected: {' '.join(rest)}; `{command} --help` says what it takes")
     if rest:
         setattr(arguments, taker, [*getattr(arguments, taker), *rest])
     return arguments
+
+
+def _taker(arguments: argparse.Namespace) -> str | None:
+    """Where settings of the recipe go, for commands that take some."""
+    return next((name for name in ("overrides", "words") if hasattr(arguments, name)), None)

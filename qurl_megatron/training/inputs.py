@@ -137,5 +137,6 @@ def describe_data(config: RunConfig) -> list[str]:
     return [
         *(file.summary for file in files.values()),
         *_doubts(config, files),
-        f"how long prompts are is not checked: model.path={folder} holds no tokenizer yet",
+        f"how long prompts are is not checked: model.path={folder} "
+        + (f"holds no {FILES[0]}, which a run needs" if folder.is_dir() else "is not there yet"),
     ]
