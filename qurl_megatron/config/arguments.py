@@ -28,7 +28,8 @@ class Parser(argparse.ArgumentParser):
             choices = re.findall(r"[^', ]+", there)
             close = get_close_matches(given, choices, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(choices)}"
-            message = f"{what} cannot be {given!r}; {hint}"
+            command = f"there is no {what.lower()} {given!r}"  # what is in capitals stands for one
+            message = f"{command if what.isupper() else f'{what} cannot be {given!r}'}; {hint}"
         elif missing := re.match(r"the following arguments are required: (.*)", message):
             message = f"missing: {missing[1]}; `{self.prog} --help` says what it takes"
         self.exit(2, f"{self.prog}: {message}\n")

@@ -84,8 +84,8 @@ class DataFile:
         kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
         if "metadata" in first.metadata:
             kept += (
-                " (this column holds no object, so rewards get it as metadata['metadata']; only an "
-                "object's entries are metadata themselves)"
+                "; the column metadata holds no object, so rewards get it whole, as "
+                "metadata['metadata']"
             )
         answers = f"answers in {self.answer_key}" if self.answer_key else "no answers"
         return (

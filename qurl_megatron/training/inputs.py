@@ -56,18 +56,18 @@ def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]
 
 
 def _doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
+    """What may be trained on, but was probably not meant."""
     data, wanted, said = config.data, config.train.eval_prompts, []
-    source, count = f"data.task_size={data.task_size}", data.task_size
-    if files:
-        training = files["data.path"]
-        source, count = training.name, len(training.questions)
+    training, held_out = files.get("data.path"), files.get("data.eval_path")
+    source = training.name if training else f"data.task_size={data.task_size}"
+    count = len(training.questions) if training else data.task_size
     if count < data.prompts_per_step:
         said.append(
             f"{source}: {how_many(count, 'prompt')}, fewer than data.prompts_per_step="
             f"{data.prompts_per_step}, so one step asks them again and again; lower that, or add "
             "prompts"
         )
-    if held_out := files.get("data.eval_path"):
+    if training and held_out:
         asked = held_out.questions[:wanted]
         if len(asked) < wanted:
             said.append(

@@ -42,7 +42,7 @@ def test_launch_torchrun_too():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("trian R", "qurl: COMMAND cannot be 'trian'; did you mean train?"),
+        ("trian R", "qurl: there is no command 'trian'; did you mean train?"),
         (
             "train --steps 3",
             "qurl train: there is no option --steps; a setting has no dashes: train.steps=3",

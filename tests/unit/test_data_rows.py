@@ -201,7 +201,9 @@ def test_several_files_and_parts_of_one_are_refused_with_the_way_out(tmp_path):
 def test_slimes_metadata_that_is_no_object_is_said_to_be_one_entry(read):
     file = read({"prompt": "a", "label": "1", "metadata": '{"level": 3}'})
     assert file.questions[0].metadata == {"metadata": '{"level": 3}'}
-    assert "(this column holds no object, so rewards get it as metadata['metadata']" in file.summary
+    assert file.summary.endswith(
+        "metadata holds no object, so rewards get it whole, as metadata['metadata']"
+    )
 
 
 def test_a_changed_file_is_found_and_a_missing_one_passed_over(tmp_path):
