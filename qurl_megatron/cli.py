@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from qurl_megatron import __version__
-from qurl_megatron.config.arguments import parse
+from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.errors import ConfigError
 
 SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
@@ -215,8 +215,8 @@ def slurm(arguments: argparse.Namespace) -> int:
     return ACTIONS[arguments.action](arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="qurl",
         description="Reinforcement learning of LLMs with quantized rollouts, on Megatron-Core.",
     )
@@ -234,7 +234,11 @@ def _recipe_options(command: argparse.ArgumentParser, nargs: str | None = None) 
         "recipe", type=Path, nargs=nargs, help="TOML recipe; some ship in launch/recipes"
     )
     command.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="e.g. quant.scheme=fp8"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="e.g. quant.scheme=fp8",
     )
 
 
@@ -294,14 +298,18 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
 def _study_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")
     command.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="of every run, e.g. train.steps=2"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="of every run, e.g. train.steps=2",
     )
     command.add_argument(
         "--out", type=Path, required=True, help="folder of its runs, tables and pictures"
     )
     command.add_argument("--jobs", type=int, default=1, help="runs at once, sharing the cores")
     command.add_argument(
-        "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*,int8,*'"
+        "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*-int8-*'"
     )
     modes = command.add_mutually_exclusive_group()
     for name, help in (

@@ -339,14 +339,29 @@ def _parse(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not (equals and len(names) > 1 and all(names)):
-        raise ConfigError(
-            f"override {override!r} must look like section.key=value, e.g. quant.scheme=fp8"
-        )
+        meant = " or ".join(f"{key}={text}" for key in keys_like(key.strip()))
+        hint = f"; did you mean {meant}?" if equals and meant else ", e.g. quant.scheme=fp8"
+        raise ConfigError(f"override {override!r} must look like section.key=value{hint}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word, such as fp8 or a path
     return key.strip(), value
+
+
+def keys_like(name: str) -> list[str]:
+    """The settings that were probably meant, as section.key."""
+    known = [
+        f"{section.name}.{key.name}"
+        for section in dataclasses.fields(RunConfig)
+        for key in dataclasses.fields(section.type)
+    ]
+    if name in known:
+        return [name]
+    last = {key: key.rpartition(".")[2] for key in known}
+    close = get_close_matches(name, {*last.values()}, n=1, cutoff=0.8)
+    found = [key for key in known if last[key] in close]
+    return [key for key in found if not key.startswith("warmstart.")] or found
 
 
 def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> None:
@@ -396,7 +411,10 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
             arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
-            arguments[name] = _convert(values[name], hint, f"{prefix}{name}")
+            value, why = values[name], known[name].metadata.get("not_a_list")
+            if why and isinstance(value, list):
+                raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {why}")
+            arguments[name] = _convert(value, hint, f"{prefix}{name}")
     return cls(**arguments)
 
 

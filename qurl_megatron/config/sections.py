@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -646,15 +647,21 @@ class RolloutConfig:
         return self.health_timeout_s or (300.0 if kind == "sglang" else 60.0)
 
 
+ONE_FILE = (
+    "one file is read: join several first, JSONL with cat A.jsonl B.jsonl > ALL.jsonl, parquet as "
+    "docs/data.md says"
+)
+
+
 @on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
 
-    path: str = ""
+    path: str = field(default="", metadata={"not_a_list": ONE_FILE})
     """JSONL or parquet file of prompts and answers; docs/data.md says which layouts are read."""
 
-    eval_path: str = ""
+    eval_path: str = field(default="", metadata={"not_a_list": ONE_FILE})
     """The same for held-out prompts."""
 
     prompt_key: str = ""
@@ -928,11 +935,18 @@ class RewardConfig(RewardSource):
             )
             part.check(f"reward.mix.{name}")
             _check_score(f"reward.mix.{name}.weight", part.weight)
+            scoring = [n for n, its in self.mix.items() if its.kind or its.function or its.url]
+            close = get_close_matches(name, scoring, n=1)
+            hint = f"did you mean reward.mix.{close[0]}?" if close else "set one, or leave it out"
             require(
-                bool(part.kind or part.function or part.url),
-                f"reward.mix.{name} has nothing that scores; set its kind, function or url (the "
-                f"mix has {', '.join(self.mix)})",
+                name in scoring,
+                f"reward.mix.{name} has no kind, function or url, so nothing scores; {hint}",
             )
+        require(
+            not self.mix or any(part.weight for part in self.mix.values()),
+            "every weight of reward.mix is 0, so every reward would be 0 and nothing be learned; "
+            "set reward.mix.NAME.weight of one",
+        )
         _check_score("reward.failed", self.failed)
         require(
             0 <= self.overlong_fraction <= 1,
@@ -1010,7 +1024,9 @@ class TrainConfig:
     rollout.temperature and averaged (Avg@k)."""
 
     def __post_init__(self) -> None:
-        require(self.steps >= 0, f"train.steps must be 0 or more, got {self.steps}")
+        for name in ("steps", "eval_every", "eval_prompts"):
+            value = getattr(self, name)
+            require(value >= 0, f"train.{name} must be 0 or more, got {value}")
         require(
             self.eval_samples >= 1,
             f"train.eval_samples must be 1 or more, got {self.eval_samples}",

@@ -6,13 +6,14 @@ values is all the state there is.
 
 import hashlib
 import random
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from qurl_megatron.config import DataConfig
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile, Question
-from qurl_megatron.data.tokenizer import COMPARED, Tokenizer, ids_of
+from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import Prompt
@@ -44,16 +45,21 @@ class PromptStream:
         self.files: dict[str, DataFile] = data_files(
             config, held_out=bool(held_out), answers=answers
         )
-        self.questions, self._asked = self._questions(held_out)
-        self._lengths = [len(self._ids(question)) for question in self.questions]  # tokens
+        self.questions, asked = self._questions(held_out)
+        self._unknown: list[tuple[str, Question]] = []  # words that the model cannot see, and where
+        self._lengths = [len(ids) for _, ids in self._read(self.questions)]  # tokens
         self.longest = max(self._lengths)
         limit = config.max_prompt_tokens
         self.too_long = {i for i, n in enumerate(self._lengths) if n > limit}
-        self.held_out = self._short(self._asked)
-        self.held_out_too_long = len(self._asked) - len(self.held_out)
+        self.held_out = [
+            _prompt(question, index, ids)
+            for index, (question, ids) in enumerate(self._read(asked))
+            if len(ids) <= limit
+        ]
+        self.held_out_too_long = len(asked) - len(self.held_out)
         if len(self.too_long) == len(self.questions):
             raise self._all_too_long("training")
-        if self._asked and not self.held_out:
+        if asked and not self.held_out:
             raise self._all_too_long("held-out")
         self.epoch = 0
         self.position = 0  # in the order of this epoch
@@ -75,7 +81,9 @@ class PromptStream:
                 self.dropped += 1
                 continue
             question = self.questions[number]
-            batch.append(_prompt(question, self.next_index, self._ids(question)))
+            # Ids of all prompts would take more memory than their texts.
+            ids = self.tokenizer.encode(question.prompt, chat=self.config.chat)
+            batch.append(_prompt(question, self.next_index, ids))
             self.next_index += 1
         return batch
 
@@ -84,9 +92,12 @@ class PromptStream:
         said = [file.summary for file in self.files.values()]
         limit = f"longer than data.max_prompt_tokens={self.config.max_prompt_tokens}"
         if self.too_long:
+            left, step = len(self.questions) - len(self.too_long), self.config.prompts_per_step
+            few = f"; the {left} that are left are fewer than data.prompts_per_step={step}"
+            few = few if left < step <= len(self.questions) else ""
             said.append(
                 f"{len(self.too_long)} of {len(self.questions)} training prompts are {limit} and "
-                f"left out; the longest has {self.longest} tokens"
+                f"left out; the longest has {self.longest} tokens{few}"
             )
         if self.held_out_too_long:
             asked = self.held_out_too_long + len(self.held_out)
@@ -94,25 +105,18 @@ class PromptStream:
                 f"{self.held_out_too_long} of {asked} held-out prompts are {limit} and left out: "
                 "held-out accuracy is that of the others"
             )
-        said += self._unknown()
+        if self._unknown:
+            asked = len(self.questions) + len(self.held_out) + self.held_out_too_long
+            part, question = self._unknown[0]
+            said.append(
+                f"{len(self._unknown)} of {how_many(asked, 'prompt')} have text that the tokenizer "
+                f"has no token for, which the model cannot see: first {part[:20]!r} in "
+                f"{question.place or repr(question.text[:40])}"
+            )
         first = [question.prompt for question in self.questions[:COMPARED]]
         if other := self.tokenizer.disagreement(first, chat=self.config.chat):
             said.append(other)
         return said
-
-    def _unknown(self) -> list[str]:
-        """A sentence on prompts of which the tokenizer does not know a part."""
-        chat, asked = self.config.chat, [*self.questions, *self._asked]
-        parts = [(self.tokenizer.unknown(q.prompt, chat=chat), q) for q in asked]
-        found = [(part, question) for part, question in parts if part]
-        if not found:
-            return []
-        part, question = found[0]
-        return [
-            f"{len(found)} of {how_many(len(asked), 'prompt')} have text that the tokenizer has no "
-            f"token for, which the model cannot see: first {part[:20]!r} in "
-            f"{question.place or repr(question.text[:40])}"
-        ]
 
     def refuse_longer(self, limit: int) -> None:
         """Where data.max_prompt_tokens lets prompts pass that are too long for the model.
@@ -201,22 +205,19 @@ class PromptStream:
         asked = held_out_questions(self.config, held_out) if held_out else []
         return training_questions(self.config), asked
 
-    def _short(self, questions: list[Question]) -> list[Prompt]:
-        pairs = [(question, self._ids(question)) for question in questions]
-        return [
-            _prompt(question, index, ids)
-            for index, (question, ids) in enumerate(pairs)
-            if len(ids) <= self.config.max_prompt_tokens
-        ]
+    def _read(self, questions: Sequence[Question]) -> Iterator[tuple[Question, tuple[int, ...]]]:
+        """Each question with its prompt's ids; notes what the tokenizer does not know."""
+        read = self.tokenizer.read(questions, chat=self.config.chat)
+        for question, (ids, unknown) in zip(questions, read, strict=True):
+            if unknown:
+                self._unknown.append((unknown, question))
+            yield question, ids
 
     def _all_too_long(self, kind: str) -> ConfigError:
         return ConfigError(
             f"every {kind} prompt is longer than data.max_prompt_tokens="
             f"{self.config.max_prompt_tokens} tokens; raise it"
         )
-
-    def _ids(self, question: Question) -> tuple[int, ...]:
-        return ids_of(question, self.tokenizer, chat=self.config.chat)
 
 
 def _prompt(question: Question, index: int, ids: tuple[int, ...]) -> Prompt:

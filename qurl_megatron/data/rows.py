@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config import DataConfig
+from qurl_megatron.config.sections import ONE_FILE
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.observe.text import how_many
 
@@ -27,6 +29,10 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer", "label")
 LAYOUTS = {"reward_model.ground_truth": "verl's layout", "label": "slime's layout"}
 """By where the answer is."""
 
+TO_LINES = (
+    "an array in one JSON file is converted with: python -c 'import json, sys; [print(json.dumps("
+    "row)) for row in json.load(sys.stdin)]' < FILE.json > FILE.jsonl"
+)
 EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -76,6 +82,11 @@ class DataFile:
         chats = " (chats)" if first.turns else ""
         layout = f", {LAYOUTS[self.answer_key]}" if self.answer_key in LAYOUTS else ""
         kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
+        if "metadata" in first.metadata:
+            kept += (
+                "; the column metadata holds no object, so rewards get it whole, as "
+                "metadata['metadata']"
+            )
         answers = f"answers in {self.answer_key}" if self.answer_key else "no answers"
         return (
             f"{self.name}: {how_many(len(self.questions), 'prompt')} in {self.prompt_key}{chats}, "
@@ -94,11 +105,11 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     """
     columns = columns or Columns()
     if path.suffix not in READERS:
-        raise ConfigError(f"{name} must end in {' or '.join(READERS)}")
+        raise ConfigError(f"{name} must end in {' or '.join(READERS)}{_way_out(path)}")
     if not path.is_file():
         looked = f": a relative path begins at the working folder, so that is {path.absolute()}"
         looked = "" if path.is_absolute() else looked
-        raise ConfigError(f"{name} does not exist or is not a file{looked}")
+        raise ConfigError(f"{name} does not exist or is not a file{looked}{_way_out(path)}")
     checksum = checksum_of(path)
     questions: list[Question] = []
     keys = ("", "")
@@ -109,6 +120,21 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     if not questions:
         raise ConfigError(f"{name} holds no prompts")
     return DataFile(name, questions, checksum, *keys)
+
+
+def _way_out(path: Path) -> str:
+    """What to do where a path is written as one of several files, a part of one, or another kind
+    can be converted."""
+    if path.suffix == ".json":
+        return f"; {TO_LINES}"
+    if sliced := re.fullmatch(r"(.+)@\[.*\]", str(path)):
+        return (
+            f"; a part of a file cannot be named: write its rows to a file of their own, as with "
+            f"head -n 100 {sliced[1]} > part.jsonl"
+        )
+    if path.is_dir() or any(mark in str(path) for mark in ",*"):
+        return f"; {ONE_FILE}"
+    return ""
 
 
 def checksum_of(path: Path) -> str:
@@ -169,14 +195,24 @@ def as_text(value: Any, what: str, place: str) -> str:
 
 
 def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+    first = True
     with reading(path), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            if first and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+                raise ConfigError(
+                    f"{name} line {number} begins an array, and each line of a .jsonl file must be "
+                    f"an object by itself; {TO_LINES}"
+                )
+            first = False
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                # Without its end: a column behind that would be one of the next line.
+                row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
             except json.JSONDecodeError as error:
                 why = f"{error.msg} at column {error.colno}"  # its own line number is always 1
+                if error.pos == len(error.doc):
+                    why += ", where the line ends; write each object on one line"
             except UnicodeDecodeError as error:
                 why = f"byte {error.start + 1} is not UTF-8"
             except RecursionError:

@@ -1,6 +1,7 @@
 """Text to token ids and back: the tokenizer in the model's own folder."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby, zip_longest
 from operator import itemgetter
@@ -11,7 +12,8 @@ from qurl_megatron.data.rows import Question, Turn
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.types import Sample
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them says what tokens are
+BATCH = 1024  # prompts that are split at once
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
 ENVIRONMENT = "> "  # before what an environment said, for a reader
 SAID = "~what the policy said~"  # in a template's output: where its turn ends
@@ -35,8 +37,9 @@ class Tokenizer:
         self.path = Path(path)
         if not any((self.path / name).is_file() for name in FILES):
             raise ConfigError(
-                f"model.path={self.path} holds no tokenizer (none of {', '.join(FILES)}); "
-                "copy the files from the original checkpoint"
+                f"model.path={self.path} holds no {FILES[0]} (nor {' or '.join(FILES[1:])}), so "
+                "prompts cannot be split into tokens; copy it from the original checkpoint, with "
+                "tokenizer_config.json"
             )
 
     @cached_property
@@ -65,19 +68,64 @@ class Tokenizer:
         text, special = self._rendered(prompt, chat)
         return tuple(self._wrapped(text, add_special_tokens=special)["input_ids"])
 
+    def read(
+        self, questions: Sequence[Question], *, chat: bool
+    ) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Of each question, the ids of its prompt, and its first word that has a part without a
+        token, empty where there is none.
+
+        The part becomes the unknown token, or nothing: the model does not see it either way.
+
+        Args:
+            chat: make texts one user turn.
+
+        Raises:
+            ConfigError: nothing of a prompt is in the vocabulary, or there is no template, or it
+                refuses the turns; says in which line.
+        """
+        for start in range(0, len(questions), BATCH):
+            part = questions[start : start + BATCH]
+            triples = [(*self._rendered_of(question, chat), question) for question in part]
+            for special, group in groupby(triples, key=itemgetter(1)):
+                texts, _, asked = zip(*group, strict=True)
+                found = self._wrapped(list(texts), add_special_tokens=special)
+                places = found.encodings or [None] * len(texts)  # slow ones tell none
+                for text, question, ids, encoding in zip(
+                    texts, asked, found["input_ids"], places, strict=True
+                ):
+                    if not ids:
+                        raise self._all_unknown(question)
+                    yield tuple(ids), self._unknown(text, encoding) if encoding else ""
+
+    def _rendered_of(self, question: Question, chat: bool) -> tuple[str, bool]:
+        """``_rendered``; what is wrong with a chat is said with its line."""
+        try:
+            return self._rendered(question.prompt, chat)
+        except ConfigError as error:
+            if question.turns:
+                raise ConfigError(f"{question.place}: {error}") from None
+            raise
+
+    def _all_unknown(self, question: Question) -> ConfigError:
+        return ConfigError(
+            f"{question.place or 'a question'}: the tokenizer in {self.path} has no token for any "
+            f"part of the prompt {question.text!r:.80}; take the questions that the model was made "
+            "for, or another model"
+        )
+
     def _rendered(self, prompt: str | Sequence[Turn], chat: bool) -> tuple[str, bool]:
         """The text that is split into tokens, and whether it lacks its special tokens."""
         if isinstance(prompt, str) and not chat:
             return prompt, True
         if not self._wrapped.chat_template:
-            what, mend = "the prompt is a list of turns", "write it as text"
+            what, fix = "the prompt is a list of turns", "write it as text"
             if isinstance(prompt, str):
-                what, mend = "data.chat=true", "set data.chat=false"
+                what, fix = "data.chat=true", "set data.chat=false"
             raise ConfigError(
-                f"{what}, but the tokenizer in {self.path} has no chat template; {mend} or take an "
+                f"{what}, but the tokenizer in {self.path} has no chat template; {fix} or take an "
                 "instruction-tuned checkpoint"
             )
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
@@ -85,22 +133,28 @@ class Tokenizer:
             return self._wrapped.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True
             ), False
-        except TemplateError as error:
+        except TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template in {self.path} refuses the prompt's turns: {error}"
+                f"the chat template in {self._template_file} is malformed in its line "
+                f"{error.lineno}: {error.message}; copy it from the original checkpoint"
+            ) from None
+        except (TemplateError, TypeError, ValueError) as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            where = f", line {lines[-1]}," if lines else ""
+            raise ConfigError(
+                f"the chat template in {self._template_file}{where} refuses the prompt's turns: "
+                f"{error}"
             ) from None
 
-    def unknown(self, prompt: str | Sequence[Turn], *, chat: bool = False) -> str:
-        """The first word of a prompt that has a part without a token; empty where there is none.
+    @property
+    def _template_file(self) -> Path:
+        own = self.path / "chat_template.jinja"
+        return own if own.is_file() else self.path / "tokenizer_config.json"
 
-        The part becomes the unknown token, or nothing: the model does not see it either way.
-        """
-        text, special = self._rendered(prompt, chat)
-        found = self._wrapped(text, add_special_tokens=special)
-        if not found.is_fast:  # tells no places
-            return ""
+    def _unknown(self, text: str, encoding: Any) -> str:
+        """The first word of a text that has a part without a token."""
         token, unknown, done = self._wrapped.unk_token, self._wrapped.unk_token_id, 0
-        (encoding,) = found.encodings
         for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if start > done and text[done:start].strip():
                 return _word(text, done)
@@ -224,21 +278,10 @@ def _word(text: str, at: int) -> str:
 
 
 def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
-    """Ids of a question's prompt; what is wrong with its turns is said with its line.
+    """Ids of one question's prompt.
 
     Raises:
-        ConfigError: nothing of the prompt is in the vocabulary, or its turns are refused.
+        ConfigError: as ``Tokenizer.read``.
     """
-    try:
-        ids = tokenizer.encode(question.prompt, chat=chat)
-    except ConfigError as error:
-        if question.turns:
-            raise ConfigError(f"{question.place}: {error}") from None
-        raise
-    if not ids:
-        raise ConfigError(
-            f"{question.place or 'a question'}: the tokenizer in {tokenizer.path} has no token for "
-            f"any part of the prompt {question.text!r:.80}; take the questions that the model was "
-            "made for, or another model"
-        )
+    ((ids, _),) = tokenizer.read([question], chat=chat)
     return ids

@@ -30,7 +30,7 @@ def find_named(key: str, name: str, what: str) -> Function:
     Args:
         key: of the recipe, or the option, that names it; for messages.
         name: "package.module:name" or "path/to/file.py:name".
-        what: it should be, in a word.
+        what: it should be, "function" or "class".
 
     Raises:
         ConfigError: there is none.
@@ -38,15 +38,28 @@ def find_named(key: str, name: str, what: str) -> Function:
     target, _, attribute = name.rpartition(":")
     module = _module(f"{key}={name}", target)
     found = getattr(module, attribute, None)
+    of_classes = what == "class"
+    own = [
+        n
+        for n, value in vars(module).items()
+        if callable(value)
+        and inspect.isclass(value) == of_classes
+        and getattr(value, "__module__", None) == module.__name__  # else it is imported there
+        and n[0] != "_"
+    ]
+    there = f"it has {', '.join(own) or f'no {what}'}"
     if found is None:
-        own = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         close = get_close_matches(attribute, own, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or f'no {what}'}"
+        hint = f"did you mean {close[0]}?" if close else there
         raise ConfigError(f"{key}={name}: {target} has no {attribute}; {hint}")
     if not callable(found):
         raise ConfigError(
-            f"{key}={name} is of type {type(found).__name__} and cannot be called; name a {what}"
+            f"{key}={name} is of type {type(found).__name__} and cannot be called; name a {what} "
+            f"({there})"
         )
+    if inspect.isclass(found) != of_classes:
+        other = "class" if inspect.isclass(found) else type(found).__name__
+        raise ConfigError(f"{key}={name} is a {other}; name a {what} ({there})")
     return found
 
 

@@ -50,9 +50,16 @@ def refusing(
         if half_written is not None:
             with contextlib.suppress(OSError):
                 half_written.unlink()
-        if not isinstance(error, OSError) or error.errno not in MENDS:
+        if not isinstance(error, OSError) or not (error.errno in MENDS or _homeless(error, path)):
             raise
         raise refusal(error, path, key=key, size=size) from None
+
+
+def _homeless(error: OSError, path: Path) -> bool:
+    """Where no folder can be made above ``path``, such as in /proc; other files that are missing
+    are a fault of ours."""
+    missing = error.filename if error.errno == errno.ENOENT else None
+    return isinstance(missing, str) and Path(missing) in (path, *path.parents)
 
 
 def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:

@@ -15,6 +15,7 @@ from rich.table import Table
 from qurl_megatron.bench.environment import environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import number, percent
+from qurl_megatron.runtime.files import refusing
 from qurl_megatron.study.plan import Cell, Study, read_study
 from qurl_megatron.study.report import write_report
 from qurl_megatron.study.results import Result, read_results
@@ -66,6 +67,8 @@ def main(
         process = at_work(out)
         print(f"process {process} is at work in {out}" if process else f"none at work in {out}")
         return 0
+    with refusing(out, key="--out"):
+        out.mkdir(parents=True, exist_ok=True)
     if mode == "report":
         print(write_report(study, out))
         return 0
@@ -129,7 +132,6 @@ def _detach(file: Path, out: Path, jobs: int, only: str, overrides: Sequence[str
     """Start the study again in a session of its own, and leave it alone once it is at work."""
     if at_work(out):
         raise ConfigError(f"a study is at work in {out} already; --status shows how far it is")
-    out.mkdir(parents=True, exist_ok=True)
     log = out / "study.log"
     arguments = [str(file), *overrides]
     arguments += ["--out", str(out), "--jobs", str(jobs), "--only", only]

@@ -18,7 +18,7 @@ from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
 METHODS, SCALE, MISMATCH = TABLES = ("methods", "scale", "mismatch")
-NAME = re.compile(r"[\w.+-]+")  # goes into file names and, between commas, into those of cells
+NAME = re.compile(r"[\w.+-]+")  # goes into file names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,12 @@ class Cell:
 
     @property
     def name(self) -> str:
+        """Of its folder, too, so without what a shell or a recipe's value would read."""
+        return f"{self.method}-{self.scheme}-seed-{self.seed}"
+
+    @property
+    def old_name(self) -> str:
+        """Of the folders of older studies."""
         return f"{self.method},{self.scheme},seed={self.seed}"
 
 

@@ -1,7 +1,7 @@
 """What the folder of one run tells about it, whoever started the run.
 
-OUT/runs/naive,int4,seed=0/    train.run_dir of a cell; trained/ in it is of ``study.trained``
-OUT/logs/naive,int4,seed=0.log what its ``qurl train`` printed
+OUT/runs/naive-int4-seed-0/    train.run_dir of a cell; trained/ in it is of ``study.trained``
+OUT/logs/naive-int4-seed-0.log what its ``qurl train`` printed
 """
 
 from dataclasses import dataclass
@@ -31,11 +31,13 @@ class Look:
 
 
 def run_dir(out: Path, cell: Cell) -> Path:
-    return out / "runs" / cell.name
+    """A run that an older study has begun stays where it is."""
+    old = out / "runs" / cell.old_name
+    return old if old.is_dir() else out / "runs" / cell.name
 
 
 def log_file(out: Path, cell: Cell) -> Path:
-    return out / "logs" / f"{cell.name}.log"
+    return out / "logs" / f"{run_dir(out, cell).name}.log"
 
 
 def look(study: Study, cell: Cell, out: Path) -> Look:

@@ -3,7 +3,7 @@
 What a run measures is the accuracy of its rollouts, at their precision. What one trains for is the
 last checkpoint, so the study has ``qurl eval`` answer the same questions with it:
 
-OUT/runs/naive,int4,seed=0/trained/step_000080/   held_out.jsonl, which is asked, and what it writes
+OUT/runs/naive-int4-seed-0/trained/step_000080/   held_out.jsonl, which is asked, and what it writes
 
 It lies in the run's own folder: whoever deletes a run, to train another policy or to ask it other
 questions, deletes its accuracy too.

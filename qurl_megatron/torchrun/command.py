@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron.config import load
-from qurl_megatron.config.arguments import parse
+from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import duration
 from qurl_megatron.slurm import folder
@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         return BAD_NODE if isinstance(error, NodeMissing) else 2
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> Parser:
+    parser = Parser(
         prog="torchrun.py",
         description="Train under torchrun, again after a failure; the same command on every node.",
     )
@@ -68,7 +68,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--wait", type=float, default=600, help="seconds that nodes have to come; default 600")
     add("recipe", type=Path, help="TOML recipe; some ship in launch/recipes")
-    add("overrides", nargs="*", metavar="section.key=value", help="e.g. quant.scheme=fp8")
+    add(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="e.g. quant.scheme=fp8",
+    )
     return parser
 
 

@@ -9,24 +9,78 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
+from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
 
 
-def check_files(config: RunConfig) -> None:
+def check_files(config: RunConfig) -> list[str]:
     """
+    Returns:
+        What may be trained on, but was probably not meant, a sentence each.
+
     Raises:
-        ConfigError: a data file is missing, empty or malformed, or the reward needs answers that a
-            row does not have.
+        ConfigError: a data file is missing, empty or malformed, the reward needs answers that a
+            row does not have, or the model to be made has no chat template for its prompts.
     """
-    data_files(
+    files = data_files(
         config.data,
         held_out=config.train.eval_prompts > 0,
         answers=config.reward.needs_answers,
     )
+    _refuse_chats_without_template(config, files)
+    return _doubts(config, files)
+
+
+def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]) -> None:
+    """Before a model is made that has no chat template."""
+    path = Path(config.model.path)
+    if not config.warmstart.steps or path.exists():
+        return
+    lacks = f"the small model that warmstart.steps makes at model.path={path} has no chat template"
+    model = "set model.path to an instruction-tuned model"
+    if config.data.chat:
+        raise ConfigError(f"data.chat=true, but {lacks}; set data.chat=false, or {model}")
+    for file in files.values():
+        if chat := next((question for question in file.questions if question.turns), None):
+            text = f"{file.prompt_key}.{len(chat.turns) - 1}.content"
+            raise ConfigError(
+                f"{chat.place}: the prompt is a chat, but {lacks}; take the text of one turn alone "
+                f"(data.prompt_key={text}), or {model}"
+            )
+
+
+def _doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
+    """What may be trained on, but was probably not meant."""
+    data, wanted, said = config.data, config.train.eval_prompts, []
+    training, held_out = files.get("data.path"), files.get("data.eval_path")
+    source = training.name if training else f"data.task_size={data.task_size}"
+    count = len(training.questions) if training else data.task_size
+    if count < data.prompts_per_step:
+        said.append(
+            f"{source}: {how_many(count, 'prompt')}, fewer than data.prompts_per_step="
+            f"{data.prompts_per_step}, so one step asks them again and again; lower that, or add "
+            "prompts"
+        )
+    if training and held_out:
+        asked = held_out.questions[:wanted]
+        if len(asked) < wanted:
+            said.append(
+                f"{held_out.name}: {how_many(len(asked), 'prompt')}, fewer than "
+                f"train.eval_prompts={wanted}; evaluations ask these {len(asked)}"
+            )
+        known = {question.text for question in training.questions}
+        if same := sum(question.text in known for question in asked):
+            said.append(
+                f"held-out prompts that are in {training.name}, too: {same} of {len(asked)}; a run "
+                "trains on them, so take them out of one of the two files"
+            )
+    return said
 
 
 def read_prompts(config: RunConfig, state: TrainState | None = None) -> PromptStream:
@@ -73,12 +127,16 @@ def describe_data(config: RunConfig) -> list[str]:
     if folder.is_dir():
         described = description_of(folder)
         if any((described / name).is_file() for name in FILES):
-            return read_prompts(config).remarks()
-    answers = config.reward.needs_answers
-    lengths = "how long prompts are is not checked: there is no tokenizer in model.path yet"
-    if data.path:
-        files = data_files(data, held_out=held_out > 0, answers=answers).values()
-        return [*(file.summary for file in files), lengths]
-    training_questions(data)
-    held_out_questions(data, held_out)
-    return [lengths]
+            prompts = read_prompts(config)
+            return [*prompts.remarks(), *_doubts(config, prompts.files)]
+    files = data_files(data, held_out=held_out > 0, answers=config.reward.needs_answers)
+    _refuse_chats_without_template(config, files)
+    if not files:
+        training_questions(data)
+        held_out_questions(data, held_out)
+    return [
+        *(file.summary for file in files.values()),
+        *_doubts(config, files),
+        f"how long prompts are is not checked: model.path={folder} "
+        + (f"holds no {FILES[0]}, which a run needs" if folder.is_dir() else "is not there yet"),
+    ]

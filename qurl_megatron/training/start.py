@@ -57,7 +57,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         _begin(source, config)
         if _already_done(config, _changes(config)):
             return 0
-        check_files(config)
+        _say(check_files(config))
         _check_own(config)
         _tell_of_relatives(Path(config.train.run_dir))
     if not placed and not path.exists() and config.warmstart.steps:
@@ -91,10 +91,16 @@ def _begin(source: Path | None, config: RunConfig) -> None:
 
 
 def _prepare(source: Path | None, config: RunConfig) -> None:
-    """What rank 0 does for all ranks; the data it reads anyway, before the model."""
+    """What rank 0 does for all ranks."""
     _begin(source, config)
+    _say(check_files(config))
     _check_own(config)
     _tell_of_relatives(Path(config.train.run_dir))
+
+
+def _say(remarks: Sequence[str]) -> None:
+    for remark in remarks:
+        print(remark, flush=True)
 
 
 def _check_own(config: RunConfig) -> None:
@@ -178,6 +184,9 @@ def _tell_of_relatives(run_dir: Path) -> None:
 def _make_model(config: RunConfig, path: Path) -> None:
     from qurl_megatron.training.warmstart import warmstart
 
+    run_dir = Path(config.train.run_dir)
+    with refusing(run_dir, key="train.run_dir"):  # before minutes are spent on the model
+        run_dir.mkdir(parents=True, exist_ok=True)
     print(
         f"model.path={path} does not exist, and warmstart.steps={config.warmstart.steps} asks for a"
         " small model of random weights to be made there and fitted to the answers of "

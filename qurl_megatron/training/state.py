@@ -191,6 +191,11 @@ def tell_done(
     """
     done = state.summary(right_or_wrong=config.reward.right_or_wrong)
     print(f"{run_dir} has all {state.step} steps: {done}")
+    if config.train.steps < state.step:
+        print(
+            f"train.steps={config.train.steps} is below the {state.step} steps that are done, and "
+            "undoes none: for a run of that length set train.run_dir to a new folder"
+        )
     if unused := [str(one) for one in changed if one.key != "train.steps"]:
         print(
             f"not used, as no step was left to do: {', '.join(unused)}; set train.steps above "

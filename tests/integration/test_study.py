@@ -34,7 +34,7 @@ def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
 
     told = json.loads((out / "study.json").read_text())
-    plain, coarse = (told["runs"][f"{name},seed=0"] for name in ("bf16,none", "acr,int4"))
+    plain, coarse = (told["runs"][f"{name}-seed-0"] for name in ("bf16-none", "acr-int4"))
     assert plain["state"] == coarse["state"] == "done"
     assert None not in (coarse["accuracy"], coarse["weight_update"], coarse["weight_error"])
     # What the study is about: at four bits the two policies differ, unquantized they are one.

@@ -13,6 +13,7 @@ ROOT/ends; a second signal ends it unsaved. ROOT/behaviour.json has its orders, 
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -91,7 +92,7 @@ def train() -> int:
             "time/step": 9.0 if step == 1 else float(step),
         }
         if step == steps:
-            method, seed = run_dir.name.split(",")[0], int(given["train.seed"])
+            method, seed = re.split("[-,]", run_dir.name)[0], int(given["train.seed"])
             measured["eval/accuracy"] = ACCURACY[method] + 0.01 * seed
         with metrics.open("a") as file:
             file.write(json.dumps({"step": step, "time": 1.0, "metrics": measured}) + "\n")

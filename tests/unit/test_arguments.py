@@ -3,7 +3,9 @@
 import pytest
 
 from qurl_megatron.cli import _parser
+from qurl_megatron.config import load
 from qurl_megatron.config.arguments import parse
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.torchrun import command
 
 GIVEN = ["train.steps=2", "quant.scheme=fp8"]
@@ -38,11 +40,41 @@ def test_launch_torchrun_too():
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["show R --dryrun", "train R --frok N train.steps=2", "report RUN more", "serve M a.b=1"],
+    ("line", "said"),
+    [
+        ("trian R", "qurl: there is no command 'trian'; did you mean train?"),
+        (
+            "train --steps 3",
+            "qurl train: there is no option --steps; a setting has no dashes: train.steps=3",
+        ),
+        (
+            "show R --train.steps=3",
+            "qurl show: there is no option --train.steps; a setting has no dashes: train.steps=3",
+        ),
+        (
+            "train R --max-new-token 4",
+            "qurl train: there is no option --max-new-token; a setting "
+            "has no dashes: rollout.max_new_tokens=4",
+        ),
+        ("show R --dryrun", "qurl show: there is no option --dryrun; did you mean --dry-run?"),
+        (
+            "train R --frok N train.steps=2",
+            "qurl train: there is no option --frok; did you mean --fork?",
+        ),
+        ("report RUN more", "qurl: unexpected: more; `qurl report --help` says what it takes"),
+        ("serve M a.b=1", "qurl: unexpected: a.b=1; `qurl serve --help` says what it takes"),
+        ("serve M --scheme int9", "qurl serve: --scheme cannot be 'int9'; did you mean int8?"),
+        ("train", "qurl train: missing: recipe; `qurl train --help` says what it takes"),
+    ],
 )
-def test_what_no_command_knows_is_refused(line, capsys):
+def test_what_no_command_knows_is_refused_in_one_sentence(line, said, capsys):
     with pytest.raises(SystemExit) as left:
         parse(_parser(), line.split())
     assert left.value.code == 2
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_a_setting_without_its_section_is_guessed(tmp_path):
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(ConfigError, match=r"'lr=3' .*; did you mean optimizer.lr=3 or critic.lr=3"):
+        load(tmp_path / "recipe.toml", ["lr=3"])

@@ -167,10 +167,11 @@ def test_an_override_reaches_into_tables_of_tables(recipe):
     }
     assert config.data.task_args == {"min_terms": 3}
     for override, message in (
-        ("reward.mix.brif.weight=2", "reward.mix.brif has nothing that scores; set its kind, func"),
+        ("reward.mix.brif.weight=2", "nothing scores; did you mean reward.mix.brief?"),
         ("reward.mix.brief.wieght=2", "did you mean reward.mix.brief.weight?"),
         ("model.path.x=2", "model.path is not a table, so there is no model.path.x; it is 'm'"),
         ("reward..weight=2", "must look like section.key=value"),
+        ("reward.mix={a={kind='exact',weight=0}}", "every weight of reward.mix is 0, so every"),
     ):
         with pytest.raises(ConfigError) as error:
             load(recipe, [override])

@@ -19,8 +19,13 @@ class Letters:
             raise ConfigError("no template")
         return tuple(map(ord, f"<{prompt}>" if chat else prompt))
 
-    def unknown(self, prompt, *, chat=False):
-        return "z" if "z" in prompt else ""
+    def read(self, questions, *, chat):
+        for question in questions:
+            try:
+                ids = self.encode(question.prompt, chat=chat)
+            except ConfigError as error:
+                raise ConfigError(f"{question.place}: {error}") from None
+            yield ids, "z" if "z" in question.text else ""
 
     def disagreement(self, prompts, *, chat=False):
         return ""
@@ -145,6 +150,8 @@ def test_prompts_that_are_left_out_are_told_before_the_run(make):
         "4 of 7 training prompts are longer than data.max_prompt_tokens=3 and left out; "
         "the longest has 7 tokens"
     )
+    few = make(7, max_prompt_tokens=3, prompts_per_step=4).remarks()[1]
+    assert few.endswith("; the 3 that are left are fewer than data.prompts_per_step=4")
     assert held_out.startswith("2 of 5 held-out prompts are longer than data.max_prompt_tokens=3")
     [file] = make(3, max_prompt_tokens=3).remarks()
     assert file.endswith("prompts.jsonl: 3 prompts in prompt, answers in answer")

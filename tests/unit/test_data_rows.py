@@ -2,13 +2,17 @@
 
 import json
 import re
+import subprocess
+import sys
 from decimal import Decimal
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from qurl_megatron.config import DataConfig
+from qurl_megatron.config.load import build
 from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import Columns, changed_files, checksum_of, read_file
 from qurl_megatron.errors import ConfigError
@@ -159,6 +163,47 @@ def test_bad_json_names_one_line(tmp_path):
         read_file(path, "FILE")
     assert re.findall(r"line \d+", str(caught.value)) == ["line 2"]
     assert "Expecting ',' delimiter at column 16" in str(caught.value)
+    path.write_text('{"prompt": "a",\n"answer": "1"}\n')
+    with pytest.raises(ConfigError, match="line 1 .* at column 16, where the line ends; write ea"):
+        read_file(path, "FILE")
+
+
+def test_an_array_in_one_file_is_refused_with_the_command_that_converts_it(tmp_path):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "é"}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    with pytest.raises(ConfigError, match="^FILE must end in .jsonl or .parquet; an array") as said:
+        read_file(tmp_path / "a.json", "FILE")
+    command = str(said.value).rpartition(" with: ")[2].replace("FILE", "a")
+    subprocess.run(
+        command.replace("python", sys.executable, 1), shell=True, check=True, cwd=tmp_path
+    )
+    assert [q.text for q in read_file(tmp_path / "a.jsonl", "FILE").questions] == ["a", "b"]
+    for text in (json.dumps(rows), json.dumps(rows, indent=1)):
+        (tmp_path / "a.jsonl").write_text("\n" + text)
+        with pytest.raises(ConfigError, match=r"^FILE line 2 begins an array, .*; an array in one"):
+            read_file(tmp_path / "a.jsonl", "FILE")
+
+
+def test_several_files_and_parts_of_one_are_refused_with_the_way_out(tmp_path):
+    for given, said in (
+        ("a.jsonl@[0:10]", "must end in .* as with head -n 100 a.jsonl > part.jsonl"),
+        ("a.jsonl,b.jsonl", "does not exist .* one file is read: join several first"),
+        ("*.parquet", "does not exist .* one file is read: join several first"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_file(Path(given), "FILE")
+    with pytest.raises(ConfigError, match="one file is read"):
+        read_file(tmp_path, "FILE")
+    with pytest.raises(ConfigError, match=r"^data.path must be one path, got \['a.jsonl'\]; one f"):
+        build(DataConfig, {"path": ["a.jsonl"]}, "data.")
+
+
+def test_slimes_metadata_that_is_no_object_is_said_to_be_one_entry(read):
+    file = read({"prompt": "a", "label": "1", "metadata": '{"level": 3}'})
+    assert file.questions[0].metadata == {"metadata": '{"level": 3}'}
+    assert file.summary.endswith(
+        "metadata holds no object, so rewards get it whole, as metadata['metadata']"
+    )
 
 
 def test_a_changed_file_is_found_and_a_missing_one_passed_over(tmp_path):

@@ -62,7 +62,7 @@ def test_turns_go_through_the_template_whether_or_not_texts_do(folder):
     assert tokenizer.encode(turns) == tokenizer.encode("4 + 17 -")
     assert tokenizer.encode(turns, chat=True) == tokenizer.encode(turns)
     assert tokenizer.encode("17", chat=True) == tokenizer.encode("17 -")
-    with pytest.raises(ConfigError, match="refuses the prompt's turns: roles must alternate"):
+    with pytest.raises(ConfigError, match="line 2, refuses .* turns: roles must alternate"):
         tokenizer.encode([*turns, turns[1]])
 
 
@@ -129,26 +129,51 @@ def test_of_a_conversation_a_reader_sees_who_said_what_and_a_reward_the_policy_a
 
 
 def test_text_that_a_tokenizer_has_no_token_for_is_found(folder, tmp_path):
+    def unknown(tokenizer, *texts, chat=False):
+        read = tokenizer.read([Question(text, "") for text in texts], chat=chat)
+        return [unknown for _, unknown in read]
+
     tokenizer = Tokenizer(folder)
-    assert tokenizer.unknown("What is 4 + 17 ?") == ""
-    assert tokenizer.unknown("What is 4 plus 17 ?") == "plus"
-    assert tokenizer.unknown("4 é") == "é" and tokenizer.unknown("4 ") == ""
+    texts = ("What is 4 + 17 ?", "What is 4 plus 17 ?", "4 é", "4 ")
+    assert unknown(tokenizer, *texts) == ["", "plus", "é", ""]
     tokenizer._wrapped.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} ü"
-    assert tokenizer.unknown("4", chat=True) == "ü"
+    assert unknown(tokenizer, "4", chat=True) == ["ü"]
     bytes_alone = tmp_path / "bytes"
     vocabulary = {"a": 0, "b": 1, "Ġ": 2}  # no unknown token: what is missing is left out
     split = Splitter(BPE(vocab=vocabulary, merges=[]))
     split.pre_tokenizer = ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=split).save_pretrained(bytes_alone)
-    assert [Tokenizer(bytes_alone).unknown(text) for text in ("a b", "a cb", "ab\u00e9")] == [
-        "",
-        "cb",
-        "ab\u00e9",
-    ]
+    assert unknown(Tokenizer(bytes_alone), "a b", "a cb", "ab\u00e9") == ["", "cb", "ab\u00e9"]
+
+
+def test_prompts_read_together_have_the_ids_of_each_by_itself(folder, monkeypatch):
+    monkeypatch.setattr("qurl_megatron.data.tokenizer.BATCH", 2)
+    tokenizer = Tokenizer(folder)
+    tokenizer._wrapped.chat_template = TEMPLATE
+    turns = ({"role": "user", "content": "17"},)
+    asked = [Question("4 + 17", ""), Question("", "", turns=turns), *[Question("4", "")] * 3]
+    read = [ids for ids, _ in tokenizer.read(asked, chat=False)]
+    assert read == [tokenizer.encode(question.prompt) for question in asked]
+    assert len({*read}) == 3
+
+
+def test_a_mistake_in_a_chat_template_is_reported_with_its_file_and_line(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    file = tmp_path / "chat_template.jinja"
+    question = Question("", "", turns=({"role": "user", "content": "4"},), place="FILE line 3")
+    file.write_text("{{ 1 }}\n{% for m in %}\n")
+    malformed = rf"^FILE line 3: the chat template in {file} is malformed in its line 2: "
+    with pytest.raises(ConfigError, match=malformed):
+        list(Tokenizer(tmp_path).read([question], chat=False))
+    file.write_text("{{ 1 }}\n\n{{ messages[0].content + 1 }}\n")
+    with pytest.raises(ConfigError, match=rf"template in {file}, line 3, refuses .*: can only con"):
+        Tokenizer(tmp_path).encode("4", chat=True)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no tokenizer \(none of tokenizer.json"):
+    (tmp_path / "tokenizer_config.json").write_text("{}")  # says nothing of tokens
+    with pytest.raises(ConfigError, match=r"^model.path=\S+ holds no tokenizer.json \(nor "):
         Tokenizer(tmp_path)
 
 

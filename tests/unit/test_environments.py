@@ -87,7 +87,7 @@ def test_text_that_no_tokenizer_takes_is_repaired(pool):
         ("Needs", r"Needs\(\) failed: TypeError: .* missing 1 required positional argument"),
         ("NoStep", r"NoStep has no method step\(messages=..., response=..., answer=..., metadata="),
         ("Misses", r"cannot be called as Misses\(\).step\(messages=.*; give it these parameters"),
-        ("function", r"function has no method step"),
+        ("function", r" is a function; name a class \(it has Scripted, "),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_the_run(own, name, message):

@@ -79,6 +79,8 @@ def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypat
         ),
         ("own.py:scor", r"own.py has no scor; did you mean score\?"),
         ("own.py:xyz", r"own.py has no xyz; it has score, lengths, sums"),
+        ("imports.py:load", r"imports.py has no load; it has score$"),
+        ("imports.py:Scorer", r"imports.py:Scorer is a class; name a function \(it has score\)"),
         ("own.py:number", r"is of type int and cannot be called; name a function"),
         ("own.py:later", r"is an async function; name one that returns its score"),
         (
@@ -92,6 +94,9 @@ def test_a_name_that_leads_to_no_reward_is_one_sentence(name, said, own):
     (folder / "broken.py").write_text("one = 1\none / 0\n")
     (folder / "leaves.py").write_text("raise SystemExit(3)\n")
     (folder / "opens.py").write_text("open('weights.bin')\n")
+    (folder / "imports.py").write_text(
+        "from json import loads\nclass Scorer: ...\ndef score(): ...\n"
+    )
     target = name if name == "nowhere:score" else f"{folder}/{name}"
     with pytest.raises(ConfigError) as error:
         find_function("reward.function", target)

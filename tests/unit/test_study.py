@@ -58,8 +58,8 @@ overrides = ["quant.uaq_scale=1.5"]
 tables = ["methods", "scale"]
 """
 CELLS = [
-    "bf16,none,seed=0", "acr,int8,seed=0", "acr,int4,seed=0",
-    "bf16,none,seed=1", "acr,int8,seed=1", "acr,int4,seed=1",
+    "bf16-none-seed-0", "acr-int8-seed-0", "acr-int4-seed-0",
+    "bf16-none-seed-1", "acr-int8-seed-1", "acr-int4-seed-1",
 ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_overrides_of_the_command_hold_for_every_run_but_where_a_method_says_oth
 
 
 def test_a_pattern_that_matches_nothing_says_how_cells_are_named(root):
-    with pytest.raises(ConfigError, match="named like bf16,none,seed=0"):
+    with pytest.raises(ConfigError, match="named like bf16-none-seed-0"):
         qurl_study(root, only="grpo*")
 
 
@@ -230,7 +230,7 @@ def test_a_band_takes_at_each_step_the_seeds_that_have_it():
 def test_a_study_runs_its_cells_and_leaves_tables_numbers_and_pictures(root, capsys):
     assert qurl_study(root) == 0
     assert [call["cell"] for call in calls(root)] == CELLS
-    assert "acr,int4,seed=1: done" in capsys.readouterr().out
+    assert "acr-int4-seed-1: done" in capsys.readouterr().out
     out = root / "out"
     text = (out / "study.md").read_text()
     assert "6 of 6 runs are done: 3 steps" in text
@@ -246,7 +246,7 @@ def test_a_study_runs_its_cells_and_leaves_tables_numbers_and_pictures(root, cap
     assert (acr["planned"], acr["done"]) == (2, 2)
     assert acr["accuracy"]["mean"] == pytest.approx(0.505)
     assert acr["accuracy"]["values"] == [0.5, 0.51]
-    run = told["runs"]["acr,int4,seed=1"]
+    run = told["runs"]["acr-int4-seed-1"]
     assert run["curves"]["rollout/kl_k3"] == {"steps": [1, 2, 3], "values": [0.01, 0.02, 0.03]}
 
 
@@ -261,6 +261,17 @@ def test_finished_runs_are_left_alone_whoever_made_them(root, capsys):
     assert "2 of 6 runs are done already" in capsys.readouterr().out
     assert run_cells(root) == 0
     assert len(calls(root)) == 4  # nothing was left to do
+
+
+def test_a_run_of_an_older_study_goes_on_in_its_folder(root):
+    behave(root, **{CELLS[0]: {"fail_at": 2}})
+    assert run_cells(root, only=CELLS[0]) == 1
+    runs, old = root / "out/runs", "bf16,none,seed=0"
+    (runs / CELLS[0]).rename(runs / old)
+    assert run_cells(root, only="*seed-0") == 0
+    asked = {call["cell"]: call["first"] for call in calls(root)[1:]}
+    assert asked == {old: 2, CELLS[1]: 1, CELLS[2]: 1}
+    assert not (runs / CELLS[0]).exists() and (root / f"out/logs/{old}.log").exists()
 
 
 def test_a_longer_study_goes_on_with_its_runs_and_a_shorter_one_takes_their_beginning(root):
@@ -338,7 +349,7 @@ def test_runs_at_once_overlap_and_are_told_their_share(root, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (root / "model").mkdir()
     behave(root, **{name: {"meet": 2} for name in CELLS[:2]})
-    assert run_cells(root, jobs=2, only="*seed=0") == 0
+    assert run_cells(root, jobs=2, only="*seed-0") == 0
     first, second, third = calls(root)
     assert second["beside"] == 1 and third["beside"] <= 1
     assert first["omp"] == str(max(1, os.cpu_count() // 2))
@@ -384,7 +395,7 @@ def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, numbe
 
 
 def test_a_dry_run_prints_the_command_of_each_cell_and_starts_none(root, capsys):
-    assert qurl_study(root, mode="dry_run", only="acr,int4*") == 0
+    assert qurl_study(root, mode="dry_run", only="acr-int4*") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].startswith("waiting ")
     assert lines[0].endswith(f"train.seed=0 train.run_dir={root}/out/runs/{CELLS[2]}")
@@ -393,10 +404,10 @@ def test_a_dry_run_prints_the_command_of_each_cell_and_starts_none(root, capsys)
 
 def test_status_tells_how_far_each_cell_is(root, capsys):
     behave(root, **{CELLS[1]: {"fail_at": 3}})
-    run_cells(root, only="*int8,seed=0")
-    run_cells(root, only="bf16,*,seed=0")
+    run_cells(root, only="*int8-seed-0")
+    run_cells(root, only="bf16-*-seed-0")
     capsys.readouterr()
-    assert qurl_study(root, mode="status", only="*seed=0") == 0
+    assert qurl_study(root, mode="status", only="*seed-0") == 0
     shown = capsys.readouterr().out
     words = [line.split() for line in shown.splitlines()[1:4]]
     assert words[0] == [CELLS[0], "done", "3/3", "0.300", "75.0", "%"]
@@ -427,7 +438,7 @@ def test_tables_read_like_the_papers(root):
 def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(root, capsys):
     orders = {"checkpoint": True}
     behave(root, **{CELLS[1]: orders | {"right": 0.875}, CELLS[4]: orders})
-    assert run_cells(root, only="acr,int8*") == 1
+    assert run_cells(root, only="acr-int8*") == 1
     called = [(call["cell"], "asked" in call) for call in calls(root)]
     assert called == [(CELLS[1], False), (CELLS[1], True), (CELLS[4], False), (CELLS[4], True)]
     evaluation = calls(root)[1]
@@ -453,7 +464,7 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     assert [runs[name]["accuracy_trained"] for name in (CELLS[1], CELLS[4])] == [0.875, None]
 
     behave(root, **{CELLS[4]: {"right": 0.5}})  # it is asked again, not trained
-    assert run_cells(root, only="acr,int8*") == 0
+    assert run_cells(root, only="acr-int8*") == 0
     assert len(calls(root)) == 5 and "asked" in calls(root)[-1]
     assert failures(root / "out") == {}
 
@@ -570,7 +581,7 @@ def test_a_run_keeps_how_often_acr_raised_a_bound_and_rescued_a_token(root):
 
 
 def test_a_table_says_on_how_many_runs_it_stands(root):
-    assert run_cells(root, only="*seed=1") == 0
+    assert run_cells(root, only="*seed-1") == 0
     study = read_study(root / "study.toml")
     first, *_ = groups(study, read_results(study, root / "out"))
     assert TABLE_1["Runs"](first) == "1 of 2"

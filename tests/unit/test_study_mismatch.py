@@ -121,9 +121,9 @@ def test_the_page_and_its_studies_have_every_rounding_and_alignment(study, secti
 
 
 def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
-    measure(root, "none,none,seed=0", 1e-12)
+    measure(root, "none-none-seed-0", 1e-12)
     passed = {"quant/update_passed": 0.75, "quant/code_flip_rate": 0.01}
-    measure(root, "uaq,int4,seed=0", 0.1, **passed)
+    measure(root, "uaq-int4-seed-0", 0.1, **passed)
     study = read_study(root / "study.toml")
     results = read_results(study, root / "out")
     made = record(to_json(study, results) | {"environment": MACHINE}, ELSEWHERE)
@@ -215,8 +215,8 @@ def timed(root: Path, **seconds: float) -> dict:
 
 
 def test_seconds_of_a_step_are_those_of_runs_made_alone_where_there_are_some(root):
-    measure(root, "tis,int8,seed=0", 0.1)
-    measure(root, "acr,int8,seed=0", 0.2)
+    measure(root, "tis-int8-seed-0", 0.1)
+    measure(root, "acr-int8-seed-0", 0.2)
     study = read_study(root / "study.toml")
     told = to_json(study, read_results(study, root / "out"))
     made = record(told | {"environment": MACHINE}, ELSEWHERE, timed(root, tis=0.5, acr=0.75))

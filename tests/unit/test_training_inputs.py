@@ -80,6 +80,47 @@ def test_rows_without_answers_are_for_rewards_of_ones_own(recipe):
         check_files(load(recipe, [mixed]))
 
 
+def test_data_that_was_probably_not_meant_is_said_at_start_and_by_a_dry_run(recipe, capsys):
+    step, few, same = (
+        "data.path=train.jsonl: 2 prompts, fewer than data.prompts_per_step=32, so one step",
+        "data.eval_path=eval.jsonl: 1 prompt, fewer than train.eval_prompts=2; evaluations ask",
+        "held-out prompts that are in data.path=train.jsonl, too",
+    )
+    said = describe_data(load(recipe))
+    assert all(any(one.startswith(start) for one in said) for start in (step, few, same))
+    # It stands before what ends this run.
+    assert main(["train", str(recipe), "warmstart.steps=0"]) == 2
+    assert capsys.readouterr().out.splitlines() == check_files(load(recipe))
+    Path("eval.jsonl").write_text(json.dumps({**GOOD, "prompt": "2 + 2 ="}) + "\n")
+    enough = ["data.prompts_per_step=2", "train.eval_prompts=1"]
+    assert check_files(load(recipe, enough)) == []
+    task = ["data.path=", "data.task=sort_digits", "data.task_size=3"]
+    assert [one[:17] for one in check_files(load(recipe, task))] == ["data.task_size=3:"]
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_before_a_model_is_made(recipe, capsys):
+    assert main(["train", str(recipe), "train.run_dir=/proc/run", "reward.kind=exact"]) == 2
+    said = "/proc/run cannot be written (No such file or directory): set train.run_dir to another"
+    assert capsys.readouterr().err == f"qurl: {said} folder\n" and not Path("model").exists()
+
+
+def test_chats_are_refused_before_a_model_without_a_template_is_made(recipe, capsys):
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
+    with Path("train.jsonl").open("a") as file:
+        file.write(json.dumps({**GOOD, "prompt": turns}) + "\n")
+    said = (
+        r"^data.path=train.jsonl line 3: the prompt is a chat, but the small model .* has no chat "
+        r"template; take the text of one turn alone \(data.prompt_key=prompt.1.content\), or set"
+    )
+    for refuses in (check_files, describe_data):
+        with pytest.raises(ConfigError, match=said):
+            refuses(load(recipe))
+        with pytest.raises(ConfigError, match="^data.chat=true, but the small model that warmst"):
+            refuses(load(recipe, ["data.chat=true"]))
+    assert main(["train", str(recipe)]) == 2 and not Path("model").exists()
+    check_files(load(recipe, ["warmstart.steps=0"]))
+
+
 def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
     assert describe_data(load(recipe))[-1].startswith("how long prompts are is not checked")
     Path("model").mkdir()
@@ -102,4 +143,5 @@ def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
     said = describe_data(load(recipe, ["data.max_prompt_tokens=12"]))
     assert any("1 of 3 training prompts are longer than data.max_prompt" in one for one in said)
     assert any("kept as metadata: level" in one for one in said)
+    assert any("; evaluations ask these 1" in one for one in said)
     assert read_prompts(load(recipe, ["data.max_prompt_tokens=12"])).held_out[0].answer == "2"

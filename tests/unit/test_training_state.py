@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +53,8 @@ def checkpoint(run_dir, step):
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(config, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    for run_dir in (tmp_path / "file", tmp_path / "file/run", tmp_path / ("x" * 300)):
+    proc = Path("/proc/run")
+    for run_dir in (tmp_path / "file", tmp_path / "file/run", tmp_path / ("x" * 300), proc):
         with pytest.raises(ConfigError, match=rf"{run_dir} cannot be written \(.*train\.run_dir"):
             claim(run_dir, config)
     assert (tmp_path / "file").read_text() == "in the way"
@@ -104,7 +106,13 @@ def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
         "to go on with this, or train.run_dir to a new folder to begin again\n"
     ) in capsys.readouterr().out
     shorter = load(tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=1"])
-    assert _already_done(shorter, _changes(shorter)) and "used" not in capsys.readouterr().out
+    assert _already_done(shorter, _changes(shorter))
+    told = capsys.readouterr().out
+    assert "train.steps=1 is below the 2 steps that are done, and undoes none: " in told
+    assert "used" not in told
+    same = load(tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=2"])
+    assert _already_done(same, _changes(same))
+    assert "is below" not in capsys.readouterr().out
 
 
 @pytest.fixture
