@@ -116,7 +116,7 @@ class History:
         return self.stretches(name)[-1]
 
     def since(self, name: str) -> str:
-        """", since step 31" where an older part was measured otherwise, else nothing."""
+        """The words ``, since step 31`` where an older part was measured otherwise, else none."""
         stretches = self.stretches(name)
         return f", since step {stretches[-1][0][0]}" if stretches[1:] else ""
 
