@@ -27,8 +27,6 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class View(Sink, Protocol):
     """A sink that shows examples, too."""
@@ -193,9 +191,6 @@ class WandbSink:
             rows = [[getattr(example, name) for name in names] for example in some]
             rows = [[visible(x) if isinstance(x, str) else x for x in row] for row in rows]
             self._run.log({tag: self._wandb.Table(columns=names, data=rows)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Left by an exception, W&B calls the run failed."""

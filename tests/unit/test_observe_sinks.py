@@ -219,8 +219,12 @@ def wandb(tmp_path, monkeypatch):
 
 def test_wandb_has_one_run_for_a_folder_and_another_where_it_begins_anew(tmp_path, wandb):
     for resume_step in (0, 3, 0):
-        WandbSink("rl", tmp_path, {"a": {"b": 1}}, resume_step=resume_step).close()
+        with ExitStack() as stack:
+            stack.push(WandbSink("rl", tmp_path, {"a": {"b": 1}}, resume_step=resume_step))
     begun, resumed, anew = (call for call in wandb() if call["call"] == "init")
+    assert [call for call in wandb() if call["call"] == "finish"] == [
+        {"call": "finish", "exit_code": 0}
+    ] * 3
     assert (begun["project"], begun["name"]) == ("rl", tmp_path.name)
     assert (begun["config"], begun["dir"]) == ({"a": {"b": 1}}, str(tmp_path))
     assert begun["resume"] == "allow" and begun["allow_val_change"]
