@@ -132,7 +132,7 @@ def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
     if changed:
         raise ConfigError(
             f"{path} holds answers made with other settings ({'; '.join(changed)}); "
-            "give another --out, or delete that file"
+            "undo that to go on with them, give another --out, or delete that file"
         )
 
 
