@@ -211,7 +211,7 @@ def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
             note = f"staleness at most {history.series('sync/staleness')[1].max():g}"
         # The metric is the number of a version, and the first one is 0.
         versions = history.series("sync/version")[1].max() + 1
-        yield Figure("Versions that answered", f"{versions:.0f}", note)
+        yield Figure("Policy versions", f"{versions:.0f}", note)
 
 
 def _held_out(metric: str, value: float) -> str:

@@ -129,7 +129,7 @@ def test_headline_compares_the_end_with_the_beginning(page):
     assert "Held-outaccuracy11.0%→" in text
     assert "12of20steps" in text
     assert "INT8ACR" in text and "UAQs=1.5" in text
-    assert "Versionsthatanswered12" in text
+    assert "Policyversions12" in text
 
 
 def _remeasured(run_dir, step, *, metric="eval/accuracy"):
