@@ -135,8 +135,15 @@ def _settings_of(run_dir: Path, step: int | None):
     from qurl_megatron.training.state import RECIPE, checkpoints
 
     found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"--run {run_dir} does not exist; name the folder of a run, its train.run_dir"
+        )
     if not found or not (run_dir / RECIPE).is_file():
-        raise ConfigError(f"--run {run_dir} holds no checkpoint of a run")
+        raise ConfigError(
+            f"--run {run_dir} holds no checkpoint of a run; name the train.run_dir of one that has "
+            "saved a step"
+        )
     if step is not None and step not in found:
         raise ConfigError(
             f"--step {step}: {run_dir} has no checkpoint of that step; it has those of steps "

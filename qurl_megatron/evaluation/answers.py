@@ -10,12 +10,14 @@ would be the accuracy of neither.
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.rewards.pool import Tally
 
 Key = tuple[str, int]
 """A mode, and the number of a problem in its file."""
@@ -35,6 +37,7 @@ class Answer:
     seconds: float  # its share of the time that the engines took
     version: int  # of the weights; -1 for those an engine started with
     text: str
+    unscored: str = ""  # why it has no score, cause and reason; its line lacks the key otherwise
 
 
 class AnswerFile:
@@ -53,7 +56,7 @@ class AnswerFile:
         self.answers: dict[Key, list[Answer]] = {}
         self._header = json.dumps({"settings": settings}) + "\n"
         if path.exists():
-            self._load(json.loads(self._header)["settings"], responses)
+            self._load(settings, responses)
         else:
             self._rewrite()
 
@@ -75,39 +78,18 @@ class AnswerFile:
             self.answers.setdefault((answer.mode, answer.problem), []).append(answer)
 
     def _load(self, settings: Mapping[str, Any], responses: Mapping[str, int]) -> None:
+        refuse_other_settings(self.path, settings)
         *lines, rest = self.path.read_bytes().split(b"\n")
-        found = self._parsed(lines[0], 1).get("settings") if lines else None
-        if not isinstance(found, dict):
-            raise ConfigError(f"{self.path} does not begin with its settings; give another --out")
-        changed = [
-            f"{key}: {found.get(key)} there, {settings.get(key)} here"
-            for key in dict.fromkeys((*found, *settings))
-            if found.get(key) != settings.get(key)
-        ]
-        if changed:
-            raise ConfigError(
-                f"{self.path} holds answers made with other settings ({'; '.join(changed)}); "
-                "give another --out, or delete that file"
-            )
         names = {field.name for field in fields(Answer)}
         for number, line in enumerate(lines[1:], start=2):
-            record = self._parsed(line, number)
-            if record.keys() != names:
+            record = _parsed(line, self.path, number)
+            if record.keys() | {"unscored"} != names:
                 raise ConfigError(f"{self.path} line {number} is not an answer; delete the line")
             self._take([Answer(**record)])
         # The last batch may have been cut short, in the middle of a line or between two.
         if rest:
             self._rewrite()
         self.keep(lambda key: len(self.answers[key]) == responses.get(key[0]))
-
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.path} line {number} is damaged ({error}); delete the line"
-            ) from None
-        return record if isinstance(record, dict) else {}
 
     def _rewrite(self) -> None:
         aside = self.path.with_name(f".{self.path.name}.tmp")
@@ -125,5 +107,53 @@ class AnswerFile:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def settings_of(path: Path) -> dict[str, Any]:
+    """What the answers in a file were made with.
+
+    Raises:
+        ConfigError: the file does not say.
+    """
+    with path.open("rb") as file:
+        first = file.readline()
+    found = _parsed(first, path, 1).get("settings") if first.endswith(b"\n") else None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} does not begin with its settings; give another --out")
+    return found
+
+
+def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` where the answers in a file were made with other settings."""
+    found, settings = settings_of(path), json.loads(json.dumps(settings))
+    changed = [
+        f"{key}: {found.get(key)} there, {settings.get(key)} here"
+        for key in dict.fromkeys((*found, *settings))
+        if found.get(key) != settings.get(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{path} holds answers made with other settings ({'; '.join(changed)}); "
+            "undo that to go on with them, give another --out, or delete that file"
+        )
+
+
+def tally_of(answers: Iterable[Answer]) -> Tally:
+    """How many have no score, and why; of a whole file, also those of earlier processes."""
+    answers = list(answers)
+    lost = [one.unscored.partition(": ") for one in answers if one.unscored]
+    first = {cause: why for cause, _, why in reversed(lost)}
+    return Tally(len(answers), len(lost), Counter(cause for cause, _, _ in lost), first)
+
+
+def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path} line {number} is damaged ({error}); delete the line") from None
+    return record if isinstance(record, dict) else {}
+
+
 def _line(answer: Answer) -> str:
-    return json.dumps(asdict(answer), ensure_ascii=False) + "\n"
+    record = asdict(answer)
+    if not answer.unscored:
+        del record["unscored"]
+    return json.dumps(record, ensure_ascii=False) + "\n"

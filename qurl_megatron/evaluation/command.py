@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import fcntl
+import itertools
 import json
 import math
 import platform
@@ -19,7 +20,14 @@ from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
 from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
-from qurl_megatron.evaluation.answers import Answer, AnswerFile, Key
+from qurl_megatron.evaluation.answers import (
+    Answer,
+    AnswerFile,
+    Key,
+    refuse_other_settings,
+    settings_of,
+    tally_of,
+)
 from qurl_megatron.evaluation.benchmarks import Benchmark, read_benchmarks
 from qurl_megatron.evaluation.evaluate import (
     Evaluator,
@@ -45,6 +53,7 @@ from qurl_megatron.weights.places import description_of, find_torch_dist
 from qurl_megatron.weights.sums import refuse_damaged
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
+ANSWERS = ".samples.jsonl"  # file in --out, after a benchmark's name
 PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # what results may depend on
 
 
@@ -111,6 +120,11 @@ class Outcome:
     answers: list[Mapping[Key, Sequence[Answer]]]
     shown: list[str]  # responses for a person
 
+    @property
+    def tally(self) -> Tally:
+        """How many responses have no score, those of an earlier call among them."""
+        return tally_of(one for found in self.answers for some in found.values() for one in some)
+
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
     """Answer the benchmarks, write the results and print the table.
@@ -135,6 +149,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     asked = [_asked(plan, benchmarks) for plan in plans]
     if arguments.max_new_tokens is None:
         plans = _fitted(plans, max(one.longest for one in asked))
+    for plan, one in zip(plans, asked, strict=True):
+        _refuse_other_answers(plan, one)
     outcomes = [_evaluated(plan, one) for plan, one in zip(plans, asked, strict=True)]
     if len(plans) == 2:
         print(_compared(plans, benchmarks, outcomes), flush=True)
@@ -158,6 +174,28 @@ def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
         (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
     ]
     return Asked(tokenizer, prompts)
+
+
+def _refuse_other_answers(plan: Plan, asked: Asked) -> None:
+    """Before engines start, refuse to add to answers of another model, or with other settings.
+
+    Of engines that run already, only they can say what they serve.
+    """
+    if plan.rollout.urls:
+        return
+    settings = plan.settings
+    depends = {
+        f"{benchmark.name}{ANSWERS}": {"problems": fingerprint(prompts), **settings}
+        for benchmark, prompts in asked.prompts
+    }
+    for path in sorted(plan.out.glob(f"*{ANSWERS}")):
+        if settings_of(path).get("model_files") != settings["model_files"]:
+            raise ConfigError(
+                f"{plan.out} holds answers of another model than {plan.model} is now; give another "
+                "--out, or delete that folder"
+            )
+        if path.name in depends:
+            refuse_other_settings(path, depends[path.name])
 
 
 def _fitted(plans: list[Plan], longest: int) -> list[Plan]:
@@ -210,18 +248,18 @@ def _evaluated(plan: Plan, asked: Asked) -> Outcome:
                 evaluator = Evaluator(fleet, rewards, asked.tokenizer, plan.sampling, turns)
                 outcome = _answer(plan, evaluator, asked.prompts)
         except (EngineError, RewardDown) as error:
-            kept = any(plan.out.glob("*.samples.jsonl"))
+            kept = any(plan.out.glob(f"*{ANSWERS}"))
             rest = "; the answers so far are kept, and the same command goes on" if kept else ""
             raise ConfigError(f"{error}{rest}") from error
     for text in outcome.shown:
         say(f"{text}\n")
     print(outcome.table)
-    if unscored := rewards.tally.failed:
+    if (tally := outcome.tally).failed:
         failed = f"{plan.reward.failed:g}"
         failed = failed if plan.reward_key.startswith("--") else f"reward.failed={failed}"
         print(
-            f"{how_many(unscored, 'response')} could not be scored and got {failed}: "
-            f"{rewards.tally.said()}"
+            f"{how_many(tally.failed, 'response')} could not be scored and got {failed}: "
+            f"{tally.said()}"
         )
     print(f"results: {plan.out / 'results.json'}", flush=True)
     return outcome
@@ -342,7 +380,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
     scheme = "" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model)
     out = defaults.out if arguments.model is None else None
     variant = f"-{scheme}" if rollout.backend == "embedded" and scheme not in ("", "none") else ""
-    out = out or Path("runs/eval") / f"{model.resolve().name}{variant}"
+    out = out or Path("runs/eval") / f"{_by_its_path(model)}{variant}"
     return Plan(
         model=model,
         rollout=rollout,
@@ -356,6 +394,13 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
         out=given("out", out),
         show=arguments.show,
     )
+
+
+def _by_its_path(model: Path) -> Path:
+    """A relative path that no two models share, whatever their folders are called."""
+    whole, here = model.resolve(), Path.cwd()
+    inside = whole.is_relative_to(here) and whole != here
+    return whole.relative_to(here if inside else whole.anchor)
 
 
 def _reward(given: str | None, base: RewardConfig) -> RewardConfig:
@@ -473,7 +518,7 @@ def _answer(
     for benchmark, prompts in asked:
         check_lengths(benchmark, prompts, sampling.max_new_tokens, limit)
         depends = {"problems": fingerprint(prompts), **settings}
-        path = out / f"{benchmark.name}.samples.jsonl"
+        path = out / f"{benchmark.name}{ANSWERS}"
         files.append(AnswerFile(path, depends, sampling.responses))
     found: dict[str, Any] = {
         "model": str(plan.model),
@@ -501,6 +546,7 @@ def _answer(
                 **{mode: one.as_json() for mode, one in score.items()},
                 "tokens_per_s": round(speed, 1),
                 "weight_versions": results.weight_versions(file.answers),
+                "unscored": tally_of(itertools.chain(*file.answers.values())).failed,
                 "rows": results.rows(benchmark, file.answers),
             }
             if benchmark is asked[-1][0] and len(asked) > 1:

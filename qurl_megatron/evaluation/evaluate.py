@@ -27,6 +27,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark
 from qurl_megatron.rewards import RewardPool, items_of
+from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -210,13 +211,15 @@ class Evaluator:
             turns=self.turns,
         )
 
-    def grade(self, samples: Sequence[Sample]) -> list[Sample]:
+    def grade(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Unscored | None]]:
+        """The samples with their scores, and why some have none of their own."""
         said = [self.tokenizer.said(sample) for sample in samples]
-        rewards = self.rewards.grade(items_of(samples, [policy for _, policy in said])).scores
-        return [
+        grades = self.rewards.grade(items_of(samples, [policy for _, policy in said]))
+        graded = [
             replace(sample, text=text, reward=reward)
-            for sample, (text, _), reward in zip(samples, said, rewards, strict=True)
+            for sample, (text, _), reward in zip(samples, said, grades.scores, strict=True)
         ]
+        return graded, grades.failures
 
     def await_engines(self) -> bool:
         """Wait for one to serve again; False where none will."""
@@ -301,7 +304,7 @@ class _Round:
         Args:
             seconds: of the engines' time that each response took.
         """
-        graded = self.evaluator.grade(samples)
+        graded, failures = self.evaluator.grade(samples)
         self.file.add(
             Answer(
                 mode=self.mode,
@@ -314,8 +317,9 @@ class _Round:
                 seconds=seconds,
                 version=max(version for version, _ in sample.versions),
                 text=sample.text,
+                unscored=f"{failure.cause}: {failure.why}" if failure else "",
             )
-            for number, sample in enumerate(graded)
+            for number, (sample, failure) in enumerate(zip(graded, failures, strict=True))
         )
         self._tell()
 

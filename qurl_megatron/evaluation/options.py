@@ -142,5 +142,6 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         type=Path,
         metavar="DIR",
         help="results and responses; the same command goes on in it where it was stopped "
-        "(default runs/eval/MODEL, or RUN_DIR/eval/STEP); with --before, the folder of both",
+        "(default runs/eval/ and the model's path, or RUN_DIR/eval/STEP); with --before, the "
+        "folder of both",
     )

@@ -15,6 +15,7 @@ from qurl_megatron.evaluation.answers import Answer, Key
 from qurl_megatron.evaluation.benchmarks import Benchmark
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 
+PERCENT = ", %"  # after the name of a column
 DIGITS = 6  # of what is written: more than a few thousand rewards of 0 or 1 can tell
 
 
@@ -168,6 +169,7 @@ def pair_table(
         right_or_wrong: each score is 1 or 0, and means are percentages.
     """
     written = partial(_written, right_or_wrong=right_or_wrong)
+    unit = PERCENT if right_or_wrong else ""
     cells = [["benchmark", "problems", "score", "before", "after", "change"]]
     for name, problems, pairs in lines:
         count = "" if problems is None else str(problems)
@@ -176,7 +178,7 @@ def pair_table(
                 written(score.accuracy, score.resampled_D) for score in (one.before, one.after)
             ]
             change = written(one.change, one.resampled_D, sign="+")
-            cells.append([name, count, f"Avg@{one.after.responses}", *scores, change])
+            cells.append([name, count, f"Avg@{one.after.responses}{unit}", *scores, change])
     return _aligned(cells)
 
 
@@ -216,15 +218,17 @@ def table(
     modes = lines[0][2]
     sampled = modes.get("sampled")
     k = sampled.responses if sampled else 1
-    header = ["benchmark", "problems", "Avg@1", *([f"Avg@{k}", f"pass@{k}"] if sampled else [])]
-    cells = [[*header, "truncated", "tokens", "tokens/s"]]
+    unit = PERCENT if right_or_wrong else ""
+    header = ["benchmark", "problems", f"Avg@1{unit}"]
+    header += [f"Avg@{k}{unit}", f"pass@{k}{PERCENT}"] if sampled else []
+    cells = [[*header, f"truncated{PERCENT}", "tokens", "tokens/s"]]
     for name, problems, by_mode, speed in lines:
         last = by_mode["sampled" if sampled else "greedy"]
         cells.append([name, "" if problems is None else str(problems), written(by_mode["greedy"])])
         if sampled:
             cells[-1] += [written(last), f"{100 * last.pass_at[k]:.1f}"]
         cells[-1] += [
-            f"{100 * last.truncated:.1f} %",
+            f"{100 * last.truncated:.1f}",
             f"{last.tokens:.0f}",
             "" if speed is None else f"{speed:.0f}",
         ]

@@ -100,7 +100,8 @@ class History:
         return self._series[name]
 
     def stretches(self, name: str) -> list[Series]:
-        """The series, cut where it began to be measured otherwise; nothing compares the parts.
+        """The series, cut where it began to be measured otherwise, oldest part first; nothing
+        compares the parts.
 
         Metrics tell it by another of their group, e.g. ``eval/measured_since`` of eval/accuracy.
         """
@@ -109,6 +110,15 @@ class History:
         at = sorted({int(np.searchsorted(steps, cut, side="right")) for cut in cuts})
         at = [index for index in at if 0 < index < len(steps)]
         return list(zip(np.split(steps, at), np.split(values, at), strict=True))
+
+    def newest(self, name: str) -> Series:
+        """The part of the series that is measured as now: what all words and figures are about."""
+        return self.stretches(name)[-1]
+
+    def since(self, name: str) -> str:
+        """The words ``, since step 31`` where an older part was measured otherwise, else none."""
+        stretches = self.stretches(name)
+        return f", since step {stretches[-1][0][0]}" if stretches[1:] else ""
 
     def last(self, name: str) -> float | None:
         return float(self._series[name][1][-1]) if name in self._series else None
@@ -523,11 +533,11 @@ def describe(picture: Picture, history: History) -> str:
     """What the picture shows, in words, for those who do not see it."""
     parts = []
     for line in picture.present(history):
-        steps, values = history.series(line.metric)
+        steps, values = history.newest(line.metric)
         first, last = reading(line.metric, values[0]), reading(line.metric, values[-1])
         parts.append(
-            f"{line.label}: {first} at step {steps[0]}, {last} at step {steps[-1]}, "
-            f"largest {reading(line.metric, values.max())}"
+            f"{line.label}{history.since(line.metric)}: {first} at step {steps[0]}, "
+            f"{last} at step {steps[-1]}, largest {reading(line.metric, values.max())}"
         )
     return "; ".join(parts)
 

@@ -157,7 +157,8 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
         if left_out := int(history.last(name) or 0):
             facts.append(f"{how_many(left_out, kind)} too long, left out")
     if share := unscored(history):
-        facts.append(f"{percent(share)} of the responses unscored")
+        since = history.since("reward/failed_fraction")
+        facts.append(f"{percent(share)} of the responses unscored{since}")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
     return facts
 
@@ -166,7 +167,7 @@ def unscored(history: History) -> float:
     """The share of responses that got no score, as a mean over steps."""
     if "reward/failed_fraction" not in history:
         return 0.0
-    return float(history.series("reward/failed_fraction")[1].mean())
+    return float(history.newest("reward/failed_fraction")[1].mean())
 
 
 def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
@@ -174,7 +175,7 @@ def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
         (n for n in MEASURED if n in history), key=lambda n: history.series(n)[0][-1], default=""
     )
     if newest:
-        steps, values = history.stretches(newest)[-1]
+        steps, values = history.newest(newest)
         shown = [_held_out(newest, value) for value in values[[0, -1]]]
         if len(steps) > 1:
             note = f"step {steps[0]} to step {steps[-1]}"
@@ -182,16 +183,15 @@ def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
         else:
             yield Figure(MEASURED[newest], shown[0], f"step {steps[0]}")
     if "reward/mean" in history:
-        stretches = history.stretches("reward/mean")
-        steps, values = stretches[-1]
-        since = f", since step {steps[0]}" if stretches[1:] else ""
+        _, values = history.newest("reward/mean")
+        since = history.since("reward/mean")
         n = min(10, max(1, len(values) // 10))  # single batches are noisy
         if len(values) > 1:
             note = f"first and last {n} steps" if n > 1 else "first to last step"
             first, last = f"{values[:n].mean():.3f}", f"{values[-n:].mean():.3f}"
             yield Figure("Reward", last, note + since, before=first)
         else:
-            yield Figure("Reward", f"{values[0]:.3f}")
+            yield Figure("Reward", f"{values[0]:.3f}", since.removeprefix(", "))
     if tokens := _rollout_speed(history):
         yield Figure("Rollout", number(tokens), "tokens per second")
     if "time/step" in history:
@@ -209,7 +209,9 @@ def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
         note = ""
         if "sync/staleness" in history:
             note = f"staleness at most {history.series('sync/staleness')[1].max():g}"
-        yield Figure("Versions published", f"{history.series('sync/version')[1].max():.0f}", note)
+        # The metric is the number of a version, and the first one is 0.
+        versions = history.series("sync/version")[1].max() + 1
+        yield Figure("Policy versions", f"{versions:.0f}", note)
 
 
 def _held_out(metric: str, value: float) -> str:
@@ -327,7 +329,7 @@ def _groups(history: History) -> dict[str, list[Row]]:
     names = sorted(history, key=lambda name: (order.get(name.split("/")[0], len(order)), name))
     groups: dict[str, list[Row]] = {}
     for name in names:
-        steps, values = history.stretches(name)[-1]
+        steps, values = history.newest(name)
         prefix = name.split("/")[0]
         heading = GROUPS[prefix].heading if prefix in GROUPS else prefix
         its = known(name)

@@ -148,14 +148,17 @@ def say(text: str) -> None:
 class SampleFile:
     """Appends the examples of one step, or of one evaluation, in one piece."""
 
-    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
+    def __init__(self, path: Path, *, resume_step: int = 0, evaluates: bool = False) -> None:
         """Open ``path`` for appending.
 
         Args:
             resume_step: the first step that will be done again; its examples and later ones are
                 dropped. 0 starts an empty file.
+            evaluates: the step before that will be evaluated again, too.
         """
         kept = [one for one in _read(path) if one.step < resume_step] if resume_step else []
+        if evaluates:
+            kept = [one for one in kept if (one.step + 1, one.of) != (resume_step, HELD_OUT)]
         aside = path.with_name(path.name + ".new")
         with aside.open("w", encoding="utf-8") as file:
             file.writelines(map(_line, kept))

@@ -27,8 +27,6 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class View(Sink, Protocol):
     """A sink that shows examples, too."""
@@ -48,7 +46,9 @@ class Record:
 class JsonlSink:
     """Appends one line per call: a crash loses at most the line in flight."""
 
-    def __init__(self, path: Path | str, resume_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path | str, resume_step: int | None = None, *, evaluates: bool = False
+    ) -> None:
         """Open ``path`` for appending.
 
         Args:
@@ -56,11 +56,12 @@ class JsonlSink:
             resume_step: the first step that will be written again. Lines of this step and later
                 come from updates that the checkpoint does not know, and are dropped; 0 starts an
                 empty file. None keeps every line.
+            evaluates: the step before that will be evaluated again, too.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = math.inf if resume_step is None else resume_step
-        self.last_step = _rewrite(path, kept) if path.exists() else None
+        self.last_step = _rewrite(path, kept, evaluates) if path.exists() else None
         """Of the lines that were there already."""
         self._file = Growing(path)
 
@@ -191,9 +192,6 @@ class WandbSink:
             rows = [[visible(x) if isinstance(x, str) else x for x in row] for row in rows]
             self._run.log({tag: self._wandb.Table(columns=names, data=rows)}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Left by an exception, W&B calls the run failed."""
         self._run.finish(exit_code=0 if kind is None else 1)
@@ -237,8 +235,11 @@ def _parsed_lines(path: Path) -> list[tuple[str, Record]]:
     return [(line, _parse(line, path, number)) for number, line in enumerate(lines, 1)]
 
 
-def _rewrite(path: Path, end_step: float) -> int | None:
+def _rewrite(path: Path, end_step: float, evaluates: bool) -> int | None:
     """Keep the whole lines before ``end_step``; the file is the old or the new one, never half.
+
+    Args:
+        evaluates: leave out the evaluation of the last step.
 
     Returns:
         The largest step that is left.
@@ -246,13 +247,18 @@ def _rewrite(path: Path, end_step: float) -> int | None:
     aside, last = path.with_name(path.name + ".new"), None
     with aside.open("w", encoding="utf-8") as file:
         for line, record in _parsed_lines(path):
-            if record.step < end_step:
+            again = evaluates and record.step + 1 == end_step
+            if record.step < end_step and not (again and _evaluation(record)):
                 file.write(line + "\n")
                 last = max(record.step, -1 if last is None else last)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
     return last
+
+
+def _evaluation(record: Record) -> bool:
+    return all(name.startswith("eval/") for name in record.metrics)
 
 
 # What a line raises that someone, or the disk, has edited.

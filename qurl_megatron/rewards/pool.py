@@ -92,6 +92,7 @@ class Grades:
 
     scores: list[float]
     tally: Tally
+    failures: list[Unscored | None]  # why each has no score of its own
 
 
 class RewardPool:
@@ -141,7 +142,8 @@ class RewardPool:
         asked = [item for item in items if item.failure is None]
         scored = [iter(part) for part in self._results(asked, stop)]
         results = [[item.failure or next(part) for item in items] for part in scored]
-        tally = _tally(results, tuple(config.mix), config.failed)
+        names = tuple(config.mix)
+        tally = _tally(results, names, config.failed)
         self.tally.add(tally)
         if tally.failed and config.on_failure == "stop":
             raise _kind(tally)(
@@ -152,7 +154,7 @@ class RewardPool:
             sum(w * _number(s, config.failed) for w, s in zip(weights, row, strict=True))
             for row in zip(*results, strict=True)
         ]
-        return Grades(scores, tally)
+        return Grades(scores, tally, [_failure(row, names) for row in zip(*results, strict=True)])
 
     def _results(self, items: Sequence[Item], stop: Callable[[], bool]) -> list[list[Score]]:
         """The scores of each part, all parts at once."""
@@ -239,6 +241,18 @@ def _number(score: Score, failed: float) -> float:
     return failed if isinstance(score, Unscored) else score
 
 
+def _failure(row: Sequence[Score], names: Sequence[str]) -> Unscored | None:
+    """Why a response has no score, by the first part that gave none; None where all gave one."""
+    for index, score in enumerate(row):
+        if isinstance(score, Unscored):
+            return replace(score, why=_part(names, index) + score.why)
+    return None
+
+
+def _part(names: Sequence[str], index: int) -> str:
+    return f"reward.mix.{names[index]}: " if names else ""
+
+
 def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: float) -> Tally:
     """
     Args:
@@ -252,9 +266,8 @@ def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: flo
             if isinstance(score, Unscored):
                 if score.cause == "environment" and index:
                     continue  # which every part of a mix has
-                part = f"reward.mix.{names[index]}: " if names else ""
                 tally.causes[score.cause] += 1
-                tally.first.setdefault(score.cause, part + score.why)
+                tally.first.setdefault(score.cause, _part(names, index) + score.why)
         if names:
             tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
     return tally

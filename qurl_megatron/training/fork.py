@@ -3,8 +3,9 @@
     new_run_dir/fork.json   {"source": "/runs/old", "step": 40, "changes": ["data.path a -> b"]}
 
 Weights, optimizer, schedule and random state go along; so do metrics and timeline, which then tell
-of the fork. The files of a checkpoint are linked where both folders are on one file system: nobody
-writes into them once they are whole.
+of the fork. It evaluates before its first step, as a run that begins does. The files of a
+checkpoint are linked where both folders are on one file system: nobody writes into them once they
+are whole.
 """
 
 import json
@@ -73,7 +74,7 @@ def fork(source: Path, config: RunConfig) -> None:
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
     _refuse_another_pace(config, found)
-    state = TrainState.read(newest)
+    state = replace(TrainState.read(newest), unevaluated=config.train.eval_prompts > 0)
     if files := changed_files(config.data, (state.cursor or {}).get("files", {})):
         state = replace(after(files, state), cursor=None)
     if state.step >= config.train.steps:
@@ -91,12 +92,18 @@ def fork(source: Path, config: RunConfig) -> None:
 
 
 def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
-    """What of the other run's state the fork begins with."""
+    """What of the other run's state the fork begins with.
+
+    Args:
+        state: ``unevaluated`` where the fork is to evaluate before its first step.
+    """
     state = replace(after((one.key for one in found), state), guard={})
     if any(one.key.startswith(ORDER) and one.key not in NOT_ORDER for one in found):
         state = replace(state, cursor=None)
     if any(one.key.startswith("quant.") for one in found):
         state = replace(state, unquantized_since=None, notice="")
+    if state.unevaluated:  # what it comes to is the fork's own "before"
+        state = replace(state, accuracy=None, accuracy_before=None)
     return state
 
 

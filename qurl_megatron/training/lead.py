@@ -106,6 +106,7 @@ class Lead:
         self.claimed, self.run_dir = claimed, claimed.run_dir
         self.stop = stop
         self.start_step = state.step
+        self._evaluates = state.unevaluated and config.train.eval_prompts > 0  # that step
         self.unquantized_since = state.unquantized_since
         self._measured_since = {
             f"{name}/measured_since": float(step) for name, step in state.measured_since.items()
@@ -178,9 +179,11 @@ class Lead:
     def _open_logs(self, stack: ExitStack) -> None:
         resume = self.start_step + 1 if self.start_step else 0
         path = self.run_dir / "metrics.jsonl"
-        metrics = JsonlSink(path, resume_step=resume)
+        metrics = JsonlSink(path, resume_step=resume, evaluates=self._evaluates)
         stack.callback(metrics.close)
-        self.examples = SampleFile(self.run_dir / SAMPLES_FILE, resume_step=resume)
+        self.examples = SampleFile(
+            self.run_dir / SAMPLES_FILE, resume_step=resume, evaluates=self._evaluates
+        )
         stack.callback(self.examples.close)
         board = TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)
         stack.callback(board.close)

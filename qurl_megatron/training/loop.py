@@ -210,11 +210,11 @@ def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:
 
 
 def _made_up_for(parts: _Parts, state: TrainState) -> tuple[TrainState, Exception | None]:
-    """The evaluation before the first step, or the one in which a run was stopped."""
+    """The evaluation before the first step of a run or fork, or the one in which it was stopped."""
     failure, owed = None, state.unevaluated
     if parts.config.train.eval_prompts:
         state, failure = _evaluated(parts.lead, parts.publisher, state)
-    if state.step == 0:
+    if failure is None and (state.step == 0 or state.accuracy_before is None):
         state = replace(state, accuracy_before=state.accuracy)
     if owed and failure is None:
         state, run_dir = replace(state, unevaluated=False), Path(parts.config.train.run_dir)

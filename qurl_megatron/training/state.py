@@ -56,13 +56,13 @@ class TrainState:
 
     step: int = 0  # updates done; also the weight version the engines hold
     cursor: dict[str, Any] | None = None  # where the prompts go on
-    accuracy_before: float | None = None  # held-out score of the model the run began with
+    accuracy_before: float | None = None  # held-out score of the model the run, or fork, began with
     accuracy: float | None = None  # the newest held-out score
     measured_since: dict[str, int] = field(default_factory=dict)  # what MEASURES say, if not from 0
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
     unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
     notice: str = ""  # what the guard did last
-    unevaluated: bool = False  # the run was stopped while it evaluated this step
+    unevaluated: bool = False  # stopped while it evaluated this step, or a fork that is to do so
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":

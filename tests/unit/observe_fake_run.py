@@ -80,7 +80,7 @@ def fake_metrics(step: int, steps: int, noise: random.Random) -> dict[str, float
         "throughput/train_tokens_per_s": 256 * length / train / 10,
         **{f"time/{name}": seconds for name, seconds in phases.items()},
         "time/step": sum(phases.values()) + near(0.05, 0.2),
-        "sync/version": step,
+        "sync/version": step - 1,
         "sync/staleness": 0,
         "sync/quantize_s": near(0.05, 0.1),
         "sync/send_s": near(0.03, 0.1),

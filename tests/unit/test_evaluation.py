@@ -21,7 +21,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
-from qurl_megatron.evaluation.command import make_plan, make_plans
+from qurl_megatron.evaluation.command import evaluate, make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 from qurl_megatron.evaluation.evaluate import as_prompts
 from qurl_megatron.evaluation.options import Defaults, add_options
@@ -133,16 +133,18 @@ def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
     ]
     table = results.table([("a", 2, scores[0], 20.0), ("mean", None, average, None)])
     assert len({len(line) for line in table.splitlines()}) == 1
+    plain = results.table([("a", 2, scores[0], 20.0)], right_or_wrong=False)  # scores of any size
+    assert "| Avg@1 | Avg@2 | pass@2, % |" in " ".join(plain.split())
     header, _, first_line, mean_line = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
     )
-    assert header[:5] == ["benchmark", "problems", "Avg@1", "Avg@2", "pass@2"]
-    assert header[5:] == ["truncated", "tokens", "tokens/s"]
+    assert header[:5] == ["benchmark", "problems", "Avg@1, %", "Avg@2, %", "pass@2, %"]
+    assert header[5:] == ["truncated, %", "tokens", "tokens/s"]
     assert first_line == (
-        ["a", "2", "50.0 [0.0, 100.0]", "25.0 [0.0, 50.0]", "50.0", "75.0 %", "18", "20"]
+        ["a", "2", "50.0 [0.0, 100.0]", "25.0 [0.0, 50.0]", "50.0", "75.0", "18", "20"]
     )
     assert mean_line == (
-        ["mean", "", "75.0 [50.0, 100.0]", "62.5 [50.0, 75.0]", "75.0", "37.5 %", "14", ""]
+        ["mean", "", "75.0 [50.0, 100.0]", "62.5 [50.0, 75.0]", "75.0", "37.5", "14", ""]
     )
 
 
@@ -165,10 +167,11 @@ def test_what_two_models_differ_by_is_paired_problem_by_problem():
     table = results.pair_table([("a", 3, found), ("mean", None, average)])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert rows[0] == ["benchmark", "problems", "score", "before", "after", "change"]
-    assert rows[2][:3] == ["a", "3", "Avg@1"] and rows[2][-1] == "+33.3 [+0.0, +100.0]"
-    assert rows[3] == ["a", "3", "Avg@2", "33.3 [0.0, 50.0]", "83.3 [50.0, 100.0]", "+50.0"]
+    assert rows[2][:3] == ["a", "3", "Avg@1, %"] and rows[2][-1] == "+33.3 [+0.0, +100.0]"
+    assert rows[3] == ["a", "3", "Avg@2, %", "33.3 [0.0, 50.0]", "83.3 [50.0, 100.0]", "+50.0"]
     plain = results.pair_table([("a", 3, found)], right_or_wrong=False)  # scores of any size
-    assert "| 0.333 [0.000, 0.500] | 0.833 [0.500, 1.000] |" in plain and "+0.500 |" in plain
+    assert "| Avg@2 | 0.333 [0.000, 0.500] | 0.833 [0.500, 1.000] |" in plain
+    assert "+0.500 |" in plain
 
 
 def test_benchmarks_of_one_size_are_resampled_independently():
@@ -491,16 +494,24 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
     with FakeEngine() as engine:
         options = [*urls(engine), "--k", "1", "--reward", f"{own}:score"]
         assert run(bench, model, tmp_path / "out", *options) == 0
-    found = json.loads((tmp_path / "out/results.json").read_text())
-    assert found["settings"]["reward"] == f"{own}:score"
-    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == pytest.approx((4 * 0.5 + 1) / 6)
-    told = capsys.readouterr().out
-    shown = re.findall(r"^ladder .*: reward (\S+), 4 tokens.*\n  prompt    (.*)", told, re.M)
-    assert shown == [("0", "7 7"), ("1", "7 7 7 7")]  # the lowest and the highest
-    assert (
-        "1 response could not be scored and got 0: 1 raised (ValueError: too short "
-        "(own.py, line 3))\n" in told
-    )
+        found = json.loads((tmp_path / "out/results.json").read_text())
+        assert found["settings"]["reward"] == f"{own}:score"
+        ladder = found["benchmarks"]["ladder"]
+        assert ladder["greedy"]["accuracy"] == pytest.approx((4 * 0.5 + 1) / 6)
+        told = capsys.readouterr().out
+        shown = re.findall(r"^ladder .*: reward (\S+), 4 tokens.*\n  prompt    (.*)", told, re.M)
+        assert shown == [("0", "7 7"), ("1", "7 7 7 7")]  # the lowest and the highest
+        lost = (
+            "1 response could not be scored and got 0: 1 raised (ValueError: too short "
+            "(own.py, line 3))\n"
+        )
+        assert lost in told
+        whole = (tmp_path / "out/results.json").read_text()
+        assert ladder["unscored"] == 1
+        # Again, when all is there already.
+        assert run(bench, model, tmp_path / "out", *options) == 0
+    assert lost in capsys.readouterr().out
+    assert (tmp_path / "out/results.json").read_text() == whole
 
 
 def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refused(
@@ -568,6 +579,45 @@ def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_p
         planned("--step", "4", "--model", str(model))
 
 
+def test_models_of_one_name_have_folders_of_their_own(bench, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none", "int8"))
+
+    def out(where: Path | str, *options: str) -> str:
+        given = parser.parse_args([str(bench), "--model", str(where), *options])
+        return str(make_plan(given, Defaults()).out)
+
+    for name in ("a", "b"):
+        shutil.copytree(model, tmp_path / name / "model")
+    assert [out("a/model"), out(tmp_path / "b/model")] == [
+        "runs/eval/a/model", "runs/eval/b/model",
+    ]  # fmt: skip
+    assert out("a/model", "--scheme", "int8") == "runs/eval/a/model-int8"
+    assert out(model) == f"runs/eval{model}"  # outside: by its whole path
+
+
+def test_answers_of_others_are_refused_before_an_engine_starts(bench, model, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none",))
+    shutil.copytree(model, tmp_path / "step_000004")
+    theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
+
+    def asked(*options: str) -> argparse.Namespace:
+        return parser.parse_args([str(bench), "--before", "--max-new-tokens", "4", *options])
+
+    _, after = make_plans(asked("--k", "2"), theirs)
+    after.out.mkdir(parents=True)
+    AnswerFile(after.out / "ladder.samples.jsonl", {"problems": "", **after.settings}, {})
+    with pytest.raises(ConfigError, match=r"step_000004/lad.* other settings \(.*k: 2 there, 3 h"):
+        evaluate(asked("--k", "3"), theirs)
+    (after.out / "ladder.samples.jsonl").rename(after.out / "other.samples.jsonl")
+    (tmp_path / "step_000004/more").write_text("of other weights")
+    with pytest.raises(ConfigError, match="holds answers of another model than .*_000004 is now"):
+        evaluate(asked("--k", "2"), theirs)
+    assert "evaluating" not in capsys.readouterr().out and not [*tmp_path.glob("eval/start")]
+
+
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
     theirs = RewardConfig(
         mix={"a": MixedReward(function="a:b"), "b": MixedReward(kind="math", weight=0.5)}
@@ -627,7 +677,8 @@ def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
         (["--backend", "sglang", "--scheme", "int4"], "int4 is simulated by embedded engines"),
         (["--backend", "sglang", "--scheme", "int8"], "scheme none, not int8; convert it with"),
         (["--model", "nowhere"], "--model nowhere is not a folder"),
-        (["--run", "nowhere"], "--run nowhere holds no checkpoint of a run"),
+        (["--run", "nowhere"], "--run nowhere does not exist; name the folder of a run, its tra"),
+        (["--run", "."], r"--run \. holds no checkpoint of a run; name the train.run_dir of one"),
         (["--before"], "--before is for the checkpoints of a run; name it with --run RUN_DIR"),
         (["--step", "3"], "--step is for the checkpoints of a run"),
         (

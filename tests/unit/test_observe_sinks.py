@@ -52,6 +52,18 @@ def test_resuming_at_step_0_starts_an_empty_file(tmp_path):
     assert _steps(path) == [0]
 
 
+def test_an_evaluation_that_is_made_again_replaces_the_one_there_is(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for evaluates in (False, True):
+        sink = JsonlSink(path, resume_step=3 if evaluates else 0, evaluates=evaluates)
+        for step in () if evaluates else (1, 2, 3):
+            sink.write(step, {"reward/mean": 0.5, "eval/x": 0.5})
+            sink.write(step, {"eval/accuracy": step / 10})
+        sink.close()
+    found = [(one.step, "reward/mean" in one.metrics) for one in read_metrics(path)]
+    assert found == [(1, True), (1, False), (2, True)]
+
+
 def test_opening_without_a_step_keeps_every_line(tmp_path):
     _write(tmp_path / "m.jsonl", [1, 2])
     _write(tmp_path / "m.jsonl", [3])
@@ -207,8 +219,12 @@ def wandb(tmp_path, monkeypatch):
 
 def test_wandb_has_one_run_for_a_folder_and_another_where_it_begins_anew(tmp_path, wandb):
     for resume_step in (0, 3, 0):
-        WandbSink("rl", tmp_path, {"a": {"b": 1}}, resume_step=resume_step).close()
+        with ExitStack() as stack:
+            stack.push(WandbSink("rl", tmp_path, {"a": {"b": 1}}, resume_step=resume_step))
     begun, resumed, anew = (call for call in wandb() if call["call"] == "init")
+    assert [call for call in wandb() if call["call"] == "finish"] == [
+        {"call": "finish", "exit_code": 0}
+    ] * 3
     assert (begun["project"], begun["name"]) == ("rl", tmp_path.name)
     assert (begun["config"], begun["dir"]) == ({"a": {"b": 1}}, str(tmp_path))
     assert begun["resume"] == "allow" and begun["allow_val_change"]

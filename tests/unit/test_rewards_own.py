@@ -215,6 +215,7 @@ def test_a_mix_adds_up_what_each_gave_times_its_weight(own):
     assert metrics["reward/mix/right"] == 1 / 3
     assert metrics["reward/mix/own"] == (2 + 3 + 4) / 3
     assert grades.tally.first == {"invalid": "reward.mix.own: nan"}
+    assert grades.failures == [None, Unscored("invalid", "reward.mix.own: nan"), None]
 
 
 def test_a_run_that_is_to_stop_is_told_why(own):

@@ -114,6 +114,20 @@ def test_prompts_begin_anew_where_they_are_others_and_scores_where_they_are_meas
     assert (state.accuracy is None) == (state.accuracy_before is None) == ("eval" in kept[1])
 
 
+def test_a_fork_is_to_evaluate_what_it_begins_with_where_its_recipe_evaluates(source, recipe):
+    evaluates = "train.eval_prompts=8"
+    (source / "config.toml").unlink()
+    claim(source, recipe(f"train.run_dir={source}", evaluates)).close()
+    fork(source, recipe(evaluates))
+    begun = TrainState(step=3, cursor={"epoch": 1}, unevaluated=True)
+    assert TrainState.read(latest(source.parent / "new")) == begun
+    other = ("reward.kind=exact", f"train.run_dir={source.parent / 'other'}")
+    fork(source, recipe(evaluates, *other))
+    state = TrainState.read(latest(source.parent / "other"))
+    # The evaluation of step 3 is the first with this reward, training goes on with it at step 4.
+    assert state == replace(begun, measured_since={"eval": 2, "reward": 3})
+
+
 def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_path):
     """A run refuses to go on then, and a fork of it begins; held-out prompts may be the same."""
     path, held_out = tmp_path / "data.jsonl", tmp_path / "eval.jsonl"
