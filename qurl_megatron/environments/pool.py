@@ -18,8 +18,7 @@ from typing import Any
 
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.environments.reply import Message, Reply, as_reply, request
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.rewards.item import CAUSES, unscored
+from qurl_megatron.errors import CAUSES, ConfigError, unscored
 from qurl_megatron.runtime.line_worker import LineWorker, parsed
 
 WORKER = "qurl_megatron.environments.worker"

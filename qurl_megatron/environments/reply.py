@@ -8,7 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qurl_megatron.rewards.item import Unscored, finite, unscored
+from qurl_megatron.errors import Unscored, unscored
+from qurl_megatron.rewards.item import finite
 
 FIELDS = ("messages", "response", "answer", "metadata")
 ROLES = ("tool", "user")

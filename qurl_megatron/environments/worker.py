@@ -11,9 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from qurl_megatron.environments.reply import FIELDS, Reply, as_reply
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored, unscored
 from qurl_megatron.rewards.functions import check_call, find_named, last_line
-from qurl_megatron.rewards.item import Unscored, unscored
 from qurl_megatron.runtime.line_worker import worker_ends
 
 KEY = "rollout.environment"

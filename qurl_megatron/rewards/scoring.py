@@ -18,8 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.rewards.item import CAUSES, Score, Unscored, as_score
+from qurl_megatron.errors import CAUSES, ConfigError, Unscored
+from qurl_megatron.rewards.item import Score, as_score
 from qurl_megatron.runtime.line_worker import START_S, LineWorker, parsed
 
 WORKER = "qurl_megatron.rewards.worker"

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards.functions import call, find_function
-from qurl_megatron.rewards.item import Item, Score, Unscored
+from qurl_megatron.rewards.item import Item, Score
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.kinds import KINDS
 from qurl_megatron.runtime.line_worker import worker_ends

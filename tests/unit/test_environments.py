@@ -9,12 +9,10 @@ import pytest
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
 from qurl_megatron.environments import EnvironmentPool, check_environment
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rewards.pool import items_of
 from qurl_megatron.testing.models import random_samples
-from qurl_megatron.types import Failure
 from tests.environments import write_classes
 from tests.waiting import PATIENCE_S
 
@@ -115,7 +113,7 @@ def test_leaving_waits_for_no_environment(own):
 
 def test_a_response_that_failed_in_it_has_no_score_and_counts_once_whatever_the_mix():
     plain = random_samples(3)
-    lost = replace(plain[1], failure=Failure("timeouts", "rollout.turn_timeout_s=3"))
+    lost = replace(plain[1], failure=Unscored("timeouts", "rollout.turn_timeout_s=3"))
     samples = [plain[0], lost, plain[2]]
     mix = {name: MixedReward(kind="exact") for name in ("a", "b")}
     for config in (RewardConfig(kind="exact", failed=-1), RewardConfig(mix=mix, failed=-1)):

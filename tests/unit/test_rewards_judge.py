@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
-from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
 from qurl_megatron.rewards.scoring import Abandoned

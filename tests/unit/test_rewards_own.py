@@ -13,10 +13,10 @@ import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored, unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.functions import call, find_function
-from qurl_megatron.rewards.item import Unscored, as_score, unscored
+from qurl_megatron.rewards.item import as_score
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
 from tests.rewards import items, write_functions
 from tests.waiting import wait_until

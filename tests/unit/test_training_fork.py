@@ -17,7 +17,7 @@ from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
-from qurl_megatron.training.start import _begin
+from qurl_megatron.training.start import _prepare
 from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
 from qurl_megatron.weights.sums import damaged, read_record, write_record
 from tests.unit.test_damaged_files import RECIPE_TEXT
@@ -105,7 +105,7 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
         ("reward.kind=exact", (True, {"eval": 3, "reward": 3})),
     ],
 )
-def test_prompts_begin_anew_where_they_are_others_and_scores_where_they_are_measured_otherwise(
+def test_prompts_prepare_anew_where_they_are_others_and_scores_where_they_are_measured_otherwise(
     source, recipe, override, kept
 ):
     fork(source, recipe(override))
@@ -114,7 +114,7 @@ def test_prompts_begin_anew_where_they_are_others_and_scores_where_they_are_meas
     assert (state.accuracy is None) == (state.accuracy_before is None) == ("eval" in kept[1])
 
 
-def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_path):
+def test_prompts_prepare_anew_where_their_file_holds_others(source, recipe, tmp_path):
     """A run refuses to go on then, and a fork of it begins; held-out prompts may be the same."""
     path, held_out = tmp_path / "data.jsonl", tmp_path / "eval.jsonl"
     for file in (path, held_out):
@@ -219,9 +219,9 @@ def test_files_are_copied_where_they_cannot_be_linked(source, recipe, monkeypatc
 
 def test_a_fork_is_not_begun_with_what_cannot_be_used(source, recipe, tmp_path):
     with pytest.raises(ConfigError, match="data.path=typo.jsonl"):
-        _begin(source, recipe("data.path=typo.jsonl", "data.task="))
+        _prepare(source, recipe("data.path=typo.jsonl", "data.task="))
     with pytest.raises(ConfigError, match="gone.py does not exist"):
-        _begin(source, recipe(f"rollout.environment={tmp_path}/gone.py:Tool"))
+        _prepare(source, recipe(f"rollout.environment={tmp_path}/gone.py:Tool"))
     assert not (tmp_path / "new").exists()
 
 
