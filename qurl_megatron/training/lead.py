@@ -45,7 +45,6 @@ from qurl_megatron.observe.text import how_many, percent
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
-from qurl_megatron.rewards.scoring import Abandoned
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -53,6 +52,7 @@ from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.runtime.files import refusal, refusing
+from qurl_megatron.runtime.line_pool import Abandoned
 from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of

@@ -1,7 +1,6 @@
 """Environments of the user's own: found or refused in one sentence, asked, and never believed."""
 
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.pool import items_of
 from qurl_megatron.testing.models import random_samples
 from tests.environments import write_classes
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +58,7 @@ def test_it_is_told_of_the_conversation_and_its_answer_is_the_next_message(own, 
         ("pair", "invalid", "a value of type tuple"),
         ("system", "invalid", "a message with role 'system'"),
         ("number", "invalid", "a message whose content is of type int"),
+        ("blank", "invalid", "a message without text; return"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_and_costs_no_other_its_answer(pool, response, cause, why):
@@ -103,10 +103,9 @@ def test_leaving_waits_for_no_environment(own):
     with EnvironmentPool(config) as pool:
         pool.await_start()
         waiting = [pool.ask((), "a", "", {}) for _ in range(2)]
-        while not waiting[0].running():
-            time.sleep(0.01)
+        wait_until(lambda: pool.questions.qsize() == 1)
         pool.leave()
-        with pytest.raises(RuntimeError, match="no longer asked"):
+        with pytest.raises(RuntimeError, match="no longer scored or answered"):
             waiting[0].result(PATIENCE_S)
     assert waiting[1].cancelled() or waiting[1].exception(PATIENCE_S)
 
