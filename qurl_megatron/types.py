@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qurl_megatron.errors import Unscored
+
 FinishReason = Literal["stop", "length", "abort"]
 
 Versions = tuple[tuple[int, int], ...]
@@ -34,14 +36,6 @@ class Prompt:
         return list(self.turns) or [{"role": "user", "content": self.text}]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a conversation could not go on, or a response got no score."""
-
-    cause: str  # of rewards.item.CAUSES
-    why: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One response to a prompt, as the behaviour policy generated it; equal to one of equal values.
@@ -59,7 +53,8 @@ class Sample:
     text: str = ""  # the decoded response, without special tokens
     reward: float = 0.0
     written: np.ndarray | None = None  # bool: the policy wrote this token; None: all of them
-    failure: Failure | None = None  # of the environment
+    failure: Unscored | None = None  # of the environment
+    left_out: bool = False  # what the environment said last, as it would have left no room
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "response_ids", _frozen(self.response_ids, np.int32))
@@ -91,6 +86,7 @@ class Sample:
             self.reward,
             self.written.tobytes(),
             self.failure,
+            self.left_out,
         )
 
     @property

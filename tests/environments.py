@@ -2,31 +2,25 @@
 
 from pathlib import Path
 
-CLASSES = '''
-import asyncio, os, sys, time
+from tests.rewards import MISBEHAVE
 
+CLASSES = (
+    MISBEHAVE
+    + '''
 class Scripted:
     """The response names what happens, else a tool repeats it with the number of messages."""
 
     def step(self, messages, response, answer, metadata):
         word = response.split()[0]
-        if word == "raise":
-            raise ValueError("no unit in\\n  this response")
-        if word == "exit":
-            sys.exit(0)
-        if word == "die":
-            os._exit(7)
-        if word == "hang":
-            time.sleep(1000)
-        if word == "memory":
-            return len(bytearray(1 << 33))
+        misbehave(word, answer)
         if word == "over":
             return None
         if word == "stdin":
             print('{"reply": null}', flush=True)
             return {"role": "user", "content": repr(sys.stdin.read())}
         odd = {"text": "next", "system": {"role": "system", "content": "x"},
-               "number": {"role": "tool", "content": 3}, "pair": (None, True)}
+               "number": {"role": "tool", "content": 3}, "pair": (None, True),
+               "blank": {"role": "tool", "content": " \\n"}}
         if word in odd:
             return odd[word]
         return {"role": "tool", "content": f"{response} {answer} {metadata} {len(messages)}"}
@@ -64,6 +58,7 @@ class Misses:
 def function():
     return 3
 '''
+)
 
 
 def write_classes(folder: Path) -> Path:

@@ -11,29 +11,44 @@ from pathlib import Path
 
 from qurl_megatron.rewards import Item
 
-FUNCTIONS = '''
-import os, subprocess, sys, time
+MISBEHAVE = '''
+import asyncio, os, subprocess, sys, time
 
-def score(prompt, response, answer, metadata):
-    """The response names what happens, else it is a number."""
-    if response == "raise":
+def misbehave(word, answer):
+    """In the way that the word names, if it names one."""
+    if word == "raise":
         raise ValueError("no unit in\\n  this response")
-    if response == "exit":
+    if word == "exit":
         sys.exit(0)
-    if response == "die":
+    if word == "die":
         os._exit(7)
-    if response == "hang":
+    if word == "killed":  # by somebody else, as often as the answer says, behind a file's name
+        times, file = answer.split()
+        with open(file, "a") as seen:
+            if seen.tell() < int(times):
+                seen.write("x")
+                seen.flush()
+                os.kill(os.getpid(), 9)
+    if word == "hang":
         time.sleep(1000)
-    if response == "children":
+    if word == "children":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", answer])
         time.sleep(1000)
-    if response == "memory":
-        return len(bytearray(1 << 30))
+    if word == "memory":
+        bytearray(1 << 33)
+
+'''
+FUNCTIONS = (
+    MISBEHAVE
+    + '''
+def score(prompt, response, answer, metadata):
+    """The response names what happens, else it is a number."""
+    misbehave(response, answer)
     if response == "stdin":
         print("ready 1.0", flush=True)
         return float(len(sys.stdin.read()))
     odd = {"nan": float("nan"), "inf": -float("inf"), "none": None, "text": "0.5", "true": True,
-           "huge": 1e9}
+           "huge": 1e9, "killed": 1.0}
     return odd[response] if response in odd else float(response)
 
 def lengths(prompt, response, answer, metadata):
@@ -60,6 +75,7 @@ def two(response, answer):
 
 number = 3
 '''
+)
 
 
 def write_functions(folder: Path) -> Path:

@@ -8,7 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qurl_megatron.rewards.item import Unscored, finite, unscored
+from qurl_megatron.errors import Unscored, unscored
+from qurl_megatron.rewards.item import finite
 
 FIELDS = ("messages", "response", "answer", "metadata")
 ROLES = ("tool", "user")
@@ -41,6 +42,8 @@ def as_reply(value: object) -> Reply:
         wrong = f"a message with role {value.get('role')!r}"
     elif not isinstance(value.get("content"), str):
         wrong = f"a message whose content is of type {type(value.get('content')).__name__}"
+    elif not value["content"].strip():
+        wrong = "a message without text"  # after which the policy would talk to itself
     else:
         # Halves of a surrogate pair are text to Python, and to no tokenizer.
         content = value["content"].encode(errors="replace").decode()

@@ -7,34 +7,29 @@ import asyncio
 import inspect
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from qurl_megatron.environments.reply import FIELDS, Reply, as_reply
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored, unscored
 from qurl_megatron.rewards.functions import check_call, find_named, last_line
-from qurl_megatron.rewards.item import Unscored, unscored
-from qurl_megatron.runtime.line_worker import worker_ends
+from qurl_megatron.runtime.line_worker import serve
 
 KEY = "rollout.environment"
 
 
 def main(name: str, memory_gb: float) -> None:
-    requests, results = worker_ends(memory_gb)
+    def make() -> tuple[None, Callable[[Any], Any]]:
+        environment, runner = make_environment(name), asyncio.Runner()
 
-    def say(what: Any) -> None:
-        results.write(json.dumps(what).encode("ascii") + b"\n")
-        results.flush()
+        def answer(asked: dict[str, Any]) -> Any:
+            reply = call(environment, asked, runner)
+            return {"failed": asdict(reply)} if isinstance(reply, Unscored) else {"reply": reply}
 
-    try:
-        environment = make_environment(name)
-    except ConfigError as error:
-        return say({"refused": str(error)})
-    say({"ready": 1})
-    with asyncio.Runner() as runner:  # one loop for all calls: clients of servers may live on it
-        for line in requests:
-            reply = call(environment, json.loads(line), runner)
-            say({"failed": asdict(reply)} if isinstance(reply, Unscored) else {"reply": reply})
+        return None, answer
+
+    serve(make, memory_gb)
 
 
 def make_environment(name: str) -> Any:
@@ -57,7 +52,11 @@ def make_environment(name: str) -> Any:
 
 
 def call(environment: Any, asked: dict[str, Any], runner: asyncio.Runner) -> Reply:
-    """What ``step`` returns, async or not."""
+    """What ``step`` returns, async or not.
+
+    Args:
+        runner: one for all calls: clients of servers may live on its loop.
+    """
     try:
         found = environment.step(**asked)
         if inspect.isawaitable(found):

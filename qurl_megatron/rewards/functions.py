@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.rewards.item import Item, Score, as_score, unscored
+from qurl_megatron.errors import ConfigError, unscored
+from qurl_megatron.rewards.item import Item, Score, as_score
 
 FIELDS = ("prompt", "response", "answer", "metadata")
 CALLED = "prompt=..., response=..., answer=..., metadata=..."

@@ -10,18 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.config.sections import LARGEST_SCORE
-
-CAUSES = {
-    "timeouts": "took too long",
-    "crashes": "ended the worker",
-    "exceptions": "raised",
-    "invalid": "got no finite number",
-    "unanswered": "got no answer",
-    "environment": "failed in the environment",
-}
-"""Why a response has no score, by the metric below ``reward/`` that counts it."""
-
-LONGEST = 300  # characters of a reason
+from qurl_megatron.errors import Unscored
 
 
 @dataclass(frozen=True)
@@ -32,7 +21,7 @@ class Item:
     response: str
     answer: str
     metadata: dict[str, Any]
-    failure: "Unscored | None" = None  # known beforehand: nothing is asked for a score
+    failure: Unscored | None = None  # known beforehand: nothing is asked for a score
 
     @property
     def given(self) -> dict[str, Any]:
@@ -59,14 +48,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass(frozen=True)
-class Unscored:
-    """In place of a score."""
-
-    cause: str  # of CAUSES
-    why: str
-
-
 Score = float | Unscored
 
 
@@ -81,9 +62,3 @@ def as_score(value: object) -> Score:
     if not abs(score) <= LARGEST_SCORE:  # NaN is not, either
         return Unscored("invalid", f"{score:g}")
     return score
-
-
-def unscored(cause: str, why: str) -> Unscored:
-    """With a reason that fits on a line of a terminal, and does nothing to it."""
-    why = "".join(c if c.isprintable() else "?" for c in " ".join(why.split()))
-    return Unscored(cause, why if len(why) <= LONGEST else f"{why[: LONGEST - 3]}...")

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.rewards.item import Item, Score, as_score, unscored
+from qurl_megatron.errors import ConfigError, unscored
+from qurl_megatron.rewards.item import Item, Score, as_score
 from qurl_megatron.rollout import loop
 
 PASSING = {408, 425, 429, 500, 502, 503, 504}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import CAUSES, ConfigError, Unscored, unscored
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.rewards.item import CAUSES, Item, Score, Unscored, unscored
+from qurl_megatron.rewards.item import Item, Score
 from qurl_megatron.rewards.kinds import KINDS
 from qurl_megatron.rewards.scoring import WorkerPool
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:  # workers import this package, and need no numpy
     from qurl_megatron.types import Sample
 
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
-
-
-FIX_REWARD = "fix the reward"
 
 
 class RewardDown(Exception):
@@ -187,18 +184,19 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
     """
     if not tally.failed or tally.failed < tally.responses:
         return
-    fix = _fix(tally)
-    if fix == FIX_REWARD:
-        fix = 'fix it, and call it on one response first, as docs/rewards.md shows under "Try it"'
+    fix = _fix(
+        tally, 'fix it, and call it on one response first, as docs/rewards.md shows under "Try it"'
+    )
     raise _kind(tally)(
         f"{scorer} scored none of {how_many(tally.responses, 'response')}: {tally.said()}; {fix}"
     )
 
 
-def _fix(tally: Tally) -> str:
+def _fix(tally: Tally, reward: str = "fix the reward") -> str:
+    """What to do; ``reward`` where it is the reward that is to blame."""
     if _alone(tally, "unanswered"):
         return "start its server"
-    return "fix the environment" if _alone(tally, "environment") else FIX_REWARD
+    return "fix the environment" if _alone(tally, "environment") else reward
 
 
 def _alone(tally: Tally, cause: str) -> bool:

@@ -13,31 +13,27 @@ from functools import partial
 from typing import Any
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import Unscored
 from qurl_megatron.rewards.functions import call, find_function
-from qurl_megatron.rewards.item import Item, Score, Unscored
+from qurl_megatron.rewards.item import Item, Score
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.kinds import KINDS
-from qurl_megatron.runtime.line_worker import worker_ends
+from qurl_megatron.runtime.line_worker import serve
 
 Scorer = Callable[[list[Item]], list[Score]]
 
 
 def main(key: str, config: RewardConfig) -> None:
-    requests, results = worker_ends(config.memory_gb)
-
-    def say(what: Any) -> None:
-        results.write(json.dumps(what).encode("ascii") + b"\n")
-        results.flush()
-
-    try:
+    def make() -> tuple[int, Callable[[Any], Any]]:
         score, batch = make_scorer(key, config)
-    except ConfigError as error:
-        return say({"refused": str(error)})
-    say({"ready": batch})
-    for line in requests:
-        scores = score([Item(*item) for item in json.loads(line)])
-        say([asdict(one) if isinstance(one, Unscored) else one for one in scores])
+
+        def answer(items: list[list]) -> list[Any]:
+            scores = score([Item(*item) for item in items])
+            return [asdict(one) if isinstance(one, Unscored) else one for one in scores]
+
+        return batch, answer
+
+    serve(make, config.memory_gb)
 
 
 def make_scorer(key: str, config: RewardConfig) -> tuple[Scorer, int]:

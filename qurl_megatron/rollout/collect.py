@@ -30,6 +30,7 @@ from itertools import chain
 import numpy as np
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import Unscored
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rollout import loop
 from qurl_megatron.rollout.answer import (
@@ -44,7 +45,7 @@ from qurl_megatron.rollout.client import EngineError, Session
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.turns import Turns
-from qurl_megatron.types import Failure, Prompt, Sample
+from qurl_megatron.types import Prompt, Sample
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
@@ -141,7 +142,8 @@ class _Item:
     turns: int = 1  # of the policy, this one included
     messages: list[dict] = field(default_factory=list)  # of the turns before it
     ended: bool = False  # the turn is; the environment has the word
-    failure: Failure | None = None  # of the environment
+    failure: Unscored | None = None  # of the environment
+    left_out: bool = False  # what it said last
 
     @property
     def received(self) -> int:
@@ -191,10 +193,10 @@ class _Item:
         ids = [token for part in self.turn for token in part.ids.tolist()]
         said = await turns.after(self.prompt, self.messages, ids)
         self.ended = False
-        if said is None or isinstance(said, Failure):
+        if said is None or isinstance(said, Unscored):
             self.finish, self.failure = "stop", said
         elif len(said.ids) >= self.budget:  # not one token would be left to answer with
-            self.finish = "length"
+            self.finish, self.left_out = "length", True
         else:
             self.messages += said.messages
             self.parts.append(_told(said.ids))
@@ -222,6 +224,7 @@ class _Item:
             versions=tuple(chain.from_iterable(part.versions for part in self.parts)),
             written=np.concatenate([np.full(len(p.ids), bool(p.versions)) for p in self.parts]),
             failure=self.failure,
+            left_out=self.left_out,
         )
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.environments.reply import Message
-from qurl_megatron.rewards.item import Unscored
-from qurl_megatron.types import Failure, Prompt
+from qurl_megatron.errors import Unscored
+from qurl_megatron.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Turns:
 
     async def after(
         self, prompt: Prompt, earlier: Sequence[Message], turn: Sequence[int]
-    ) -> Said | Failure | None:
+    ) -> Said | Unscored | None:
         """What the environment says to a turn of the policy; None where that was the last one.
 
         Args:
@@ -55,10 +55,8 @@ class Turns:
         reply = await asyncio.wrap_future(
             self.pool.ask([*prompt.messages, *earlier], response, prompt.answer, prompt.metadata)
         )
-        if isinstance(reply, Unscored):
-            return Failure(reply.cause, reply.why)
-        if reply is None:
-            return None
+        if reply is None or isinstance(reply, Unscored):
+            return reply
         chat = self.chat or bool(prompt.turns)
         ids = self.tokenizer.following(reply, chat=chat, last=turn[-1] if turn else None)
         return Said(({"role": "assistant", "content": response}, reply), ids)

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
+from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
 from qurl_megatron.runtime.undertaker import bury, spare
 
@@ -88,10 +90,15 @@ def parsed(line: bytes) -> Any:
     return None
 
 
-def worker_ends(memory_gb: float) -> tuple[BinaryIO, BinaryIO]:
-    """The worker's end of the pipes, with its limits set.
+def serve(make: Callable[[], tuple[Any, Callable[[Any], Any]]], memory_gb: float) -> None:
+    """The worker's end: answer line by line, until there are no more.
 
     What its code prints goes to stderr, and what it reads is empty.
+
+    Args:
+        make: what the worker says of itself once it is ready, and what answers; its ConfigError is
+            said instead, and ends the worker.
+        memory_gb: GiB of address space.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the trainer
     # A huge power is a MemoryError here, not a full machine.
@@ -102,4 +109,15 @@ def worker_ends(memory_gb: float) -> tuple[BinaryIO, BinaryIO]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    return requests, results
+
+    def say(what: Any) -> None:
+        results.write(json.dumps(what).encode("ascii") + b"\n")
+        results.flush()
+
+    try:
+        of_itself, answer = make()
+    except ConfigError as error:
+        return say({"refused": str(error)})
+    say({"ready": of_itself})
+    for line in requests:
+        say(answer(json.loads(line)))

@@ -29,6 +29,7 @@ from qurl_megatron.training.state import (
     claim,
     latest,
     recipe_of,
+    setting_of,
 )
 from qurl_megatron.weights.sums import RECORD, read_record, to_disk, write_record
 
@@ -97,7 +98,9 @@ def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
     Args:
         state: ``unevaluated`` where the fork is to evaluate before its first step.
     """
-    state = replace(after((one.key for one in found), state), guard={})
+    keys = {one.key for one in found}
+    same = {key: one for key, one in state.own_code.items() if setting_of(key) not in keys}
+    state = replace(after(keys, state), guard={}, own_code=same)
     if any(one.key.startswith(ORDER) and one.key not in NOT_ORDER for one in found):
         state = replace(state, cursor=None)
     if any(one.key.startswith("quant.") for one in found):

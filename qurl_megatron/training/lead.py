@@ -45,7 +45,6 @@ from qurl_megatron.observe.text import how_many, percent
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
-from qurl_megatron.rewards.scoring import Abandoned
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet
@@ -53,11 +52,13 @@ from qurl_megatron.rollout.lease import Owner
 from qurl_megatron.rollout.supervisor import IN_ALL
 from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.runtime.files import refusal, refusing
+from qurl_megatron.runtime.line_pool import Abandoned
 from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
+from qurl_megatron.training.lengths import no_room_for_the_environment
 from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
@@ -94,6 +95,7 @@ class Lead:
         state: TrainState,
         weight_norm: float,
         prompts: PromptStream,
+        told: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -101,9 +103,10 @@ class Lead:
             state: what the run goes on from; what metrics.jsonl says of later steps is dropped.
             weight_norm: of the weights it goes on with.
             prompts: where the run goes on with them.
+            told: what has changed since the state was saved, each an event of the report.
         """
         self.config = config
-        self.claimed, self.run_dir = claimed, claimed.run_dir
+        self.claimed, self.run_dir, self._changed = claimed, claimed.run_dir, told
         self.stop = stop
         self.start_step = state.step
         self._evaluates = state.unevaluated and config.train.eval_prompts > 0  # that step
@@ -116,9 +119,9 @@ class Lead:
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.prompts, self.tokenizer = prompts, prompts.tokenizer
-        self._vocabulary = read_arch(read_config(description_of(config.model.path))).vocab
+        self._arch = read_arch(read_config(description_of(config.model.path)))
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
-        self._told: set[str] = set()  # why responses had no score
+        self._told: set[str] = set()  # what is said once
         self._kept: dict[int, Sample] = {}  # of the step at hand, by their places in it
         self._drawing, self._grading = threading.Lock(), threading.Lock()
 
@@ -137,7 +140,7 @@ class Lead:
                     scheme=self.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",
-                    vocabulary=self._vocabulary,
+                    vocabulary=self._arch.vocab,
                     owner=Owner.of(self.run_dir),
                     trainer_ranks=ranks_here(os.environ),
                 )
@@ -205,8 +208,7 @@ class Lead:
             )
         self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
         stack.callback(self.timeline.close)
-        if self.claimed.changes:
-            told = f"settings changed: {', '.join(map(str, self.claimed.changes))}"
+        for told in self._changed:
             self.timeline.event("run", told, self.start_step)
             print(told, flush=True)
 
@@ -284,6 +286,7 @@ class Lead:
         assert metrics["sync/staleness"].value <= self.config.rollout.max_staleness
         if self.config.rollout.environment:
             metrics |= _conversations(samples)
+            self._tell_left_out(samples, step)
         metrics["rollout/quantized"] = Max(float(self._quantized(samples)))
         metrics |= draft.graded.metrics() | self._left_out()
         self._tell_unscored(draft.graded, step)
@@ -316,6 +319,17 @@ class Lead:
                 f"and got reward.failed={self.config.reward.failed:g}: {tally.said(new)}",
                 step,
             )
+
+    def _tell_left_out(self, samples: Sequence[Sample], step: int) -> None:
+        """Say that the environment's words did not fit, once between two starts."""
+        count = sum(sample.left_out for sample in samples)
+        if not count or "left_out" in self._told:
+            return
+        self._told.add("left_out")
+        longest = min(self.prompts.longest, self.config.data.max_prompt_tokens)
+        ended = f"{count} of {how_many(len(samples), 'conversation')} ended early"
+        why = no_room_for_the_environment(self.config.rollout, self._arch, longest)
+        self.alarm("rollout", f"{ended}: {why}", step)
 
     def _left_out(self) -> dict[str, Metric]:
         """Prompts of the whole data that are too long."""
@@ -471,6 +485,7 @@ class Lead:
             raise Interrupted("stopped while an evaluation was scored") from None
         refuse_none_scored(tally, self.config.reward.setting)
         self._tell_unscored(tally, step)
+        self._tell_left_out(samples, step)
         score = sum(sample.reward for sample in samples) / len(samples)
         name = "eval/accuracy" if self.config.reward.right_or_wrong else "eval/reward"
         measured = {name: score}
@@ -647,6 +662,7 @@ def _conversations(samples: Sequence[Sample]) -> dict[str, Metric]:
     return {
         "environment/turns": Mean(sum(len(sample.turns) for sample in samples), count),
         "environment/tokens": Mean(said, count),
+        "environment/left_out": Mean(sum(sample.left_out for sample in samples), count),
         "environment/failed_fraction": Mean(failures.total(), count),
         **{f"environment/{cause}": Sum(failures[cause]) for cause in ENVIRONMENT_CAUSES},
     }

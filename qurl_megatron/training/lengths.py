@@ -33,3 +33,22 @@ def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
     """Tokens of a prompt that leave room for its response; None: engines know better."""
     most = room(rollout, arch)
     return None if most is None else most - rollout.max_new_tokens
+
+
+def no_room_for_the_environment(rollout: RolloutConfig, arch: Arch, longest: int) -> str:
+    """Why conversations ended before the environment's next words, and what to do.
+
+    Args:
+        longest: tokens of the longest prompt.
+    """
+    most = longest_prompt(rollout, arch)
+    fix = "raise it, or have the environment say less"
+    if most is not None and longest >= most:
+        fix = (
+            f"the model takes no more than {arch.max_position} tokens with the prompt: have the "
+            "environment say less, or leave out long prompts (data.max_prompt_tokens) and raise it"
+        )
+    return (
+        "what the environment said next did not fit into rollout.max_new_tokens="
+        f"{rollout.max_new_tokens}, which all turns and its words share; {fix}"
+    )

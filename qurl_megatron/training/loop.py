@@ -45,9 +45,10 @@ from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.inputs import read_prompts
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
+from qurl_megatron.training.own_code import checksums, edited
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.sources import sources
-from qurl_megatron.training.state import TrainState, after, claim, tell_done
+from qurl_megatron.training.state import Claim, TrainState, after, claim, tell_done
 from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
 from qurl_megatron.training.whole import refuse_damaged_together
 
@@ -102,8 +103,9 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             else None
         )
         state = _resume(newest, policy, critic)
+        told: list[str] = []
         if claimed:
-            state = after((one.key for one in claimed.changes), state)
+            state, told = _taken_up(config, claimed, state)
         scheme = state.scheme(config.quant.scheme)
         if scheme == "none":
             policy.unalign()
@@ -115,7 +117,9 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             print(f"train.share_prefix does not apply here: {why}", flush=True)
         norm = _sound(policy, critic)
         _make_room()
-        leading = Lead(config, claimed, stop, state, norm, prompts) if claimed else nullcontext()
+        leading = (
+            Lead(config, claimed, stop, state, norm, prompts, told) if claimed else nullcontext()
+        )
         with leading as lead:
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
@@ -138,6 +142,21 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             if lead:
                 lead.finish(state)
     return state.finished(config.train.steps)
+
+
+def _taken_up(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainState, list[str]]:
+    """What of the state holds for the recipe and the user's code as they are now, and what has
+    changed since it was saved, a sentence each."""
+    changed = claimed.changes
+    told = [f"settings changed: {', '.join(map(str, changed))}"] if changed else []
+    code = edited(config, state.own_code)
+    told += [
+        f"the code of {one} has changed since step {state.step}: what is measured with it from "
+        "here on is not compared with what was measured before"
+        for one in code.values()
+    ]
+    state = after([*(one.key for one in changed), *code], state)
+    return replace(state, own_code=checksums(config)), told
 
 
 def _sound(policy: Policy, critic: Critic | None) -> float:
@@ -200,7 +219,9 @@ def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:
     """
     config, failure, going = parts.config, None, True
     if state.unevaluated or (state.step == 0 and config.train.eval_prompts):
-        state, failure = _made_up_for(parts, state)
+        state = _made_up_for(parts, state)
+        if state.unevaluated:
+            return state
     while going and failure is None and state.step < config.train.steps:
         before = state.step
         state, saved, failure = _step(parts, state, saved)
@@ -209,18 +230,25 @@ def _run(parts: _Parts, state: TrainState, saved: int | None) -> TrainState:
     return state
 
 
-def _made_up_for(parts: _Parts, state: TrainState) -> tuple[TrainState, Exception | None]:
-    """The evaluation before the first step of a run or fork, or the one in which it was stopped."""
-    failure, owed = None, state.unevaluated
+def _made_up_for(parts: _Parts, state: TrainState) -> TrainState:
+    """The state with the evaluation before the first step of a run or fork, or with the one in
+    which it was stopped; unevaluated where it is stopped now. All of it but that is on disk.
+
+    Raises:
+        EngineError, RewardDown, ConfigError: it cannot be done, on every rank.
+    """
+    owed, state = state.unevaluated, replace(state, unevaluated=False)
     if parts.config.train.eval_prompts:
         state, failure = _evaluated(parts.lead, parts.publisher, state)
-    if failure is None and (state.step == 0 or state.accuracy_before is None):
+        if failure is not None:
+            _end(parts, state, state.step, failure)
+            return state
+    if state.step == 0 or state.accuracy_before is None:
         state = replace(state, accuracy_before=state.accuracy)
-    if owed and failure is None:
-        state, run_dir = replace(state, unevaluated=False), Path(parts.config.train.run_dir)
-        write = partial(checkpoint.evaluated, run_dir, state)
+    if owed:
+        write = partial(checkpoint.evaluated, Path(parts.config.train.run_dir), state)
         by_lead(write, parts.policy.ranks, waiting_for="writing what an evaluation came to")
-    return state, failure
+    return state
 
 
 def _step(

@@ -54,12 +54,9 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         config = replace(config, train=replace(config.train, run_dir=str(fork)))
     path = Path(config.model.path)
     if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
-        _begin(source, config)
-        if _already_done(config, _changes(config)):
+        if source is None and _already_done(config, _changes(config)):
             return 0
-        _say(check_files(config))
-        _check_own(config)
-        _tell_of_relatives(Path(config.train.run_dir))
+        _prepare(source, config)
     if not placed and not path.exists() and config.warmstart.steps:
         _make_model(config, path)
     if not path.exists():
@@ -80,27 +77,16 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
 
 
-def _begin(source: Path | None, config: RunConfig) -> None:
-    """Make the run a fork of ``source``, where there is one and the recipe can be used."""
-    if source is not None:
-        check_files(config)
-        _check_own(config)
-        from qurl_megatron.training.fork import fork
-
-        fork(source, config)
-
-
 def _prepare(source: Path | None, config: RunConfig) -> None:
-    """What rank 0 does for all ranks."""
-    _begin(source, config)
-    _say(check_files(config))
-    _check_own(config)
-    _tell_of_relatives(Path(config.train.run_dir))
-
-
-def _say(remarks: Sequence[str]) -> None:
-    for remark in remarks:
+    """Check what needs no model, and make the run a fork of ``source``, where there is one."""
+    for remark in check_files(config):
         print(remark, flush=True)
+    _check_own(config)
+    if source is None:
+        return _tell_of_relatives(Path(config.train.run_dir))
+    from qurl_megatron.training.fork import fork
+
+    fork(source, config)
 
 
 def _check_own(config: RunConfig) -> None:

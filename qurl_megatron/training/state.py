@@ -22,6 +22,7 @@ from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.runtime.files import refusing
+from qurl_megatron.training.own_code import edited
 
 STATE = "state.json"
 REFERENCE = (
@@ -63,6 +64,7 @@ class TrainState:
     unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
     notice: str = ""  # what the guard did last
     unevaluated: bool = False  # stopped while it evaluated this step, or a fork that is to do so
+    own_code: dict[str, str] = field(default_factory=dict)  # checksums, by the key that names it
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":
@@ -130,6 +132,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "unquantized_since": (int, type(None)),
     "notice": (str,),
     "unevaluated": (bool,),
+    "own_code": (dict,),
 }
 
 
@@ -169,7 +172,7 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
     Args:
         changed: keys that have other values now, and those of files that hold others.
     """
-    changed = set(changed)
+    changed = set(map(setting_of, changed))
     otherwise = [name for name, keys in MEASURES.items() if keys & changed]
     if not otherwise:
         return state
@@ -178,6 +181,11 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
         since["eval"] -= 1
     state = replace(state, measured_since=since)
     return replace(state, accuracy=None, accuracy_before=None) if "eval" in otherwise else state
+
+
+def setting_of(key: str) -> str:
+    """The setting in which a key lies: ``reward.mix`` of ``reward.mix.brief.function``."""
+    return ".".join(key.split(".")[:2])
 
 
 def tell_done(
@@ -205,6 +213,11 @@ def tell_done(
         print(
             f"{file} has changed since this run read it, and nothing was trained on what it holds "
             "now; restore the file, or train on it in another train.run_dir"
+        )
+    for code in edited(config, state.own_code).values():
+        print(
+            f"the code of {code} has changed since this run called it, and nothing was done with "
+            f"what it is now; set train.steps above {state.step} to go on with it"
         )
     print(f"report: {run_dir / 'report.html'}", flush=True)
 

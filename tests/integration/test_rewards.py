@@ -150,6 +150,7 @@ def test_a_stop_is_heard_while_a_server_scores_an_evaluation_which_is_made_up_fo
 
 def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):
     shutil.copytree(trained.dir, tiny.parent / "stops")
+    (tiny.parent / "own.py").write_text(f"# edited\n{REWARD}")
     run = Run(tiny, "stops", *OPTIONS, "train.steps=2", "reward.on_failure=stop")
     with run.process():
         assert run.ended() == 2, run.stderr()
@@ -158,3 +159,6 @@ def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):
     assert "fix the reward, or set reward.on_failure=score" in run.stderr()
     assert run.stderr().count("\n") == 1 and "Traceback" not in run.stderr()
     assert "step 1 is saved, start again to go on from it" in run.stderr()
+    told = f"the code of reward.mix.own.function={tiny.parent}/own.py:score has changed since step"
+    assert f"\n{told} 1: what is measured with it" in run.stdout()
+    assert f'"{told} 1' in (run.dir / "timeline.jsonl").read_text()

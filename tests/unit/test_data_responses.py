@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from qurl_megatron.data.responses import Responses
+from qurl_megatron.errors import Unscored
 from qurl_megatron.testing.models import random_samples
-from qurl_megatron.types import Failure, Prompt, Sample, in_a_row
+from qurl_megatron.types import Prompt, Sample, in_a_row
 
 SAMPLES = [*random_samples(12), Sample(Prompt(12, (1, 2), "", ""), (), (), "length", ())]
 WHOLE = Responses.of(SAMPLES)
@@ -27,13 +28,14 @@ def test_samples_of_equal_values_are_equal_and_those_that_differ_anywhere_are_no
         dict(behaviour_log_probs=np.nextafter(log_probs, np.float32(-9))),
         dict(versions=((1, len(ids)),)),
         dict(written=[False, *[True] * (len(ids) - 1)], versions=((0, len(ids) - 1),)),
-        dict(failure=Failure("timeouts", "")),
+        dict(failure=Unscored("timeouts", "")),
+        dict(left_out=True),
         dict(finish_reason="length"),
         dict(text="x"),
         dict(reward=0.5),
     ]
     assert all(replace(sample, **change) != sample for change in changes)
-    assert len({sample, replace(sample), *(replace(sample, **c) for c in changes)}) == 10
+    assert len({sample, replace(sample), *(replace(sample, **c) for c in changes)}) == 11
 
 
 def test_nobody_changes_the_tokens_of_a_sample():

@@ -1,7 +1,6 @@
 """Environments of the user's own: found or refused in one sentence, asked, and never believed."""
 
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -9,14 +8,12 @@ import pytest
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
 from qurl_megatron.environments import EnvironmentPool, check_environment
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rewards.pool import items_of
 from qurl_megatron.testing.models import random_samples
-from qurl_megatron.types import Failure
 from tests.environments import write_classes
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +58,7 @@ def test_it_is_told_of_the_conversation_and_its_answer_is_the_next_message(own, 
         ("pair", "invalid", "a value of type tuple"),
         ("system", "invalid", "a message with role 'system'"),
         ("number", "invalid", "a message whose content is of type int"),
+        ("blank", "invalid", "a message without text; return"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_and_costs_no_other_its_answer(pool, response, cause, why):
@@ -105,17 +103,16 @@ def test_leaving_waits_for_no_environment(own):
     with EnvironmentPool(config) as pool:
         pool.await_start()
         waiting = [pool.ask((), "a", "", {}) for _ in range(2)]
-        while not waiting[0].running():
-            time.sleep(0.01)
+        wait_until(lambda: pool.questions.qsize() == 1)
         pool.leave()
-        with pytest.raises(RuntimeError, match="no longer asked"):
+        with pytest.raises(RuntimeError, match="no longer scored or answered"):
             waiting[0].result(PATIENCE_S)
     assert waiting[1].cancelled() or waiting[1].exception(PATIENCE_S)
 
 
 def test_a_response_that_failed_in_it_has_no_score_and_counts_once_whatever_the_mix():
     plain = random_samples(3)
-    lost = replace(plain[1], failure=Failure("timeouts", "rollout.turn_timeout_s=3"))
+    lost = replace(plain[1], failure=Unscored("timeouts", "rollout.turn_timeout_s=3"))
     samples = [plain[0], lost, plain[2]]
     mix = {name: MixedReward(kind="exact") for name in ("a", "b")}
     for config in (RewardConfig(kind="exact", failed=-1), RewardConfig(mix=mix, failed=-1)):

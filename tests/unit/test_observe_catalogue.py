@@ -3,12 +3,12 @@
 import math
 import random
 
+from qurl_megatron.errors import CAUSES
 from qurl_megatron.observe.catalogue import GROUPS, known, unit
 from qurl_megatron.observe.plots import SECTIONS
 from qurl_megatron.observe.progress import FIELDS
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.text import reading
-from qurl_megatron.rewards.item import CAUSES
 from qurl_megatron.training.guard import THRESHOLDS
 from qurl_megatron.training.refill import Draft
 from tests.unit.observe_fake_run import fake_metrics, write_fake_run

@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
-from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
-from qurl_megatron.rewards.scoring import Abandoned
+from qurl_megatron.runtime.line_pool import Abandoned
 from tests.rewards import answered, items, numbers, reward_server
 from tests.waiting import NEVER_S, wait_until
 
@@ -142,7 +141,7 @@ def test_who_leaves_does_not_wait_for_a_slow_server(leaves):
         grading = threads.submit(pool.grade, items("1"), stop.is_set)
         wait_until(lambda: server.asked)
         stop.set() if leaves == "call" else pool.leave()
-        with pytest.raises(Abandoned, match="responses are no longer scored: the run ends"):
+        with pytest.raises(Abandoned, match="no longer scored or answered: the run ends"):
             grading.result()
 
 
@@ -163,7 +162,7 @@ def test_a_key_comes_from_the_environment_and_is_never_shown(monkeypatch, capfd)
         RewardPool(dataclasses.replace(config, url=server.url)) as pool,
     ):
         assert pool.grade(items("1")).scores == [1.0]
-        worker = pool.pools["reward"]._workers[0]
+        worker = pool.pools["reward"].seats[0].worker
         assert not any("s3cret" in word for word in worker.process.args)
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer s3cret"]
     assert "s3cret" not in repr(judge("http://127.0.0.1:1/", url_retries=0)(items("1")))

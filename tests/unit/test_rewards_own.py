@@ -13,10 +13,10 @@ import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored, unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.functions import call, find_function
-from qurl_megatron.rewards.item import Unscored, as_score, unscored
+from qurl_megatron.rewards.item import as_score
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
 from tests.rewards import items, write_functions
 from tests.waiting import wait_until
@@ -78,7 +78,7 @@ def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypat
             r"cannot be imported: FileNotFoundError: .*'weights.bin' \(opens.py, li",
         ),
         ("own.py:scor", r"own.py has no scor; did you mean score\?"),
-        ("own.py:xyz", r"own.py has no xyz; it has score, lengths, sums"),
+        ("own.py:xyz", r"own.py has no xyz; it has misbehave, score, lengths"),
         ("imports.py:load", r"imports.py has no load; it has score$"),
         ("imports.py:Scorer", r"imports.py:Scorer is a class; name a function \(it has score\)"),
         ("own.py:number", r"is of type int and cannot be called; name a function"),
@@ -177,6 +177,16 @@ def test_what_a_function_started_ends_with_its_worker(pool, tmp_path):
     wait_until(lambda: not started())
 
 
+@pytest.mark.parametrize("times, score", [(1, 1.0), (2, -1.0)])
+def test_a_response_whose_worker_is_killed_is_scored_by_another_one_once(
+    pool, tmp_path, times, score
+):
+    killed = Item("", "killed", f"{times} {tmp_path}/seen", {})
+    grades = pool.grade([killed, *items("0.5")])
+    assert grades.scores == [score, 0.5]
+    assert grades.tally.causes == ({"crashes": 1} if times == 2 else {})
+
+
 def test_a_function_is_called_with_lists_where_the_recipe_says_so(own):
     texts = [str(i) for i in range(20)]
     with RewardPool(RewardConfig(function=f"{own}:sums", batched=True, batch=8)) as pool:
@@ -254,7 +264,7 @@ def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
 
 def test_workers_of_functions_import_no_torch(pool):
     pool.grade(items("1"))
-    for worker in pool.pools["reward"]._workers:
-        maps = Path(f"/proc/{worker.process.pid}/maps").read_text()
+    for seat in pool.pools["reward"].seats:
+        maps = Path(f"/proc/{seat.worker.process.pid}/maps").read_text()
         assert "torch" not in maps and "numpy" not in maps
-    assert sys.executable in worker.process.args
+        assert sys.executable in seat.worker.process.args

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import RewardConfig, load
+from qurl_megatron.errors import CAUSES
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
-from qurl_megatron.rewards.item import CAUSES
 from tests.rewards import serving
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")

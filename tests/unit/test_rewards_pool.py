@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from qurl_megatron.config import RewardConfig
+from qurl_megatron.errors import Unscored
 from qurl_megatron.rewards import Item, RewardPool
-from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rewards.scoring import WorkerPool
 from tests.waiting import wait_until
 
@@ -37,12 +36,13 @@ def scores(pool: WorkerPool, pairs: list[tuple[str, str]]) -> list[float | str]:
 
 
 def pids(pool: WorkerPool) -> list[int]:
-    return [worker.process.pid for worker in pool._workers]
+    return [seat.worker.process.pid for seat in pool.seats]
 
 
 def settle(pool: WorkerPool) -> None:
-    """Wait until replaced workers have started, too."""
+    """Wait until all workers are ready, and replaced ones have been started."""
     pool.await_start()
+    scores(pool, [(f"\\boxed{{{i}}}", "1") for i in range(10)])
 
 
 def alive(pid: int) -> bool:
@@ -96,56 +96,29 @@ def test_killing_idle_workers_costs_no_answer(pool):
     assert scores(pool, pairs) == [1.0] * 6
 
 
-def test_a_replacement_may_be_killed_while_it_starts(pool):
-    settle(pool)
-    pool._workers = [worker.replaced() for worker in pool._workers]
-    for pid in pids(pool):
-        os.kill(pid, signal.SIGKILL)
-    assert scores(pool, [("\\boxed{7}", "7"), ("\\boxed{8}", "7")]) == [1.0, 0.0]
+def test_workers_may_be_killed_while_they_start():
+    with WorkerPool(RewardConfig(kind="math", workers=2)) as pool:
+        for pid in pids(pool):
+            os.kill(pid, signal.SIGKILL)
+        assert scores(pool, [("\\boxed{7}", "7"), ("\\boxed{8}", "7")]) == [1.0, 0.0]
 
 
-def test_workers_that_never_start_end_the_call(pool, monkeypatch):
-    monkeypatch.setattr("qurl_megatron.rewards.scoring.WORKER", "qurl_megatron.rewards.nowhere")
-    with (
-        WorkerPool(RewardConfig(kind="math", workers=1)) as broken,
-        pytest.raises(RuntimeError, match="a reward worker ended while starting; see stderr"),
-    ):
+@pytest.mark.parametrize("start_s, why", [(60.0, "ended while starting"), (0.0, "was not ready")])
+def test_workers_that_never_start_end_the_call(monkeypatch, start_s, why):
+    monkeypatch.setattr("qurl_megatron.runtime.line_worker.START_S", start_s)
+    broken = WorkerPool(RewardConfig(kind="math", workers=1))
+    broken.module = "qurl_megatron.rewards.nowhere"
+    with broken, pytest.raises(RuntimeError, match=f"a reward worker {why}.*; see stderr"):
         scores(broken, [("1", "1")])
-
-
-def kill_busy(pool: WorkerPool, pair: tuple[str, str], times: int) -> threading.Thread:
-    """Kill the first workers that have this check under way."""
-
-    def kill() -> None:
-        killed: set[int] = set()
-        while len(killed) < times:
-            for worker in list(pool._workers):
-                if worker.batch == (line(pair),) and worker.process.pid not in killed:
-                    os.kill(worker.process.pid, signal.SIGKILL)
-                    killed.add(worker.process.pid)
-            time.sleep(0.005)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("times,expected", [(1, [1.0, 1.0]), (2, ["crashes", 1.0])])
-def test_a_check_whose_worker_is_killed_is_checked_again_once(pool, times, expected):
-    settle(pool)
-    # A tenth of a second, and right; each case its own, for workers remember.
-    slow = ("\\boxed{2^{1.0}" + "+ 1" * (60 + times) + "}", str(62 + times))
-    killer = kill_busy(pool, slow, times)
-    assert scores(pool, [slow, ("\\boxed{5}", "5")]) == expected
-    killer.join()
 
 
 def test_a_stopped_worker_is_a_timeout_however_long_the_text(pool):
     settle(pool)
-    first = pids(pool)[0]
-    os.kill(first, signal.SIGSTOP)
-    assert scores(pool, [("x" * 200_000, "1"), ("\\boxed{3}", "3")]) == ["timeouts", 1.0]
-    assert not alive(first)
+    stopped = pids(pool)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    assert scores(pool, [("x" * 200_000, "1"), ("\\boxed{3}", "3")]) == ["timeouts"] * 2
+    assert not any(map(alive, stopped))
 
 
 def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
@@ -160,18 +133,17 @@ def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
     assert pids(pool) == before
 
 
-def test_an_interrupted_call_leaves_no_check_under_way(pool, monkeypatch):
-    wait = pool._wait
+def test_an_interrupted_call_leaves_no_check_under_way(pool):
+    looks = iter([False, False])
 
-    def interrupted(end):
-        monkeypatch.setattr(pool, "_wait", wait)
-        raise KeyboardInterrupt
+    def interrupted():
+        if next(looks, True):
+            raise KeyboardInterrupt
+        return False
 
     settle(pool)
-    monkeypatch.setattr(pool, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        scores(pool, [("\\boxed{1}", "1"), ("\\boxed{2}", "2")])
-    assert not any(worker.batch for worker in pool._workers)
+        pool.score([line(TOWER), line(("\\boxed{2}", "2"))], interrupted)
     assert scores(pool, [("\\boxed{1}", "7"), ("\\boxed{2}", "7")]) == [0.0, 0.0]
 
 

@@ -118,8 +118,9 @@ def test_what_does_not_fit_into_the_budget_ends_the_response(turns, budget, expe
         ids, mine = zip(*conversation(2)[:expected], strict=True)
         assert (sample.response_ids.tolist(), sample.written.tolist()) == ([*ids], [*mine])
         assert sample.written[-1]  # nobody pays for words that nobody reads
-        # A turn that ends with the last token of the budget has ended all the same.
-        assert sample.finish_reason == "length"
+        # A turn that ends with the last token of the budget has ended all the same; one of 7 has
+        # not, and nothing was said to it.
+        assert (sample.finish_reason, sample.left_out) == ("length", budget != 7)
 
 
 def test_conversations_survive_engines_that_fail_between_turns(turns):

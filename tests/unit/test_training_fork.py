@@ -17,7 +17,7 @@ from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
-from qurl_megatron.training.start import _begin
+from qurl_megatron.training.start import _prepare
 from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
 from qurl_megatron.weights.sums import damaged, read_record, write_record
 from tests.unit.test_damaged_files import RECIPE_TEXT
@@ -233,9 +233,9 @@ def test_files_are_copied_where_they_cannot_be_linked(source, recipe, monkeypatc
 
 def test_a_fork_is_not_begun_with_what_cannot_be_used(source, recipe, tmp_path):
     with pytest.raises(ConfigError, match="data.path=typo.jsonl"):
-        _begin(source, recipe("data.path=typo.jsonl", "data.task="))
+        _prepare(source, recipe("data.path=typo.jsonl", "data.task="))
     with pytest.raises(ConfigError, match="gone.py does not exist"):
-        _begin(source, recipe(f"rollout.environment={tmp_path}/gone.py:Tool"))
+        _prepare(source, recipe(f"rollout.environment={tmp_path}/gone.py:Tool"))
     assert not (tmp_path / "new").exists()
 
 

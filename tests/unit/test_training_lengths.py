@@ -4,7 +4,11 @@ import pytest
 
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.training.lengths import longest_prompt, refuse_endless_responses
+from qurl_megatron.training.lengths import (
+    longest_prompt,
+    no_room_for_the_environment,
+    refuse_endless_responses,
+)
 from qurl_megatron.weights.arch import read_arch
 from tests.unit.test_damaged_files import QWEN2
 
@@ -33,3 +37,14 @@ def test_engines_that_may_take_more_are_left_to_say_so(engines):
     rollout = RolloutConfig(max_new_tokens=100_000, **engines)
     refuse_endless_responses(rollout, ARCH)
     assert longest_prompt(rollout, ARCH) is None
+
+
+def test_where_the_environment_has_no_room_the_limit_that_holds_is_named():
+    rollout = RolloutConfig(max_new_tokens=1000)
+    short, long = (no_room_for_the_environment(rollout, ARCH, tokens) for tokens in (23, 24))
+    assert short.endswith(
+        "max_new_tokens=1000, which all turns and its words share; raise it, or "
+        "have the environment say less"
+    )
+    assert "the model takes no more than 1024 tokens with the prompt" in long
+    assert "data.max_prompt_tokens" in long

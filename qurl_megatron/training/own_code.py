@@ -1,0 +1,62 @@
+"""The code of the user's own that a run calls, its rewards' and its environment's, by checksum.
+
+Unlike data it may change under a run: who is told to fix a reward goes on from the checkpoint. But
+what it scores then is not compared with what it scored before. Files alone are watched: not what
+they import, nor what answers at a URL.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.data.rows import checksum_of
+
+
+def checksums(config: RunConfig) -> dict[str, str]:
+    """By the key that names the code; nothing for what is in no file that can be read."""
+    found = {key: _file_of(name) for key, name in _named(config).items()}
+    return {
+        key: checksum_of(path)
+        for key, path in found.items()
+        if path and path.is_file() and os.access(path, os.R_OK)
+    }
+
+
+def edited(config: RunConfig, before: Mapping[str, str]) -> dict[str, str]:
+    """What is no longer as it was, as "reward.function=..." by its key.
+
+    Args:
+        before: checksums of what it was; what has none there is taken for unchanged.
+    """
+    named = _named(config)
+    return {
+        key: f"{key}={named[key]}"
+        for key, checksum in checksums(config).items()
+        if before.get(key, checksum) != checksum
+    }
+
+
+def _named(config: RunConfig) -> dict[str, str]:
+    functions = {f"{key}.function": part.function for key, part in config.reward.parts.items()}
+    given = {**functions, "rollout.environment": config.rollout.environment}
+    return {key: name for key, name in given.items() if name}
+
+
+def _file_of(name: str) -> Path | None:
+    """The file of "file.py:name" or "package.module:name", found without running it: importing a
+    module, or its package, is for workers alone."""
+    target = name.rpartition(":")[0]
+    if target.endswith(".py"):
+        return Path(target)
+    top, *inner = target.split(".")
+    # A worker looks in the working folder first.
+    spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        # Not by its whole name, for which a folder without __init__.py looks up its parents.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    return Path(spec.origin) if spec and spec.origin else None

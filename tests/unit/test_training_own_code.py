@@ -1,0 +1,90 @@
+"""A reward or an environment that is edited under a run is noticed where the run goes on."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from qurl_megatron.config import RewardConfig, load
+from qurl_megatron.config.sections import MixedReward
+from qurl_megatron.training.fork import forked
+from qurl_megatron.training.loop import _taken_up
+from qurl_megatron.training.own_code import checksums, edited
+from qurl_megatron.training.state import STATE, TrainState, tell_done
+from tests.unit.test_damaged_files import RECIPE_TEXT
+
+BEFORE = TrainState(step=3, accuracy_before=0.25, accuracy=0.5)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A mix of a file and of a module whose package would end whoever imports it, and a tool."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("rewards.py", "tool.py", "own_rewards_package/inner/judge.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("def score(): ...\n")
+    (tmp_path / "own_rewards_package/__init__.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "recipe.toml").write_text(RECIPE_TEXT)
+    mix = {
+        "file": MixedReward(function=f"{tmp_path}/rewards.py:score"),
+        "module": MixedReward(function="own_rewards_package.inner.judge:score"),
+        "builtin": MixedReward(function="math:sqrt"),
+        "gone": MixedReward(function="own_rewards_package.inner.nowhere.deeper:score"),
+        "kind": MixedReward(kind="last_number"),
+    }
+    config = load(tmp_path / "recipe.toml", [f"train.run_dir={tmp_path / 'run'}"])
+    rollout = replace(config.rollout, environment=f"{tmp_path}/tool.py:Tool")
+    return replace(config, reward=RewardConfig(mix=mix), rollout=rollout)
+
+
+FILES = {
+    "reward.mix.file.function": ("rewards.py", {"eval": 3, "reward": 3}),
+    "reward.mix.module.function": (
+        "own_rewards_package/inner/judge.py",
+        {"eval": 3, "reward": 3},
+    ),
+    "rollout.environment": ("tool.py", {"eval": 3}),
+}
+
+
+def taken_up(config, state, changes=()):
+    return _taken_up(config, SimpleNamespace(changes=list(changes)), state)
+
+
+@pytest.mark.parametrize("key", FILES)
+def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_comes(
+    config, tmp_path, capsys, key
+):
+    state, told = taken_up(config, BEFORE)  # of before there were checksums
+    assert (told, state.measured_since) == ([], {}) and state.own_code.keys() == {*FILES} | {
+        key for key in state.own_code if "builtin" in key
+    }
+    assert taken_up(config, state) == (state, [])
+    file, since = FILES[key]
+    (tmp_path / file).write_text("def score(): return 1\n")
+    after, [said] = taken_up(config, state)
+    assert said.startswith(f"the code of {key}=") and "has changed since step 3: what is" in said
+    assert (after.measured_since, after.accuracy, after.accuracy_before) == (since, None, None)
+    assert taken_up(config, after)[1] == []
+    tell_done(tmp_path, state, config, [])
+    assert f"the code of {key}=" in capsys.readouterr().out
+    tell_done(tmp_path, after, config, [])
+    assert "the code of" not in capsys.readouterr().out
+    # A fork to another function has nothing of this one to be held against.
+    setting = ".".join(key.split(".")[:2])
+    other = forked(state, [SimpleNamespace(key=setting)])
+    assert other.own_code.keys() == {k for k in state.own_code if not k.startswith(setting)}
+    assert forked(state, []).own_code == state.own_code
+
+
+def test_code_that_has_gone_is_for_others_to_refuse(config, tmp_path):
+    before = checksums(config)
+    (tmp_path / "rewards.py").unlink()
+    assert edited(config, before) == {}
+
+
+def test_a_state_written_before_there_were_checksums_is_read(tmp_path):
+    (tmp_path / STATE).write_text('{"step": 2, "cursor": null}')
+    assert TrainState.read(tmp_path).own_code == {}
+    BEFORE.write(tmp_path)
+    assert TrainState.read(tmp_path) == BEFORE
