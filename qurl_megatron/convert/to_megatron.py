@@ -22,6 +22,7 @@ from qurl_megatron.convert.source import (
     read_tensors,
     with_dtype,
 )
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.weights.arch import Arch
 from qurl_megatron.weights.checkpoint import Checkpoint, describe
 from qurl_megatron.weights.families import is_vocabulary, stage_ops
@@ -191,15 +192,8 @@ def _chunks(
         offsets = [0] * len(whole)
         if split_dim is not None:
             offsets[split_dim] = number * sizes[split_dim]
-        chunks.append(
-            Chunk(
-                key,
-                (*extents, *whole),
-                (*index, *offsets),
-                (*(1 for _ in index), *sizes),
-                dtype,
-            )
-        )
+        part = Slice((*index, *offsets), (*(1 for _ in index), *sizes))
+        chunks.append(Chunk(key, (*extents, *whole), part, dtype))
     return chunks
 
 
@@ -210,7 +204,7 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
     for number, chunk in enumerate(chunks):
         piece = parts[number // each]
         if split_dim is not None:
-            step = chunk.sizes[split_dim - piece.ndim]
+            step = chunk.part.sizes[split_dim - piece.ndim]
             start = min((number % each) * step, piece.shape[split_dim])
             length = min(step, piece.shape[split_dim] - start)
             piece = piece.narrow(split_dim, start, length)

@@ -1,7 +1,7 @@
 """Who holds which rows of which tensor, in the trainer and in an engine, and so who sends what.
 
-Nothing is gathered: a training rank sends each engine rank the part that both hold, where "part" is
-a span of rows or columns of one Hugging Face tensor. Both layouts follow from the architecture and
+Nothing is gathered: a training rank sends each engine rank the part that both hold, rows or columns
+of one Hugging Face tensor. Both layouts follow from the architecture and
 a few sizes, so every process can work out the whole plan by itself.
 
 Training ranks are (pipeline stage, tensor rank). What their tensor ranks all hold is sent by the
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.weights.arch import Arch
 from qurl_megatron.weights.families import is_vocabulary
 
@@ -22,22 +23,6 @@ ROUTER = "gate"  # of experts
 
 SLOTS = 2
 """Buckets that a training rank has under way: one is filled while the other is sent."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows (``dim`` 0) or columns (1) ``[start, stop)`` of a tensor; [0, 1) of ``None`` is all."""
-
-    dim: int | None
-    start: int
-    stop: int
-
-    @property
-    def empty(self) -> bool:
-        return self.stop <= self.start
-
-
-ALL = Span(None, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +45,7 @@ class Transfer:
     source: tuple[int, int]  # (pipeline stage, tensor rank)
     engine_rank: int
     name: str
-    dim: int | None
-    start: int
-    stop: int
+    part: Slice
     bytes: int
 
 
@@ -70,7 +53,7 @@ Tensors = Mapping[str, tuple[tuple[int, ...], int]]
 """name -> (whole shape, bytes per element); scales are tensors of their own."""
 
 
-def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int) -> Span:
+def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int) -> Slice:
     """What an SGLang rank of ``tp`` keeps of a whole tensor.
 
     Query heads are split; key and value heads too, or where there are fewer than ranks, each is
@@ -80,18 +63,18 @@ def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int)
         ConfigError: ``tp`` does not divide what it splits, or no such tensor is known.
     """
     if is_vocabulary(name):
-        return Span(0, *_vocabulary(shape[0], _sglang_rows(shape[0], tp), rank))
+        return _vocabulary(shape, _sglang_rows(shape[0], tp), rank)
     if _layer_part(name) in ("k_proj", "v_proj") and tp > arch.kv_heads:
         _divide(tp, arch.kv_heads, "the engine's tensor size", "num_key_value_heads", name)
         _expect(name, shape, 0, arch.kv_heads * arch.head_dim)
         head = rank // (tp // arch.kv_heads)
-        return Span(0, head * arch.head_dim, (head + 1) * arch.head_dim)
+        return Slice.along(shape, 0, head * arch.head_dim, (head + 1) * arch.head_dim)
     return _split(arch, name, shape, tp, rank, "the engine's tensor size")
 
 
 def trainer_part(
     arch: Arch, name: str, shape: Sequence[int], layout: Layout, stage: int, rank: int
-) -> Span | None:
+) -> Slice | None:
     """What a training rank holds of a whole tensor and is the one to send; None: nothing.
 
     Raises:
@@ -101,23 +84,11 @@ def trainer_part(
     if _stage(arch, name, layout.pipeline) != stage:
         return None
     if is_vocabulary(name):
-        span = Span(0, *_vocabulary(shape[0], -(-shape[0] // layout.tensor), rank))
-    else:
-        span = _split(arch, name, shape, layout.tensor, rank, "parallel.tensor")
-    return None if span.empty or (span.dim is None and rank > 0) else span
-
-
-def cut(have: Span, need: Span) -> Span | None:
-    """The part of ``have`` that is in ``need`` too; None where there is none.
-
-    The two split one tensor along the same dimension, or one of them does not split it.
-    """
-    if have.dim is None or need.dim is None:
-        both = need if have.dim is None else have
-        return None if both.empty else both
-    assert have.dim == need.dim, f"{have} and {need} split along different dimensions"
-    both = Span(have.dim, max(have.start, need.start), min(have.stop, need.stop))
-    return None if both.empty else both
+        part = _vocabulary(shape, -(-shape[0] // layout.tensor), rank)
+        return part if part.elements else None
+    if rank > 0 and split_dim(name) is None:
+        return None
+    return _split(arch, name, shape, layout.tensor, rank, "parallel.tensor")
 
 
 def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> list[Transfer]:
@@ -131,11 +102,9 @@ def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> l
         needs = [engine_part(arch, name, shape, engine_tp, rank) for rank in range(engine_tp)]
         for source, have in _holders(arch, name, shape, layout):
             for engine_rank, need in enumerate(needs):
-                if part := cut(have, need):
-                    size = element * _elements(shape, part)
-                    found.append(
-                        Transfer(source, engine_rank, name, part.dim, part.start, part.stop, size)
-                    )
+                if part := have.overlap(need):
+                    size = element * part.elements
+                    found.append(Transfer(source, engine_rank, name, part, size))
     return found
 
 
@@ -152,7 +121,7 @@ def buckets(sizes: Sequence[int], limit: int) -> list[range]:
 
 def _holders(
     arch: Arch, name: str, shape: Sequence[int], layout: Layout
-) -> Iterator[tuple[tuple[int, int], Span]]:
+) -> Iterator[tuple[tuple[int, int], Slice]]:
     stage = _stage(arch, name, layout.pipeline)
     for rank in range(layout.tensor):
         if have := trainer_part(arch, name, shape, layout, stage, rank):
@@ -174,21 +143,29 @@ def _layer_part(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _split(arch: Arch, name: str, shape: Sequence[int], size: int, rank: int, key: str) -> Span:
+def _split(arch: Arch, name: str, shape: Sequence[int], size: int, rank: int, key: str) -> Slice:
     """The even split that Megatron and SGLang share; ``key`` is what the user calls ``size``."""
-    part = _layer_part(name)
-    if part.endswith("norm") or part == ROUTER:
-        return ALL
-    if part not in COLUMN_PARALLEL + ROW_PARALLEL:
-        raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
-    if part in ROW_PARALLEL and not name.endswith(".weight"):
-        return ALL  # scales and biases run along the output rows, which every rank has all of
-    dim = 0 if part in COLUMN_PARALLEL else 1
-    units, width, what = _units(arch, name, part)
+    dim = split_dim(name)
+    if dim is None:
+        return Slice.whole(shape)
+    units, width, what = _units(arch, name, _layer_part(name))
     _divide(units, size, what, key, name)
     _expect(name, shape, dim, units * width)
     length = units * width // size
-    return Span(dim, rank * length, (rank + 1) * length)
+    return Slice.along(shape, dim, rank * length, (rank + 1) * length)
+
+
+def split_dim(name: str) -> int | None:
+    """The dimension along which tensor parallelism splits a tensor; None: every rank has it all."""
+    part = _layer_part(name)
+    if part.endswith("norm") or part == ROUTER:
+        return None
+    if part in COLUMN_PARALLEL or is_vocabulary(name):
+        return 0
+    if part not in ROW_PARALLEL:
+        raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
+    # Scales and biases run along the output rows, which every rank has all of.
+    return 1 if name.endswith(".weight") else None
 
 
 def _units(arch: Arch, name: str, part: str) -> tuple[int, int, str]:
@@ -222,15 +199,6 @@ def _sglang_rows(vocab: int, tp: int) -> int:
     return -(-vocab // step) * step // tp
 
 
-def _vocabulary(vocab: int, rows: int, rank: int) -> tuple[int, int]:
-    return min(rank * rows, vocab), min((rank + 1) * rows, vocab)
-
-
-def _elements(shape: Sequence[int], span: Span) -> int:
-    lengths = list(shape)
-    if span.dim is not None:
-        lengths[span.dim] = span.stop - span.start
-    product = 1
-    for length in lengths:
-        product *= length
-    return product
+def _vocabulary(shape: Sequence[int], rows: int, rank: int) -> Slice:
+    vocab = shape[0]
+    return Slice.along(shape, 0, min(rank * rows, vocab), min((rank + 1) * rows, vocab))

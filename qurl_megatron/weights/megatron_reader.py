@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.weights.arch import Arch
 from qurl_megatron.weights.families import is_vocabulary, stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS
@@ -181,8 +182,8 @@ class MegatronReader:
         return torch.cat([stored, stored.new_zeros(rows - (stop - start), width)])
 
     def _read(self, key: str, index: tuple[int, ...], offsets: list, shape: list) -> Tensor:
-        box = self.table.read(key, (*index, *offsets), (*(1 for _ in index), *shape))
-        return box.reshape(shape)
+        part = Slice((*index, *offsets), (*(1 for _ in index), *shape))
+        return self.table.read(key, part).reshape(shape)
 
     def _place(self, op: Op) -> tuple[str, tuple[int, ...]]:
         """Key and leading indices of a parameter."""

@@ -73,7 +73,7 @@ def whole(policy, read=None) -> dict[str, torch.Tensor]:
 
 def joined(shards) -> dict[str, torch.Tensor]:
     """Hugging Face tensors of all ranks' shards, on every rank, in its host's memory."""
-    parts = [(s.name, s.split_dim, s.offset, s.value.to("cpu", copy=True)) for s in shards]
+    parts = [(s.name, s.dim, s.start, s.value.to("cpu", copy=True)) for s in shards]
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     slices: dict[str, dict[int, tuple]] = {}

@@ -171,10 +171,10 @@ def publish_to_memory(device, config, scheme, out):
         def put(self, index, parts, *, to=None):
             blob = super().put(index, parts)
             memory = self.room(index, 0)
-            for (name, tensor, _, _), piece in zip(parts, blob.pieces, strict=True):
+            for part, piece in zip(parts, blob.pieces, strict=True):
                 found = piece_of(memory, piece)
                 if device.type == "cpu":
-                    assert tensor.data_ptr() == found.data_ptr(), f"{name} was copied"
+                    assert part.value.data_ptr() == found.data_ptr(), f"{part.name} was copied"
                 sent.append((piece, found.clone()))
             return blob
 

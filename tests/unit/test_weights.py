@@ -5,6 +5,7 @@ import torch
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import quantize
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
 from qurl_megatron.weights import (
     HfReader,
@@ -261,12 +262,14 @@ def test_the_layout_of_a_checkpoint_is_the_models_not_its_masters(tmp_path):
     )
     name = "decoder.layers.self_attention.linear_proj.weight"
     master, embedding = f"optimizer.state.param.{name}", "embedding.word_embeddings.weight"
-    columns = [Chunk(name, (1, 8, 8), (0, 0, at), (1, 8, 4), torch.float32) for at in (0, 4)]
+    halves = [Slice((0, 0, at), (1, 8, 4)) for at in (0, 4)]
+    columns = [Chunk(name, (1, 8, 8), half, torch.float32) for half in halves]
     runs = [((0, 0, 0), (1, 3, 8)), ((0, 3, 0), (1, 1, 2)), ((0, 3, 2), (1, 1, 6))]
     runs.append(((0, 4, 0), (1, 4, 8)))
-    masters = [Chunk(master, (1, 8, 8), *box, torch.float32) for box in runs]
-    whole = Chunk(f"optimizer.state.param.{embedding}", (32, 8), (0, 0), (32, 8), torch.float32)
-    chunks = [(chunk, torch.zeros(chunk.sizes)) for chunk in (*columns, *masters, whole)]
+    masters = [Chunk(master, (1, 8, 8), Slice(*box), torch.float32) for box in runs]
+    key = f"optimizer.state.param.{embedding}"
+    whole = Chunk(key, (32, 8), Slice.whole((32, 8)), torch.float32)
+    chunks = [(chunk, torch.zeros(chunk.part.sizes)) for chunk in (*columns, *masters, whole)]
     write_table(tmp_path, {"__0_0.distcp": write_chunks(tmp_path / "__0_0.distcp", chunks)})
     reader = MegatronReader(tmp_path, arch)
     ops = stage_ops(arch, range(1), first=True, last=True, fused_norms=True)

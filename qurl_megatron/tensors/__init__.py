@@ -1,0 +1,6 @@
+"""What is known of a model's tensors before one of them is read: which there are, and their parts.
+
+    slice    a part of a tensor: where it lies in the whole, and its values
+
+Without torch, and within SGLang's environment: engines import it too.
+"""
