@@ -37,9 +37,10 @@ from qurl_megatron.rollout.answer import Asked, Rules, read_answers, uncollected
 from qurl_megatron.rollout.naming import Names
 from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
 from qurl_megatron.runtime.launch import launch
+from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.tensors.table import hf_tensor
 from qurl_megatron.types import Prompt, Sample
-from qurl_megatron.weights.arch import read_arch
 
 RESPONSES, TOKENS, PROMPT_TOKENS, GROUP = 2048, 8192, 256, 16
 ENGINES, ENGINE_RANKS, TRAINER_RANKS, BUCKET_MB = 16, 8, 8, 256
@@ -194,7 +195,7 @@ def bucket_blobs() -> list[list[Blob]]:
             part = plan.trainer_part(arch, name, shape, plan.Layout(tensor=TRAINER_RANKS), 0, rank)
             if part is None:
                 continue
-            dim = plan.split_dim(name)
+            dim = hf_tensor(arch, name).split_dim
             start = 0 if dim is None else part.starts[dim]
             dtype = {1: "int8", 2: "bfloat16", 4: "float32"}[element]
             digest = xxhash.xxh3_128_hexdigest(f"{rank}/{name}".encode())

@@ -27,11 +27,7 @@ from qurl_megatron.model.reference import Reference, WaitingWeights, check_same_
 from qurl_megatron.model.trained import Trained, with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.weights import (
-    Checkpoint,
-    is_vocabulary,
-    open_checkpoint,
-)
+from qurl_megatron.weights import Checkpoint, open_checkpoint
 
 
 class Policy(Trained):
@@ -206,17 +202,11 @@ class Policy(Trained):
             return
         tensor = self.ranks.tensor
         op = self._ops[name]
-        for part, (hf_name, shard) in zip(op.hf, op.to_hf(read(parameter)).items(), strict=True):
-            if part.split_dim is None:
-                yield Shard.whole(hf_name, shard)
-                continue
-            start = tensor.rank * shard.shape[part.split_dim]
-            shape = list(shard.shape)
-            shape[part.split_dim] *= tensor.size
-            if is_vocabulary(hf_name):
-                shape[0] = self.arch.vocab
-                shard = shard[: max(0, self.arch.vocab - start)]
-            yield Shard(hf_name, shard, tuple(shape), part.split_dim, start)
+        for part, value in zip(op.hf, op.to_hf(read(parameter)).values(), strict=True):
+            start = 0 if part.split_dim is None else tensor.rank * value.shape[part.split_dim]
+            if part.vocabulary:
+                value = value[: max(0, part.shape[0] - start)]
+            yield Shard(part.name, value, part.shape, part.split_dim, start)
 
     def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
         """The FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.

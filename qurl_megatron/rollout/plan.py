@@ -12,14 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.weights.arch import Arch
-from qurl_megatron.weights.families import is_vocabulary
+from qurl_megatron.tensors.table import HfTensor, hf_tensor
 
 VOCABULARY_STEP = 64  # SGLang pads the vocabulary to a multiple of it before it splits
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output row
-ROW_PARALLEL = ("o_proj", "down_proj")  # split by input column
-ROUTER = "gate"  # of experts
 
 SLOTS = 2
 """Buckets that a training rank has under way: one is filled while the other is sent."""
@@ -62,14 +59,16 @@ def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int)
     Raises:
         ConfigError: ``tp`` does not divide what it splits, or no such tensor is known.
     """
-    if is_vocabulary(name):
+    tensor = hf_tensor(arch, name)
+    units = tensor.units
+    if tensor.vocabulary:
         return _vocabulary(shape, _sglang_rows(shape[0], tp), rank)
-    if _layer_part(name) in ("k_proj", "v_proj") and tp > arch.kv_heads:
-        _divide(tp, arch.kv_heads, "the engine's tensor size", "num_key_value_heads", name)
-        _expect(name, shape, 0, arch.kv_heads * arch.head_dim)
-        head = rank // (tp // arch.kv_heads)
-        return Slice.along(shape, 0, head * arch.head_dim, (head + 1) * arch.head_dim)
-    return _split(arch, name, shape, tp, rank, "the engine's tensor size")
+    if units is not None and units.repeats and tp > units.count:
+        _divide(tp, units.count, "the engine's tensor size", units.key, name)
+        _expect(tensor, shape)
+        head = rank // (tp // units.count)
+        return Slice.along(shape, 0, head * units.width, (head + 1) * units.width)
+    return _split(tensor, shape, tp, rank, "the engine's tensor size")
 
 
 def trainer_part(
@@ -83,12 +82,13 @@ def trainer_part(
     arch.check_parallel(layout.tensor, layout.pipeline)
     if _stage(arch, name, layout.pipeline) != stage:
         return None
-    if is_vocabulary(name):
+    tensor = hf_tensor(arch, name)
+    if tensor.vocabulary:
         part = _vocabulary(shape, -(-shape[0] // layout.tensor), rank)
         return part if part.elements else None
-    if rank > 0 and split_dim(name) is None:
+    if rank > 0 and tensor.split_dim is None:
         return None
-    return _split(arch, name, shape, layout.tensor, rank, "parallel.tensor")
+    return _split(tensor, shape, layout.tensor, rank, "parallel.tensor")
 
 
 def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> list[Transfer]:
@@ -138,45 +138,15 @@ def _stage(arch: Arch, name: str, stages: int) -> int:
     return stages - 1
 
 
-def _layer_part(name: str) -> str:
-    """``k_proj`` of ``model.layers.3.self_attn.k_proj.weight_scale``."""
-    return name.rpartition(".")[0].rpartition(".")[2]
-
-
-def _split(arch: Arch, name: str, shape: Sequence[int], size: int, rank: int, key: str) -> Slice:
+def _split(tensor: HfTensor, shape: Sequence[int], size: int, rank: int, key: str) -> Slice:
     """The even split that Megatron and SGLang share; ``key`` is what the user calls ``size``."""
-    dim = split_dim(name)
+    dim, units = tensor.split_dim, tensor.units
     if dim is None:
         return Slice.whole(shape)
-    units, width, what = _units(arch, name, _layer_part(name))
-    _divide(units, size, what, key, name)
-    _expect(name, shape, dim, units * width)
-    length = units * width // size
+    _divide(units.count, size, units.key, key, tensor.name)
+    _expect(tensor, shape)
+    length = units.length // size
     return Slice.along(shape, dim, rank * length, (rank + 1) * length)
-
-
-def split_dim(name: str) -> int | None:
-    """The dimension along which tensor parallelism splits a tensor; None: every rank has it all."""
-    part = _layer_part(name)
-    if part.endswith("norm") or part == ROUTER:
-        return None
-    if part in COLUMN_PARALLEL or is_vocabulary(name):
-        return 0
-    if part not in ROW_PARALLEL:
-        raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
-    # Scales and biases run along the output rows, which every rank has all of.
-    return 1 if name.endswith(".weight") else None
-
-
-def _units(arch: Arch, name: str, part: str) -> tuple[int, int, str]:
-    """What is dealt out whole: how many there are, rows (columns) of each, the config's key."""
-    if part in ("q_proj", "o_proj"):
-        return arch.heads, arch.head_dim, "num_attention_heads"
-    if part in ("k_proj", "v_proj"):
-        return arch.kv_heads, arch.head_dim, "num_key_value_heads"
-    if ".experts." in name and arch.experts:
-        return arch.experts.intermediate, 1, "moe_intermediate_size"
-    return arch.intermediate, 1, "intermediate_size"
 
 
 def _divide(units: int, size: int, what: str, key: str, name: str) -> None:
@@ -184,10 +154,11 @@ def _divide(units: int, size: int, what: str, key: str, name: str) -> None:
         raise ConfigError(f"tensor {name}: {key}={size} does not divide {what}={units}")
 
 
-def _expect(name: str, shape: Sequence[int], dim: int, expected: int) -> None:
+def _expect(tensor: HfTensor, shape: Sequence[int]) -> None:
+    dim, expected = tensor.split_dim, tensor.units.length
     if shape[dim] != expected:
         raise ConfigError(
-            f"tensor {name} is {list(shape)}, the architecture says {expected} along {dim}"
+            f"tensor {tensor.name} is {list(shape)}, the architecture says {expected} along {dim}"
         )
 
 

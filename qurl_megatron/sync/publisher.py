@@ -36,7 +36,7 @@ from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Room, encoded
 from qurl_megatron.sync.drift import Drift
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.weights import is_quantized, is_vocabulary
+from qurl_megatron.tensors.table import hf_tensor, is_quantized, is_vocabulary
 
 MIB = 2**20
 
@@ -296,11 +296,11 @@ class Publisher:
         except ConfigError as error:
             raise ConfigError(f"tensor {name}: {error}") from error
         self.drift.observe(name, shard.value, codes, version)
-        scale_dim, scale_start = (None, 0) if row_parallel else (0, shard.start)
-        scale = self._made(room, codes.scale, codes.scale.dtype, scale_dim)
+        row = hf_tensor(self.policy.arch, f"{name}_scale")
+        scale = self._made(room, codes.scale, codes.scale.dtype, row.split_dim)
         return [
             replace(shard, value=codes.values),
-            Shard(f"{name}_scale", scale, (shard.shape[0], 1), scale_dim, scale_start),
+            Shard(row.name, scale, row.shape, row.split_dim, 0 if row_parallel else shard.start),
         ]
 
     def _made(self, room: Room, value: Tensor, dtype: torch.dtype, split_dim: int | None) -> Tensor:

@@ -40,16 +40,16 @@ class Slice:
     def elements(self) -> int:
         return math.prod(self.sizes)
 
-    @property
-    def stops(self) -> tuple[int, ...]:
-        return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
-
     def overlap(self, other: "Slice") -> "Slice | None":
         """What both have; None where that is nothing."""
-        starts = tuple(max(pair) for pair in zip(self.starts, other.starts, strict=True))
-        stops = (min(pair) for pair in zip(self.stops, other.stops, strict=True))
-        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Slice(starts, sizes) if all(size > 0 for size in sizes) else None
+        starts, sizes = [], []
+        for a, m, b, n in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True):
+            start, stop = max(a, b), min(a + m, b + n)
+            if stop <= start:
+                return None
+            starts.append(start)
+            sizes.append(stop - start)
+        return Slice(tuple(starts), tuple(sizes))
 
     def narrow(self, tensor: "Tensor", held: "Slice") -> "Tensor":
         """The view of this slice in a tensor that holds ``held``, which it must lie in."""

@@ -10,9 +10,9 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.state import TrainState
-from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
 
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.tensors.arch import read_json
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.weights.arch import read_json
 from qurl_megatron.weights.places import METADATA
 
 _CONFIG = {

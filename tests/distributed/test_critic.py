@@ -279,7 +279,8 @@ def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, ba
 
     from safetensors.torch import load_file, save_file
 
-    from qurl_megatron.weights import fold_uaq, read_config
+    from qurl_megatron.tensors.arch import read_config
+    from qurl_megatron.weights import fold_uaq
 
     policy = tiny_checkpoint(tmp_path / "policy", "qwen2")
     body = tiny_checkpoint(tmp_path / "body", family)

@@ -217,7 +217,8 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
 ):
     from safetensors.torch import load_file
 
-    from qurl_megatron.weights import fold_uaq, read_config
+    from qurl_megatron.tensors.arch import read_config
+    from qurl_megatron.weights import fold_uaq
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)

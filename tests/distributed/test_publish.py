@@ -16,9 +16,11 @@ from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.version import Manifest, read_version
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.tensors.arch import read_config
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.weights import fold_uaq, is_quantized, read_config
+from qurl_megatron.weights import fold_uaq
 from tests.distributed.test_policy import build, recipe
 
 SEED = 5

@@ -29,9 +29,9 @@ from qurl_megatron.observe.sinks import JsonlSink, read_metrics
 from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rollout import version
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
-from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.hf_reader import INDEX, HfReader
 from qurl_megatron.weights.sums import RECORD, read_record, write_record, wrong_size
 from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table

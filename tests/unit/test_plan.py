@@ -15,9 +15,10 @@ from qurl_megatron.rollout.plan import (
     trainer_part,
     transfers,
 )
+from qurl_megatron.tensors.arch import Arch, Experts
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.weights import is_quantized, stage_ops
-from qurl_megatron.weights.arch import Arch, Experts
+from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.weights import stage_ops
 
 BASE = Arch(
     family="qwen2",
@@ -168,8 +169,8 @@ def as_sglang_loads(arch, name, whole, tp, rank):
 
 def test_a_vocabulary_is_padded_to_64_rows_before_sglang_splits_it():
     parts = [engine_part(BASE, "lm_head.weight", (131, 24), 4, rank) for rank in range(4)]
-    rows = [(part.starts[0], part.stops[0]) for part in parts]
-    assert rows == [(0, 48), (48, 96), (96, 131), (131, 131)]
+    rows = [(part.starts[0], part.sizes[0]) for part in parts]
+    assert rows == [(0, 48), (48, 48), (96, 35), (131, 0)]
     # 192 rows are no multiple of 5: SGLang goes on to 320.
     assert engine_part(BASE, "lm_head.weight", (131, 24), 5, 1) == Slice((64, 0), (64, 24))
 

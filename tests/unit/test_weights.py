@@ -5,25 +5,22 @@ import torch
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import quantize
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.tensors.table import HfTensor, is_quantized
 from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
-from qurl_megatron.weights import (
-    HfReader,
-    fold_uaq,
-    is_quantized,
-    load_parameter,
-    read_arch,
-    read_config,
-    stage_ops,
-    unfold_uaq,
-)
+from qurl_megatron.weights import HfReader, fold_uaq, load_parameter, stage_ops, unfold_uaq
 from qurl_megatron.weights.megatron_reader import MegatronReader
-from qurl_megatron.weights.ops import FusedQKV, GateUp, HfTensor
+from qurl_megatron.weights.ops import FusedQKV, GateUp
 from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
 
 
+def named(*names: str) -> list[HfTensor]:
+    return [HfTensor(name, (), 0) for name in names]
+
+
 def test_qkv_rows_are_interleaved_per_group():
-    op = FusedQKV("qkv", "q", "k", "v", head_dim=1, queries_per_group=2)
+    op = FusedQKV("qkv", *named("q", "k", "v"), head_dim=1, queries_per_group=2)
     q, k, v = (torch.tensor(x).float()[:, None] for x in ([0, 1, 2, 3], [10, 11], [20, 21]))
     fused = op.to_megatron({"q": q, "k": k, "v": v})
     assert fused[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
@@ -32,9 +29,9 @@ def test_qkv_rows_are_interleaved_per_group():
 @pytest.mark.parametrize("width", [(), (6,)], ids=["bias", "weight"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fused_ops_invert_and_commute_with_sharding(width, ranks):
-    qkv = FusedQKV("qkv", "q", "k", "v", head_dim=4, queries_per_group=3)
+    qkv = FusedQKV("qkv", *named("q", "k", "v"), head_dim=4, queries_per_group=3)
     rows = {"q": 2 * 3 * 4, "k": 2 * 4, "v": 2 * 4}
-    for op, sizes in ((qkv, rows), (GateUp("fc1", "gate", "up"), {"gate": 8, "up": 8})):
+    for op, sizes in ((qkv, rows), (GateUp("fc1", *named("gate", "up")), {"gate": 8, "up": 8})):
         hf = {name: torch.randn(size, *width) for name, size in sizes.items()}
         for rank in range(ranks):
             shard = {name: x.chunk(ranks)[rank] for name, x in hf.items()}
@@ -53,7 +50,7 @@ def test_every_stored_tensor_has_exactly_one_op(family, tmp_path):
 
 def test_a_vocabulary_slice_beyond_the_stored_rows_is_zero(tmp_path):
     reader = HfReader(tiny_checkpoint(tmp_path, "llama", vocab_size=5))
-    embedding = HfTensor("model.embed_tokens.weight", 0)
+    embedding = HfTensor("model.embed_tokens.weight", (5, 64), 0)
     whole = reader.read(embedding)
     padded = torch.cat([reader.read(embedding, rank, 4, rows=8) for rank in range(4)])
     assert torch.equal(padded[:5], whole) and not padded[5:].any()

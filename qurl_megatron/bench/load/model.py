@@ -21,8 +21,8 @@ from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.update import Update
 from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.rollout.wire import Blob
+from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.weights import is_quantized, read_arch
 from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
 
 BUCKET = 256 << 20  # bytes
@@ -73,7 +73,7 @@ class Version:
 
     def _tensors(self) -> Iterator[Shard]:
         for op in self.source.ops():
-            quantized = self.scheme != "none" and is_quantized(op.hf[0].name)
+            quantized = self.scheme != "none" and op.hf[0].quantized
             dtype = None if quantized else DTYPES[self.dtype]
             for name, tensor in read_tensors(self.source, op, folding(1.0), dtype).items():
                 made = {name: tensor}

@@ -41,7 +41,7 @@ from qurl_megatron.rollout.sglang.launch import LOADER
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.wire import Message, payload
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.weights import is_quantized
+from qurl_megatron.tensors.table import is_quantized
 
 Way = Literal["loader", "from_tensor", "from_disk"]
 Named = list[tuple[str, Tensor]]
