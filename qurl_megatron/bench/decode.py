@@ -28,7 +28,7 @@ from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
 from qurl_megatron.rollout.embedded.engine import Engine, Sequence
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
-from qurl_megatron.weights.arch import Arch, read_arch
+from qurl_megatron.tensors.arch import Arch, read_arch
 
 PEER = "transformers "
 DTYPE = {"bf16": "bfloat16", "fp32": "float32"}

@@ -47,7 +47,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout import plan
 from qurl_megatron.rollout.process import sglang_python
 from qurl_megatron.runtime.launch import launch
-from qurl_megatron.weights.arch import Arch, read_arch
+from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.weights.shapes import parameter_count
 
 OWN = {"bf16": "none"}  # quant.scheme of a name that users give

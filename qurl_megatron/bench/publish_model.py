@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from qurl_megatron.rollout import plan
-from qurl_megatron.weights import is_quantized
-from qurl_megatron.weights.arch import Arch
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from qurl_megatron.weights.shapes import hf_shapes
 
 TRANSPORTS = ("memory", "files", "group", "gathered")
@@ -103,7 +103,7 @@ def tensors(arch: Arch, scheme: str) -> dict[str, tuple[tuple[int, ...], int]]:
     for name, shape in hf_shapes(arch).items():
         if scheme != "none" and is_quantized(name):
             found[name] = shape, 1
-            found[f"{name}_scale"] = (shape[0], 1), 4
+            found[f"{name}_scale"] = hf_tensor(arch, f"{name}_scale").shape, 4
         else:
             found[name] = shape, 2
     return found

@@ -19,7 +19,7 @@ from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.fused import SWITCH, has_kernels_for
 from qurl_megatron.quant import quantize
-from qurl_megatron.weights.arch import Arch, read_arch
+from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.weights.shapes import hf_shapes
 
 WAYS = ("torch", "kernels")

@@ -33,7 +33,7 @@ def config_of(model: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is neither.
     """
-    from qurl_megatron.weights import read_config
+    from qurl_megatron.tensors.arch import read_config
 
     if model in SIZES:
         return qwen2(model)
@@ -71,7 +71,7 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     """Write a BF16 Hugging Face folder without a tokenizer."""
     import torch  # not for those who want to know the sizes
 
-    from qurl_megatron.weights import read_arch
+    from qurl_megatron.tensors.arch import read_arch
     from qurl_megatron.weights.checkpoint import write_json
     from qurl_megatron.weights.hf_writer import Group, TensorSpec, plan_files, write_safetensors
     from qurl_megatron.weights.shapes import hf_shapes

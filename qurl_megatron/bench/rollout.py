@@ -47,7 +47,7 @@ from qurl_megatron.planning import machine
 from qurl_megatron.planning.constants import Gpu, constants_of
 from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
 from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.weights import Arch, read_arch
+from qurl_megatron.tensors.arch import Arch, read_arch
 
 SCHEMES = {"bf16": "none", "fp32": "none", "int8": "int8", "fp8": "fp8"}  # quant.scheme by name
 ITEMSIZE = {"bfloat16": 2, "float32": 4}

@@ -37,8 +37,10 @@ from qurl_megatron.rollout.answer import Asked, Rules, read_answers, uncollected
 from qurl_megatron.rollout.naming import Names
 from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
 from qurl_megatron.runtime.launch import launch
+from qurl_megatron.tensors.arch import read_arch
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.tensors.table import hf_tensor
 from qurl_megatron.types import Prompt, Sample
-from qurl_megatron.weights.arch import read_arch
 
 RESPONSES, TOKENS, PROMPT_TOKENS, GROUP = 2048, 8192, 256, 16
 ENGINES, ENGINE_RANKS, TRAINER_RANKS, BUCKET_MB = 16, 8, 8, 256
@@ -190,15 +192,14 @@ def bucket_blobs() -> list[list[Blob]]:
     for rank in range(TRAINER_RANKS):
         parts, sizes = [], []
         for name, (shape, element) in version.items():
-            span = plan.trainer_part(arch, name, shape, plan.Layout(tensor=TRAINER_RANKS), 0, rank)
-            if span is None:
+            part = plan.trainer_part(arch, name, shape, plan.Layout(tensor=TRAINER_RANKS), 0, rank)
+            if part is None:
                 continue
-            part = list(shape)
-            if span.dim is not None:
-                part[span.dim] = span.stop - span.start
+            dim = hf_tensor(arch, name).split_dim
+            start = 0 if dim is None else part.starts[dim]
             dtype = {1: "int8", 2: "bfloat16", 4: "float32"}[element]
             digest = xxhash.xxh3_128_hexdigest(f"{rank}/{name}".encode())
-            parts.append(Piece(name, dtype, tuple(part), span.dim, span.start, 0, digest))
+            parts.append(Piece(name, dtype, part.sizes, dim, start, 0, digest))
             sizes.append(parts[-1].bytes)
         for index, run in enumerate(plan.buckets(sizes, BUCKET_MB * MIB)):
             where = {"path": f"/dev/shm/qurl/v7/tp{rank}-{index:05d}.safetensors", "offset": 4096}
@@ -249,7 +250,7 @@ def hashing(size: int, factor: int) -> dict:
     """One training rank's pieces into a blob with their checksums; it has only ever been so."""
     weights = [torch.randint(-127, 128, (4 * MIB,), dtype=torch.int8) for _ in range(16)]
     weights *= max(1, size // (factor * TRAINER_RANKS * 64 * MIB))
-    pieces, total = lay_out((f"w{i}", w, None, 0) for i, w in enumerate(weights))
+    pieces, total = lay_out(Shard.whole(f"w{i}", w) for i, w in enumerate(weights))
     blob = torch.ones(total, dtype=torch.uint8)
     seconds = timed(lambda: fill(blob, pieces, weights))
     limit = copied(total) + timed(lambda: xxhash.xxh3_128_digest(blob.numpy()))[1]

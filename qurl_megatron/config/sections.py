@@ -2,7 +2,7 @@
 
 ``on_resume`` says what its keys may do where a run goes on (``config.resume``).
 A section checks what it can check alone. Checks that need two sections live in ``RunConfig``,
-checks that need the model's own ``config.json`` in ``weights.arch``.
+checks that need the model's own ``config.json`` in ``tensors.arch``.
 """
 
 import os

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from qurl_megatron.quant import QuantizedWeight
 from qurl_megatron.quant.export import loaded, read_quantization, scale_name
-from qurl_megatron.weights.arch import read_arch, read_config
+from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.table import HfTensor
 from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
-from qurl_megatron.weights.families import is_quantized
 from qurl_megatron.weights.hf_reader import HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
-from qurl_megatron.weights.ops import HfTensor, Op
+from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.places import find_torch_dist
 
 Kind = Literal["huggingface", "megatron", "quantized"]
@@ -52,7 +52,7 @@ class AnyCheckpoint:
         if self.checkpoint.arch.tied:
             left.discard("lm_head.weight")  # the embedding once more
         left = {name for name in left if not name.endswith(".inv_freq")}
-        yield from ((HfTensor(name, None), None) for name in sorted(left))
+        yield from ((HfTensor(name, reader.shape(name)), None) for name in sorted(left))
 
     def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
         """One tensor of ``tensors``, as it is stored."""
@@ -60,7 +60,7 @@ class AnyCheckpoint:
         if isinstance(reader, MegatronReader):
             assert op is not None
             return reader.shards(op)[tensor.name]
-        if self.kind != "quantized" or not is_quantized(tensor.name):
+        if self.kind != "quantized" or not tensor.quantized:
             return reader.whole(tensor.name)
         names = {tensor.name, self._scale_of(tensor.name)} & reader.names()
         parts = {name: reader.whole(name) for name in names}

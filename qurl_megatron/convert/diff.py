@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qurl_megatron.convert.anykind import AnyCheckpoint
 from qurl_megatron.quant import QuantizedWeight, code_flips, dequantize
-from qurl_megatron.weights.ops import HfTensor
+from qurl_megatron.tensors.table import HfTensor
 from qurl_megatron.weights.uaq import unfolded
 
 _CHUNK = 4 << 20  # elements in float64 at once: 32 MB

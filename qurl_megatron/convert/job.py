@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from qurl_megatron.convert.workers import ALONE, Workers
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import read_json
+from qurl_megatron.tensors.arch import read_json
 from qurl_megatron.weights.sums import MEND, damaged, read_record, wrong_size
 
 MANIFEST = "qurl_manifest.json"

@@ -29,12 +29,12 @@ from qurl_megatron.quant.export import (
     stored,
     stored_shapes,
 )
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights.checkpoint import (
     Checkpoint,
     describe,
     write_json,
 )
-from qurl_megatron.weights.families import is_quantized
 from qurl_megatron.weights.hf_writer import (
     Group,
     TensorSpec,
@@ -42,7 +42,6 @@ from qurl_megatron.weights.hf_writer import (
     write_index,
 )
 from qurl_megatron.weights.ops import Op
-from qurl_megatron.weights.shapes import hf_shapes
 from qurl_megatron.weights.uaq import refuse_second_fold
 
 
@@ -75,23 +74,22 @@ def to_quantized(
     check_backend(backend, scheme)
     refuse_second_fold(source.config, uaq_scale)
     check_source(source)
-    shapes = hf_shapes(source.arch)
     form = dtype or source.natural_dtype(source.ops()[0])  # of the embedding
     quantizer = BACKENDS[backend]
 
     def group(op: Op) -> Group:
         specs = []
-        for name in (tensor.name for tensor in op.hf):
-            if is_quantized(name):
-                planned = stored_shapes(name, shapes[name], scheme, fmt)
+        for tensor in op.hf:
+            if tensor.quantized:
+                planned = stored_shapes(tensor.name, tensor.shape, scheme, fmt)
                 specs += [TensorSpec(part, *facts) for part, facts in planned.items()]
             else:
-                specs.append(TensorSpec(name, shapes[name], form))
+                specs.append(TensorSpec(tensor.name, tensor.shape, form))
         return Group(op, tuple(specs))
 
     def make(op: Op) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
-        kept = None if is_quantized(op.hf[0].name) else form
+        kept = None if op.hf[0].quantized else form
         for name, tensor in read_tensors(source, op, folding(uaq_scale), kept).items():
             if not is_quantized(name):
                 made[name] = tensor

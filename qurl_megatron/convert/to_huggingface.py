@@ -25,7 +25,6 @@ from qurl_megatron.weights.hf_writer import (
     write_safetensors,
 )
 from qurl_megatron.weights.ops import Op
-from qurl_megatron.weights.shapes import hf_shapes
 
 
 def to_huggingface(
@@ -51,11 +50,10 @@ def to_huggingface(
     check_source(source)
     scale = source.uaq_scale
     left = 1.0 if unfold else scale
-    shapes = hf_shapes(source.arch)
 
     def group(op: Op) -> Group:
         form = dtype or (source.natural_dtype(op) if left == 1.0 else source.widest(op))
-        return Group(op, tuple(TensorSpec(t.name, shapes[t.name], form) for t in op.hf))
+        return Group(op, tuple(TensorSpec(t.name, t.shape, form) for t in op.hf))
 
     def make(op: Op) -> dict[str, Tensor]:
         form = group(op).tensors[0].dtype

@@ -22,13 +22,13 @@ from qurl_megatron.convert.source import (
     read_tensors,
     with_dtype,
 )
-from qurl_megatron.weights.arch import Arch
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.weights.checkpoint import Checkpoint, describe
-from qurl_megatron.weights.families import is_vocabulary, stage_ops
+from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.megatron_reader import disk_key, stacked_parts
 from qurl_megatron.weights.ops import GateUp, Op
 from qurl_megatron.weights.places import DESCRIPTION
-from qurl_megatron.weights.shapes import hf_shapes
 from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.weights.uaq import refuse_second_fold
 
@@ -71,8 +71,8 @@ def to_megatron(
         return dtype or (own if folds_exactly(op, uaq_scale, own) else torch.float32)
 
     stages = _stages(source.arch, pipeline)
-    shapes, all_ops = hf_shapes(source.arch), [op for ops in stages for op in ops]
-    chunks = {op.megatron: _chunks(source.arch, op, shapes, tensor, stored(op)) for op in all_ops}
+    all_ops = [op for ops in stages for op in ops]
+    chunks = {op.megatron: _chunks(source.arch, op, tensor, stored(op)) for op in all_ops}
 
     def tensors(ops: Iterable[Op]) -> Iterator[tuple[Chunk, Tensor]]:
         for op in ops:
@@ -171,16 +171,13 @@ def _bytes(chunks: list[Chunk]) -> int:
     return sum(chunk.bytes for chunk in chunks)
 
 
-def _chunks(
-    arch: Arch, op: Op, shapes: dict[str, tuple[int, ...]], tensor: int, dtype: torch.dtype
-) -> list[Chunk]:
+def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
     """How a parameter is cut: into what each of ``tensor`` ranks will read, part by part."""
     key, index = disk_key(op.megatron)
     extents = (arch.num_layers, arch.experts.count if arch.experts else 0)[: len(index)]
-    parts = [shapes[tensor.name] for tensor in op.hf]
-    whole = [sum(part[0] for part in parts), *parts[0][1:]]
+    whole = list(op.shape)
     split_dim, stacked = op.hf[0].split_dim, stacked_parts(op)
-    if is_vocabulary(op.hf[0].name):
+    if op.hf[0].vocabulary:
         whole[0] = -(-whole[0] // tensor) * tensor
     sizes, count = list(whole), 1
     if split_dim is not None:
@@ -191,15 +188,8 @@ def _chunks(
         offsets = [0] * len(whole)
         if split_dim is not None:
             offsets[split_dim] = number * sizes[split_dim]
-        chunks.append(
-            Chunk(
-                key,
-                (*extents, *whole),
-                (*index, *offsets),
-                (*(1 for _ in index), *sizes),
-                dtype,
-            )
-        )
+        part = Slice((*index, *offsets), (*(1 for _ in index), *sizes))
+        chunks.append(Chunk(key, (*extents, *whole), part, dtype))
     return chunks
 
 
@@ -210,7 +200,7 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
     for number, chunk in enumerate(chunks):
         piece = parts[number // each]
         if split_dim is not None:
-            step = chunk.sizes[split_dim - piece.ndim]
+            step = chunk.part.sizes[split_dim - piece.ndim]
             start = min((number % each) * step, piece.shape[split_dim])
             length = min(step, piece.shape[split_dim] - start)
             piece = piece.narrow(split_dim, start, length)

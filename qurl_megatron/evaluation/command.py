@@ -47,8 +47,8 @@ from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.turns import Turns
+from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Prompt
-from qurl_megatron.weights.arch import read_config
 from qurl_megatron.weights.places import description_of, find_torch_dist
 from qurl_megatron.weights.sums import refuse_damaged
 

@@ -15,8 +15,8 @@ from qurl_megatron.model.aligned import Align, aligned_layers
 from qurl_megatron.model.spec import decoder_spec
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.weights import Arch, HfReader, load_parameter, stage_ops
-from qurl_megatron.weights.arch import Experts
+from qurl_megatron.tensors.arch import Arch, Experts
+from qurl_megatron.weights import HfReader, load_parameter, stage_ops
 from qurl_megatron.weights.ops import Op
 
 ACTIVATIONS = {

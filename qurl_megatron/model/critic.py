@@ -17,7 +17,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.build import build_model, load_weights, transformer_config
 from qurl_megatron.model.trained import Trained, with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.weights import Arch, open_checkpoint
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.weights import open_checkpoint
 
 
 class Critic(Trained):

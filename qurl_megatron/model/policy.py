@@ -6,7 +6,6 @@ vocabulary.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,22 +26,8 @@ from qurl_megatron.model.build import (
 from qurl_megatron.model.reference import Reference, WaitingWeights, check_same_shape
 from qurl_megatron.model.trained import Trained, with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.weights import (
-    Checkpoint,
-    is_vocabulary,
-    open_checkpoint,
-)
-
-
-@dataclass(frozen=True)
-class HfShard:
-    """This rank's part of one Hugging Face tensor, in FP32."""
-
-    name: str
-    value: Tensor
-    split_dim: int | None
-    offset: int  # of the first row or column, along split_dim
-    shape: tuple[int, ...]  # of the whole tensor
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.weights import Checkpoint, open_checkpoint
 
 
 class Policy(Trained):
@@ -175,7 +160,7 @@ class Policy(Trained):
 
     # -- weights -------------------------------------------------------------------------------
 
-    def hf_shards(self, read: Callable[[nn.Parameter], Tensor] | None = None) -> Iterator[HfShard]:
+    def hf_shards(self, read: Callable[[nn.Parameter], Tensor] | None = None) -> Iterator[Shard]:
         """This rank's weights from the FP32 masters, one Megatron parameter at a time.
 
         Every tensor of the model appears on exactly one pipeline stage; tied output layers, which
@@ -193,14 +178,14 @@ class Policy(Trained):
         """Megatron parameters on this rank, tied copies included."""
         return len(self._parameters)
 
-    def hf_layout(self) -> list[list[HfShard]]:
+    def hf_layout(self) -> list[list[Shard]]:
         """The shards of each Megatron parameter on the meta device: places without values."""
         return [
             list(self.hf_parameter(index, lambda parameter: parameter.detach().to("meta")))
             for index in range(self.parameter_count)
         ]
 
-    def master_shards(self, index: int, *, owner: int) -> list[HfShard]:
+    def master_shards(self, index: int, *, owner: int) -> list[Shard]:
         """The shards of one Megatron parameter from its FP32 master, on one rank of its copies.
 
         Args:
@@ -210,24 +195,18 @@ class Policy(Trained):
         value = self._read_master(self._parameters[index][1], owner=owner)
         return [] if value is None else list(self.hf_parameter(index, lambda _: value))
 
-    def hf_parameter(self, index: int, read: Callable[[nn.Parameter], Tensor]) -> Iterator[HfShard]:
+    def hf_parameter(self, index: int, read: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
         """``read`` of one Megatron parameter, as the Hugging Face tensors it holds."""
         name, parameter = self._parameters[index]
         if self.arch.tied and name == "output_layer.weight":
             return
         tensor = self.ranks.tensor
         op = self._ops[name]
-        for part, (hf_name, shard) in zip(op.hf, op.to_hf(read(parameter)).items(), strict=True):
-            if part.split_dim is None:
-                yield HfShard(hf_name, shard, None, 0, tuple(shard.shape))
-                continue
-            offset = tensor.rank * shard.shape[part.split_dim]
-            shape = list(shard.shape)
-            shape[part.split_dim] *= tensor.size
-            if is_vocabulary(hf_name):
-                shape[0] = self.arch.vocab
-                shard = shard[: max(0, self.arch.vocab - offset)]
-            yield HfShard(hf_name, shard, part.split_dim, offset, tuple(shape))
+        for part, value in zip(op.hf, op.to_hf(read(parameter)).values(), strict=True):
+            start = 0 if part.split_dim is None else tensor.rank * value.shape[part.split_dim]
+            if part.vocabulary:
+                value = value[: max(0, part.shape[0] - start)]
+            yield Shard(part.name, value, part.shape, part.split_dim, start)
 
     def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
         """The FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.

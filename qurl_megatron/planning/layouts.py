@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from qurl_megatron.config import RolloutConfig, RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.machine import CPU
+from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.footprint import engine_divides
-from qurl_megatron.weights import Arch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ from functools import cache
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.workload import Workload, in_turn
 from qurl_megatron.sizes import memory
-from qurl_megatron.weights import Arch, is_quantized
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights.shapes import hf_shapes
 
 LONGEST = "the longest response"

@@ -20,7 +20,7 @@ from qurl_megatron.data.trees import Family, Tree, count_off, families, fill, sp
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.rollout_time import linear_parameters
 from qurl_megatron.planning.workload import Workload, in_turn
-from qurl_megatron.weights import Arch
+from qurl_megatron.tensors.arch import Arch
 
 PRODUCTS, ATTENTION, LAUNCH = "compute", "attention", "launches"
 TENSOR, CONTEXT, SENDS = "tensor ranks' sums", "context ranks' exchange", "sends between stages"

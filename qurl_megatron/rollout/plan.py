@@ -1,7 +1,7 @@
 """Who holds which rows of which tensor, in the trainer and in an engine, and so who sends what.
 
-Nothing is gathered: a training rank sends each engine rank the part that both hold, where "part" is
-a span of rows or columns of one Hugging Face tensor. Both layouts follow from the architecture and
+Nothing is gathered: a training rank sends each engine rank the part that both hold, rows or columns
+of one Hugging Face tensor. Both layouts follow from the architecture and
 a few sizes, so every process can work out the whole plan by itself.
 
 Training ranks are (pipeline stage, tensor rank). What their tensor ranks all hold is sent by the
@@ -12,32 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import Arch
-from qurl_megatron.weights.families import is_vocabulary
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.tensors.table import HfTensor, hf_tensor
 
 VOCABULARY_STEP = 64  # SGLang pads the vocabulary to a multiple of it before it splits
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output row
-ROW_PARALLEL = ("o_proj", "down_proj")  # split by input column
-ROUTER = "gate"  # of experts
 
 SLOTS = 2
 """Buckets that a training rank has under way: one is filled while the other is sent."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows (``dim`` 0) or columns (1) ``[start, stop)`` of a tensor; [0, 1) of ``None`` is all."""
-
-    dim: int | None
-    start: int
-    stop: int
-
-    @property
-    def empty(self) -> bool:
-        return self.stop <= self.start
-
-
-ALL = Span(None, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +42,7 @@ class Transfer:
     source: tuple[int, int]  # (pipeline stage, tensor rank)
     engine_rank: int
     name: str
-    dim: int | None
-    start: int
-    stop: int
+    part: Slice
     bytes: int
 
 
@@ -70,7 +50,7 @@ Tensors = Mapping[str, tuple[tuple[int, ...], int]]
 """name -> (whole shape, bytes per element); scales are tensors of their own."""
 
 
-def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int) -> Span:
+def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int) -> Slice:
     """What an SGLang rank of ``tp`` keeps of a whole tensor.
 
     Query heads are split; key and value heads too, or where there are fewer than ranks, each is
@@ -79,19 +59,21 @@ def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int)
     Raises:
         ConfigError: ``tp`` does not divide what it splits, or no such tensor is known.
     """
-    if is_vocabulary(name):
-        return Span(0, *_vocabulary(shape[0], _sglang_rows(shape[0], tp), rank))
-    if _layer_part(name) in ("k_proj", "v_proj") and tp > arch.kv_heads:
-        _divide(tp, arch.kv_heads, "the engine's tensor size", "num_key_value_heads", name)
-        _expect(name, shape, 0, arch.kv_heads * arch.head_dim)
-        head = rank // (tp // arch.kv_heads)
-        return Span(0, head * arch.head_dim, (head + 1) * arch.head_dim)
-    return _split(arch, name, shape, tp, rank, "the engine's tensor size")
+    tensor = hf_tensor(arch, name)
+    units = tensor.units
+    if tensor.vocabulary:
+        return _vocabulary(shape, _sglang_rows(shape[0], tp), rank)
+    if units is not None and units.repeats and tp > units.count:
+        _divide(tp, units.count, "the engine's tensor size", units.key, name)
+        _expect(tensor, shape)
+        head = rank // (tp // units.count)
+        return Slice.along(shape, 0, head * units.width, (head + 1) * units.width)
+    return _split(tensor, shape, tp, rank, "the engine's tensor size")
 
 
 def trainer_part(
     arch: Arch, name: str, shape: Sequence[int], layout: Layout, stage: int, rank: int
-) -> Span | None:
+) -> Slice | None:
     """What a training rank holds of a whole tensor and is the one to send; None: nothing.
 
     Raises:
@@ -100,24 +82,13 @@ def trainer_part(
     arch.check_parallel(layout.tensor, layout.pipeline)
     if _stage(arch, name, layout.pipeline) != stage:
         return None
-    if is_vocabulary(name):
-        span = Span(0, *_vocabulary(shape[0], -(-shape[0] // layout.tensor), rank))
-    else:
-        span = _split(arch, name, shape, layout.tensor, rank, "parallel.tensor")
-    return None if span.empty or (span.dim is None and rank > 0) else span
-
-
-def cut(have: Span, need: Span) -> Span | None:
-    """The part of ``have`` that is in ``need`` too; None where there is none.
-
-    The two split one tensor along the same dimension, or one of them does not split it.
-    """
-    if have.dim is None or need.dim is None:
-        both = need if have.dim is None else have
-        return None if both.empty else both
-    assert have.dim == need.dim, f"{have} and {need} split along different dimensions"
-    both = Span(have.dim, max(have.start, need.start), min(have.stop, need.stop))
-    return None if both.empty else both
+    tensor = hf_tensor(arch, name)
+    if tensor.vocabulary:
+        part = _vocabulary(shape, -(-shape[0] // layout.tensor), rank)
+        return part if part.elements else None
+    if rank > 0 and tensor.split_dim is None:
+        return None
+    return _split(tensor, shape, layout.tensor, rank, "parallel.tensor")
 
 
 def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> list[Transfer]:
@@ -131,11 +102,9 @@ def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> l
         needs = [engine_part(arch, name, shape, engine_tp, rank) for rank in range(engine_tp)]
         for source, have in _holders(arch, name, shape, layout):
             for engine_rank, need in enumerate(needs):
-                if part := cut(have, need):
-                    size = element * _elements(shape, part)
-                    found.append(
-                        Transfer(source, engine_rank, name, part.dim, part.start, part.stop, size)
-                    )
+                if part := have.overlap(need):
+                    size = element * part.elements
+                    found.append(Transfer(source, engine_rank, name, part, size))
     return found
 
 
@@ -152,7 +121,7 @@ def buckets(sizes: Sequence[int], limit: int) -> list[range]:
 
 def _holders(
     arch: Arch, name: str, shape: Sequence[int], layout: Layout
-) -> Iterator[tuple[tuple[int, int], Span]]:
+) -> Iterator[tuple[tuple[int, int], Slice]]:
     stage = _stage(arch, name, layout.pipeline)
     for rank in range(layout.tensor):
         if have := trainer_part(arch, name, shape, layout, stage, rank):
@@ -169,37 +138,15 @@ def _stage(arch: Arch, name: str, stages: int) -> int:
     return stages - 1
 
 
-def _layer_part(name: str) -> str:
-    """``k_proj`` of ``model.layers.3.self_attn.k_proj.weight_scale``."""
-    return name.rpartition(".")[0].rpartition(".")[2]
-
-
-def _split(arch: Arch, name: str, shape: Sequence[int], size: int, rank: int, key: str) -> Span:
+def _split(tensor: HfTensor, shape: Sequence[int], size: int, rank: int, key: str) -> Slice:
     """The even split that Megatron and SGLang share; ``key`` is what the user calls ``size``."""
-    part = _layer_part(name)
-    if part.endswith("norm") or part == ROUTER:
-        return ALL
-    if part not in COLUMN_PARALLEL + ROW_PARALLEL:
-        raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
-    if part in ROW_PARALLEL and not name.endswith(".weight"):
-        return ALL  # scales and biases run along the output rows, which every rank has all of
-    dim = 0 if part in COLUMN_PARALLEL else 1
-    units, width, what = _units(arch, name, part)
-    _divide(units, size, what, key, name)
-    _expect(name, shape, dim, units * width)
-    length = units * width // size
-    return Span(dim, rank * length, (rank + 1) * length)
-
-
-def _units(arch: Arch, name: str, part: str) -> tuple[int, int, str]:
-    """What is dealt out whole: how many there are, rows (columns) of each, the config's key."""
-    if part in ("q_proj", "o_proj"):
-        return arch.heads, arch.head_dim, "num_attention_heads"
-    if part in ("k_proj", "v_proj"):
-        return arch.kv_heads, arch.head_dim, "num_key_value_heads"
-    if ".experts." in name and arch.experts:
-        return arch.experts.intermediate, 1, "moe_intermediate_size"
-    return arch.intermediate, 1, "intermediate_size"
+    dim, units = tensor.split_dim, tensor.units
+    if dim is None:
+        return Slice.whole(shape)
+    _divide(units.count, size, units.key, key, tensor.name)
+    _expect(tensor, shape)
+    length = units.length // size
+    return Slice.along(shape, dim, rank * length, (rank + 1) * length)
 
 
 def _divide(units: int, size: int, what: str, key: str, name: str) -> None:
@@ -207,10 +154,11 @@ def _divide(units: int, size: int, what: str, key: str, name: str) -> None:
         raise ConfigError(f"tensor {name}: {key}={size} does not divide {what}={units}")
 
 
-def _expect(name: str, shape: Sequence[int], dim: int, expected: int) -> None:
+def _expect(tensor: HfTensor, shape: Sequence[int]) -> None:
+    dim, expected = tensor.split_dim, tensor.units.length
     if shape[dim] != expected:
         raise ConfigError(
-            f"tensor {name} is {list(shape)}, the architecture says {expected} along {dim}"
+            f"tensor {tensor.name} is {list(shape)}, the architecture says {expected} along {dim}"
         )
 
 
@@ -222,15 +170,6 @@ def _sglang_rows(vocab: int, tp: int) -> int:
     return -(-vocab // step) * step // tp
 
 
-def _vocabulary(vocab: int, rows: int, rank: int) -> tuple[int, int]:
-    return min(rank * rows, vocab), min((rank + 1) * rows, vocab)
-
-
-def _elements(shape: Sequence[int], span: Span) -> int:
-    lengths = list(shape)
-    if span.dim is not None:
-        lengths[span.dim] = span.stop - span.start
-    product = 1
-    for length in lengths:
-        product *= length
-    return product
+def _vocabulary(shape: Sequence[int], rows: int, rank: int) -> Slice:
+    vocab = shape[0]
+    return Slice.along(shape, 0, min(rank * rows, vocab), min((rank + 1) * rows, vocab))

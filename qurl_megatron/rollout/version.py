@@ -31,8 +31,8 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Where one rank's part of a tensor lies."""
+class SliceEntry:
+    """Where one rank's slice of a tensor lies."""
 
     file: str
     start: int  # along the split dimension
@@ -47,7 +47,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str  # torch's name, e.g. "int8"
     split_dim: int | None  # None: one slice holds the whole tensor
-    slices: tuple[Slice, ...]
+    slices: tuple[SliceEntry, ...]
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
@@ -117,7 +117,7 @@ class Manifest:
 
 def _entry(name: str, raw: dict) -> TensorEntry:
     raw = schema.fields(raw, _ENTRY)
-    slices = tuple(Slice(**schema.fields(part, _SLICE)) for part in raw["slices"])
+    slices = tuple(SliceEntry(**schema.fields(part, _SLICE)) for part in raw["slices"])
     try:
         return TensorEntry(tuple(raw["shape"]), raw["dtype"], raw["split_dim"], slices)
     except ConfigError as error:
@@ -170,7 +170,7 @@ def manifest_of(
             if 0 in piece.shape:
                 continue  # a rank that holds vocabulary padding alone
             length = piece.stop - piece.start
-            part = Slice(file, piece.start, length, piece.checksum)
+            part = SliceEntry(file, piece.start, length, piece.checksum)
             slices.setdefault(piece.name, []).append(part)
             facts.setdefault(piece.name, (piece.dtype, piece.dim))
     if slices.keys() != shapes.keys():

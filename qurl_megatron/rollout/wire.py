@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout import schema
+from qurl_megatron.tensors.slice import Shard, Slice, part_at
 
 FORMAT = "qurl-update-1"
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
@@ -51,6 +52,10 @@ class Piece:
     @property
     def stop(self) -> int:
         return self.start + (1 if self.dim is None else self.shape[self.dim])
+
+    @property
+    def part(self) -> Slice:
+        return part_at(self.shape, self.dim, self.start)
 
 
 @dataclass(frozen=True)
@@ -226,16 +231,22 @@ def _scrambled(words: Tensor) -> Tensor:
     return (words ^ ((words >> 29) & (2**35 - 1))) * MULTIPLIER
 
 
-def lay_out(parts: Iterable[tuple[str, Tensor, int | None, int]]) -> tuple[list[Piece], int]:
-    """Places for ``(name, tensor, dim, start)`` in one blob, one after another.
+def piece_at(part: Shard, offset: int, checksum: str = "") -> Piece:
+    """What is said of a part whose bytes lie at ``offset`` of a blob."""
+    dtype = str(part.value.dtype).removeprefix("torch.")
+    shape = tuple(part.value.shape)
+    return Piece(part.name, dtype, shape, part.dim, part.start, offset, checksum)
+
+
+def lay_out(parts: Iterable[Shard]) -> tuple[list[Piece], int]:
+    """Places for ``parts`` in one blob, one after another.
 
     Returns:
         The pieces without checksums (those need the bytes on the host), and the blob's size.
     """
     pieces, offset = [], 0
-    for name, tensor, dim, start in parts:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        piece = Piece(name, dtype, tuple(tensor.shape), dim, start, offset, "")
+    for part in parts:
+        piece = piece_at(part, offset)
         pieces.append(piece)
         offset = _aligned(offset + piece.bytes)
     return pieces, offset

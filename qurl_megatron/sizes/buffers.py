@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.sizes.memory import Held
-from qurl_megatron.weights import Arch, is_vocabulary, stage_ops
-from qurl_megatron.weights.shapes import hf_shapes
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.weights import stage_ops
 
 PARAMETER_STEP = 64  # numbers; with a distributed optimizer alone, like the next
 BUCKET_STEP = 128
@@ -119,7 +119,6 @@ def _parameters(
     arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: bool
 ) -> list[tuple[int, bool]]:
     """(numbers, whether another stage has a copy) of each parameter, as GPTModel registers them."""
-    shapes = _shapes(arch)
     layers = arch.num_layers // pipeline
     first, last = stage == 0, stage == pipeline - 1
     ops = stage_ops(
@@ -129,8 +128,8 @@ def _parameters(
     for op in sorted(ops, key=lambda op: _place(op.megatron)):
         numbers = 0
         for part in op.hf:
-            shape = shapes[part.name]
-            if is_vocabulary(part.name):
+            shape = part.shape
+            if part.vocabulary:
                 shape = (_round_up(shape[0], tensor), *shape[1:])
             numbers += math.prod(shape) // (tensor if part.split_dim is not None else 1)
         shared = arch.tied and pipeline > 1 and not op.megatron.startswith("decoder.")
@@ -148,11 +147,6 @@ def _place(name: str) -> tuple[int, int, int]:
         return (1, 1 << 30, 0)
     layer = int(name.split(".")[2])
     return (1, layer, next(place for place, part in enumerate(ORDER) if part in name))
-
-
-@functools.cache
-def _shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    return hf_shapes(arch)
 
 
 def _round_up(number: int, step: int | None) -> int:

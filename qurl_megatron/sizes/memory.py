@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from qurl_megatron.weights import Arch, is_quantized, stage_ops
-from qurl_megatron.weights.shapes import hf_shapes
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.weights import stage_ops
 
 GIB = 1 << 30
 
@@ -122,19 +122,17 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
 
     Ranks that share a key/value head each have it.
     """
-    shapes = hf_shapes(arch)
     ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
     total = 0.0
     for part in (part for op in ops for part in op.hf):
-        shape = shapes[part.name]
-        size = math.prod(shape)
-        quantized = scheme in CODE_BYTES and is_quantized(part.name)
+        size = math.prod(part.shape)
+        quantized = scheme in CODE_BYTES and part.quantized
         shared = tensor if part.split_dim is not None else 1
-        if ".k_proj." in part.name or ".v_proj." in part.name:
-            shared = min(tensor, arch.kv_heads)
+        if part.units is not None and part.units.repeats:
+            shared = min(tensor, part.units.count)
         total += size * (CODE_BYTES[scheme] if quantized else itemsize) / shared
         if quantized:
-            total += 4 * shape[0] / (shared if part.split_dim == 0 else 1)
+            total += 4 * part.shape[0] / (shared if part.split_dim == 0 else 1)
     return round(total)
 
 
@@ -146,11 +144,11 @@ def aligned(arch: Arch, layers: range, tensor: int, itemsize: int) -> tuple[int,
         Bytes of the codes and scales; and of the largest weight, whose codes a product takes in the
         model's format, for as long as it takes.
     """
-    shapes, codes, largest = hf_shapes(arch), 0, 0
+    codes, largest = 0, 0
     for op in stage_ops(arch, layers, first=False, last=False):
-        parts = [part for part in op.hf if is_quantized(part.name)]
-        numbers = sum(math.prod(shapes[part.name]) // tensor for part in parts)
-        rows = sum(shapes[p.name][0] // (tensor if p.split_dim == 0 else 1) for p in parts)
+        parts = [part for part in op.hf if part.quantized]
+        numbers = sum(math.prod(part.shape) // tensor for part in parts)
+        rows = sum(part.shape[0] // (tensor if part.split_dim == 0 else 1) for part in parts)
         codes += numbers + 4 * rows
         largest = max(largest, numbers * itemsize)
     return codes, largest

@@ -16,10 +16,10 @@ from qurl_megatron.runtime.files import free, refusing
 from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.pace import Pace
+from qurl_megatron.tensors.arch import Arch, read_arch, read_config
 from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import latest, refuse_other_run
-from qurl_megatron.weights.arch import Arch, read_arch, read_config
 from qurl_megatron.weights.places import description_of, find_torch_dist, safetensors_files
 from qurl_megatron.weights.shapes import parameter_count
 from qurl_megatron.weights.sums import MEND, read_record, wrong_size

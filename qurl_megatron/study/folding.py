@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from qurl_megatron.quant import quantize
 from qurl_megatron.study.runner import write_whole
-from qurl_megatron.weights import fold_uaq, is_quantized
+from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.weights import fold_uaq
 from qurl_megatron.weights.uaq import folded, takes_part, unfold_uaq
 
 RECORD = Path(__file__).parents[2] / "docs/results/folding.json"

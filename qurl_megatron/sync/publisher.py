@@ -19,7 +19,7 @@ from torch import Tensor
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.aligned import Align
-from qurl_megatron.model.policy import HfShard, Policy
+from qurl_megatron.model.policy import Policy
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.observe.timeline import Span, Timeline
@@ -29,13 +29,14 @@ from qurl_megatron.rollout import plan
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.transport import Part, Rank, Sender
+from qurl_megatron.rollout.transport import Rank, Sender
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.update import BlobsFor, Update
 from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Room, encoded
 from qurl_megatron.sync.drift import Drift
-from qurl_megatron.weights import is_quantized, is_vocabulary
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.tensors.table import hf_tensor, is_quantized, is_vocabulary
 
 MIB = 2**20
 
@@ -51,11 +52,11 @@ class _Item:
     part: int
     parts: int
 
-    def of(self, shard: HfShard) -> HfShard:
+    def of(self, shard: Shard) -> Shard:
         if self.parts == 1:
             return shard
         start, stop = (len(shard.value) * part // self.parts for part in (self.part, self.part + 1))
-        return replace(shard, value=shard.value[start:stop], offset=shard.offset + start)
+        return replace(shard, value=shard.value[start:stop], start=shard.start + start)
 
 
 @dataclass
@@ -216,7 +217,7 @@ class Publisher:
             start = time.perf_counter()
             blobs: Blobs = {}
             if not self.sender.cut:
-                blobs[None] = self.sender.put(index, [_part(shard) for shard in shards])
+                blobs[None] = self.sender.put(index, shards)
             else:
                 for tp in sorted(set(engines.values())):
                     for rank in range(tp):
@@ -231,14 +232,14 @@ class Publisher:
         spent.largest = max(spent.largest, size)
         return blobs, {shard.name: shard.shape for shard in shards}
 
-    def _quantized(self, index: int, version: int) -> list[HfShard]:
+    def _quantized(self, index: int, version: int) -> list[Shard]:
         """What this rank sends in one round: codes, scales and high-precision tensors."""
         ranks = self.policy.ranks
         memory = self.sender.room(index, self._most_bytes)
         # What a GPU makes is copied to the host in one go, by ``put``, and not piece by piece.
         here = memory is not None and memory.device.type == ranks.device.type
         room = Room(memory if here else None)
-        found: list[HfShard] = []
+        found: list[Shard] = []
         mistake: ConfigError | None = None
         for replica in range(ranks.copies.size):
             bucket = index * ranks.copies.size + replica
@@ -253,7 +254,7 @@ class Publisher:
                         mistake = mistake or error
         if mistake:
             raise mistake
-        return [shard for shard in found if self._sends(shard.value.shape, shard.split_dim)]
+        return [shard for shard in found if self._sends(shard.value.shape, shard.dim)]
 
     def _sends(self, shape: Sequence[int], split_dim: int | None) -> bool:
         """What all tensor ranks hold is sent by the first; padding of the vocabulary by nobody."""
@@ -261,21 +262,20 @@ class Publisher:
             split_dim is not None or self.policy.ranks.tensor.rank == 0
         )
 
-    def _export(self, shard: HfShard, version: int, room: Room) -> list[HfShard]:
+    def _export(self, shard: Shard, version: int, room: Room) -> list[Shard]:
         """What a version holds for this shard: codes and scale, or one high-precision tensor.
 
         Each is made in the bucket's room where there is some and this rank sends it.
         """
-        name, split_dim, offset, shape = shard.name, shard.split_dim, shard.offset, shard.shape
+        name, dim = shard.name, shard.dim
         quantized = is_quantized(name)
         if not quantized or self.scheme == "none":
             if quantized:
                 self.drift.observe(name, shard.value, None, version)
-            value = self._made(room, shard.value, self._dtype, split_dim)
-            return [HfShard(name, value, split_dim, offset, shape)]
-        row_parallel = split_dim == 1
+            return [replace(shard, value=self._made(room, shard.value, self._dtype, dim))]
+        row_parallel = dim == 1
         out = None
-        if self._sends(shard.value.shape, split_dim):
+        if self._sends(shard.value.shape, dim):
             out = room.place(shard.value.shape, scheme_named(self.scheme).dtype)
         try:
             codes = quantize(
@@ -287,20 +287,20 @@ class Publisher:
                     seed=self.seed,
                     version=version,
                     name=name,
-                    shape=shape,
-                    split_dim=split_dim,
-                    offset=offset,
+                    shape=shard.shape,
+                    split_dim=dim,
+                    offset=shard.start,
                 ),
                 out=out,
             )
         except ConfigError as error:
             raise ConfigError(f"tensor {name}: {error}") from error
         self.drift.observe(name, shard.value, codes, version)
-        scale_dim, scale_offset = (None, 0) if row_parallel else (0, offset)
-        scale = self._made(room, codes.scale, codes.scale.dtype, scale_dim)
+        row = hf_tensor(self.policy.arch, f"{name}_scale")
+        scale = self._made(room, codes.scale, codes.scale.dtype, row.split_dim)
         return [
-            HfShard(name, codes.values, split_dim, offset, shape),
-            HfShard(f"{name}_scale", scale, scale_dim, scale_offset, (shape[0], 1)),
+            replace(shard, value=codes.values),
+            Shard(row.name, scale, row.shape, row.split_dim, 0 if row_parallel else shard.start),
         ]
 
     def _made(self, room: Room, value: Tensor, dtype: torch.dtype, split_dim: int | None) -> Tensor:
@@ -311,23 +311,16 @@ class Publisher:
                 return place.copy_(value)
         return value.to(dtype)
 
-    def _cut(self, shards: Sequence[HfShard], tp: int, rank: int) -> list[Part]:
+    def _cut(self, shards: Sequence[Shard], tp: int, rank: int) -> list[Shard]:
         """The parts of ``shards`` that one engine rank keeps."""
-        parts: list[Part] = []
+        parts: list[Shard] = []
         for shard in shards:
             need = plan.engine_part(self.policy.arch, shard.name, shard.shape, tp, rank)
-            have = _span(shard)
-            both = plan.cut(have, need)
-            if both is None:
-                continue
-            value = shard.value
-            if both.dim is not None:
-                begin = both.start - (have.start if have.dim is not None else 0)
-                value = value.narrow(both.dim, begin, both.stop - both.start)
-            parts.append((shard.name, value, both.dim, both.start))
+            if part := shard.part.overlap(need):
+                parts.append(shard.cut(part))
         return parts
 
-    def _parts(self, shards: Sequence[HfShard], size: int, limit: int) -> int:
+    def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:
         """Into how many a parameter's rows are divided, so that a bucket stays within its limit.
 
         Embeddings and output layers outgrow it, and being unquantized divide anywhere. Replicas
@@ -337,15 +330,15 @@ class Publisher:
             return 1
         return max(1, -(-size // limit))
 
-    def _sent_bytes(self, shard: HfShard) -> int:
+    def _sent_bytes(self, shard: Shard) -> int:
         """Bytes that a shard becomes, the same on all tensor ranks: they fill buckets in step."""
         elements = math.prod(shard.shape)
-        split = self.policy.ranks.tensor.size if shard.split_dim is not None else 1
+        split = self.policy.ranks.tensor.size if shard.dim is not None else 1
         if is_quantized(shard.name) and self.scheme != "none":
             return (elements + 4 * shard.shape[0]) // split
         return elements * self._dtype.itemsize // split
 
-    def _extra_bytes(self, shard: HfShard) -> int:
+    def _extra_bytes(self, shard: Shard) -> int:
         """About what ``_sent_bytes`` leaves out.
 
         Padded rows of a vocabulary may exceed it; what then has no room is copied.
@@ -469,14 +462,3 @@ def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> BlobsFor:
         for to in places
     }
     return lambda engine, rank: found[None if None in found else (engine.tp, rank)]
-
-
-def _part(shard: HfShard) -> Part:
-    return shard.name, shard.value, shard.split_dim, shard.offset
-
-
-def _span(shard: HfShard) -> plan.Span:
-    if shard.split_dim is None:
-        return plan.ALL
-    length = shard.value.shape[shard.split_dim]
-    return plan.Span(shard.split_dim, shard.offset, shard.offset + length)

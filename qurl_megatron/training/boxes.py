@@ -17,31 +17,31 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes)
+from qurl_megatron.tensors.slice import Slice
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Slice]:
     """Cut elements [start, stop) of a row-major tensor into boxes, in the elements' order.
 
-    >>> boxes((3, 4), 2, 9)
+    >>> [(box.starts, box.sizes) for box in boxes((3, 4), 2, 9)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     if start >= stop:
         return []
     if len(shape) == 1:
-        return [((start,), (stop - start,))]
+        return [Slice((start,), (stop - start,))]
     row = math.prod(shape[1:])
-    found: list[Box] = []
+    found: list[Slice] = []
     while start < stop:
         index, within = divmod(start, row)
         rows = (stop - start) // row
         if within == 0 and rows:
-            found.append(((index, *(0 for _ in shape[1:])), (rows, *shape[1:])))
+            found.append(Slice.along(shape, 0, index, index + rows))
             start += rows * row
             continue
         end = min(row, within + stop - start)
-        for offsets, sizes in boxes(shape[1:], within, end):
-            found.append(((index, *offsets), (1, *sizes)))
+        for box in boxes(shape[1:], within, end):
+            found.append(Slice((index, *box.starts), (1, *box.sizes)))
         start += end - within
     return found
 
@@ -103,14 +103,14 @@ def _owned(
         assert piece.data.is_contiguous(), f"{piece.key} is cut across its rows"
         first = piece.data.storage_offset() - parameter.storage_offset()
         begin, end = max(start - first, 0), min(stop - first, piece.data.numel())
-        for offsets, sizes in boxes(piece.local_shape or (1,), begin, end):
-            count = math.prod(sizes)
+        for box in boxes(piece.local_shape or (1,), begin, end):
+            count = box.elements
             here = first + begin - start
             begin += count
             # Layers and experts are leading axes of the whole tensor that a parameter lacks.
             leading = piece.prepend_axis_num
             origin = piece.global_offset
-            sizes = (*(1 for _ in range(leading)), *sizes)
+            sizes = (*(1 for _ in range(leading)), *box.sizes)
             yield replace(
                 piece,
                 data=flat[here : here + count].view(sizes),
@@ -118,7 +118,7 @@ def _owned(
                 local_shape=sizes,
                 global_offset=(
                     *origin[:leading],
-                    *(a + b for a, b in zip(origin[leading:], offsets, strict=True)),
+                    *(a + b for a, b in zip(origin[leading:], box.starts, strict=True)),
                 ),
                 axis_fragmentations=None,  # boxes of any size
                 prepend_axis_num=0,

@@ -18,6 +18,7 @@ from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.memory import GIB, Held
+from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.footprint import (
     NODE,
@@ -29,7 +30,6 @@ from qurl_megatron.training.footprint import (
     check_division,
     find_models,
 )
-from qurl_megatron.weights import Arch
 from qurl_megatron.weights.shapes import parameter_count
 
 

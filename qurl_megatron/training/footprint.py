@@ -16,8 +16,7 @@ from qurl_megatron.rollout.plan import SLOTS
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import held_from_shapes
 from qurl_megatron.sizes.memory import GIB, Held, Pass
-from qurl_megatron.weights import Arch, read_arch, read_config
-from qurl_megatron.weights.arch import read_json
+from qurl_megatron.tensors.arch import Arch, read_arch, read_config, read_json
 from qurl_megatron.weights.places import description_of
 
 SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"

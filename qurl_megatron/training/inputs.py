@@ -13,9 +13,9 @@ from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import how_many
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.state import TrainState
-from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
 
 

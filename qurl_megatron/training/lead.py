@@ -54,6 +54,7 @@ from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.runtime.files import refusal, refusing
 from qurl_megatron.runtime.line_pool import Abandoned
 from qurl_megatron.runtime.place import ranks_here
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of
 from qurl_megatron.training.finite import Growth
@@ -64,7 +65,6 @@ from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.training.state import RECIPE, Claim, TrainState
 from qurl_megatron.types import Prompt, Sample
-from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
 
 FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights

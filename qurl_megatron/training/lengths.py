@@ -2,7 +2,7 @@
 
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import Arch
+from qurl_megatron.tensors.arch import Arch
 
 
 def room(rollout: RolloutConfig, arch: Arch) -> int | None:

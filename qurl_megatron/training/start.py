@@ -19,6 +19,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.training.inputs import check_files
 from qurl_megatron.training.lengths import refuse_endless_responses
 from qurl_megatron.training.state import (
@@ -28,7 +29,6 @@ from qurl_megatron.training.state import (
     relatives,
     tell_done,
 )
-from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.places import description_of
 
 

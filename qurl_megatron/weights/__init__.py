@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "arch": ("Arch", "read_arch", "read_config", "read_eos"),
     "checkpoint": ("Checkpoint", "Reader", "load_parameter", "open_checkpoint"),
-    "families": ("is_quantized", "is_vocabulary", "stage_ops"),
+    "families": ("stage_ops",),
     "hf_reader": ("HfReader",),
     "uaq": ("fold_uaq", "folded_scale", "refuse_second_fold", "unfold_uaq"),
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import Arch, read_arch, read_config
+from qurl_megatron.tensors.arch import Arch, read_arch, read_config
 from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS, HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
@@ -94,10 +94,10 @@ class Checkpoint:
         Raises:
             ConfigError: one is missing, or is left over, or has another shape or format.
         """
-        shapes = hf_shapes(self.arch)
         if isinstance(self.reader, MegatronReader):
-            self.reader.check(self.ops(), shapes)
+            self.reader.check(self.ops())
             return
+        shapes = hf_shapes(self.arch)
         names = self.reader.names()
         missing = sorted(shapes.keys() - names)
         if missing:

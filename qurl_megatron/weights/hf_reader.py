@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import read_json
-from qurl_megatron.weights.families import is_vocabulary
-from qurl_megatron.weights.ops import HfTensor, Op
+from qurl_megatron.tensors.arch import read_json
+from qurl_megatron.tensors.table import HfTensor
+from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.places import INDEX, safetensors_files
 
 # A file is opened anew after this many bytes: what was read stays mapped until it is closed.
@@ -91,9 +91,7 @@ class HfReader:
     ) -> dict[str, Tensor]:
         """The Hugging Face tensors of an op, or slice ``rank`` of ``size`` of each."""
         return {
-            tensor.name: self.read(
-                tensor, rank, size, padded_vocab if is_vocabulary(tensor.name) else None
-            )
+            tensor.name: self.read(tensor, rank, size, padded_vocab if tensor.vocabulary else None)
             for tensor in op.hf
         }
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import Arch
-from qurl_megatron.weights.families import is_vocabulary, stage_ops
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS
 from qurl_megatron.weights.ops import GateUp, Op
 from qurl_megatron.weights.torch_dist import TorchDistReader
@@ -83,7 +84,7 @@ class MegatronReader:
             padded_vocab: rows of an embedding split evenly over ``size``; those beyond the
                 vocabulary are zero. None leaves the padding out.
         """
-        if is_vocabulary(op.hf[0].name):
+        if op.hf[0].vocabulary:
             rows = padded_vocab or self.arch.vocab
             return op.to_hf(self._vocabulary(op, rank * (rows // size), rows // size))
         return op.to_hf(self._parameter(op, rank, size))
@@ -111,11 +112,8 @@ class MegatronReader:
         key, index = self._place(op)
         return self.table.cuts(key.removeprefix(self.masters or ""), index)
 
-    def check(self, ops: Iterable[Op], shapes: dict[str, tuple[int, ...]]) -> None:
+    def check(self, ops: Iterable[Op]) -> None:
         """Hold every tensor against the config.
-
-        Args:
-            shapes: the shape of each Hugging Face tensor.
 
         Raises:
             ConfigError: one is missing, or is left over, or has another shape or format.
@@ -125,13 +123,11 @@ class MegatronReader:
         for op in ops:
             key, index = self._place(op)
             expected.add(key.removeprefix(self.masters or ""))
-            parts = [shapes[tensor.name] for tensor in op.hf]
-            whole = (sum(part[0] for part in parts), *parts[0][1:])
-            whole = ((self.arch.num_layers, experts)[: len(index)]) + whole
+            whole = ((self.arch.num_layers, experts)[: len(index)]) + op.shape
             found = self.table.shape(key)
             rows = len(index)
             padding = found[rows] - whole[rows] if len(found) == len(whole) else -1
-            padded = is_vocabulary(op.hf[0].name) and 0 <= padding < _MOST_PADDING
+            padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
             same = found == whole or padded and found[rows + 1 :] == whole[rows + 1 :]
             if not same:
                 raise ConfigError(
@@ -181,8 +177,8 @@ class MegatronReader:
         return torch.cat([stored, stored.new_zeros(rows - (stop - start), width)])
 
     def _read(self, key: str, index: tuple[int, ...], offsets: list, shape: list) -> Tensor:
-        box = self.table.read(key, (*index, *offsets), (*(1 for _ in index), *shape))
-        return box.reshape(shape)
+        part = Slice((*index, *offsets), (*(1 for _ in index), *shape))
+        return self.table.read(key, part).reshape(shape)
 
     def _place(self, op: Op) -> tuple[str, tuple[int, ...]]:
         """Key and leading indices of a parameter."""

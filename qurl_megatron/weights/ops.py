@@ -11,28 +11,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from qurl_megatron.tensors.table import HfTensor
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 Params = Mapping[str, "Tensor"]
 
 
-@dataclass(frozen=True)
-class HfTensor:
-    """A Hugging Face tensor's name and what must be known to read a part of it."""
-
-    name: str
-    split_dim: int | None  # the dimension split by tensor parallelism; None: every rank has it all
-    zero_centred: bool = False  # a norm that stores its gain minus one
-
-
 class Op(Protocol):
-    """One Megatron parameter and the Hugging Face tensors it is made of."""
+    """One Megatron parameter, its whole shape, and the Hugging Face tensors it is made of."""
 
     megatron: str
 
     @property
     def hf(self) -> tuple[HfTensor, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def to_megatron(self, hf: Params) -> "Tensor": ...
 
@@ -44,19 +40,21 @@ class Same:
     """One tensor under two names."""
 
     megatron: str
-    hf_name: str
-    split_dim: int | None = None
-    zero_centred: bool = False
+    tensor: HfTensor
 
     @property
     def hf(self) -> tuple[HfTensor, ...]:
-        return (HfTensor(self.hf_name, self.split_dim, self.zero_centred),)
+        return (self.tensor,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
 
     def to_megatron(self, hf: Params) -> "Tensor":
-        return hf[self.hf_name]
+        return hf[self.tensor.name]
 
     def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
-        return {self.hf_name: megatron}
+        return {self.tensor.name: megatron}
 
 
 @dataclass(frozen=True)
@@ -67,20 +65,24 @@ class FusedQKV:
     """
 
     megatron: str
-    q: str
-    k: str
-    v: str
+    q: HfTensor
+    k: HfTensor
+    v: HfTensor
     head_dim: int
     queries_per_group: int
 
     @property
     def hf(self) -> tuple[HfTensor, ...]:
-        return tuple(HfTensor(name, 0) for name in (self.q, self.k, self.v))
+        return (self.q, self.k, self.v)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _stacked(self.hf)
 
     def to_megatron(self, hf: Params) -> "Tensor":
         from torch import cat
 
-        q, k, v = (hf[name] for name in (self.q, self.k, self.v))
+        q, k, v = (hf[tensor.name] for tensor in self.hf)
         groups = k.shape[0] // self.head_dim
         per_group = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
         return cat(per_group, dim=1).flatten(0, 1)
@@ -88,10 +90,7 @@ class FusedQKV:
     def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
         rows = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
         per_group = megatron.reshape(-1, sum(rows), *megatron.shape[1:]).split(rows, dim=1)
-        return {
-            name: x.flatten(0, 1)
-            for name, x in zip((self.q, self.k, self.v), per_group, strict=True)
-        }
+        return {tensor.name: x.flatten(0, 1) for tensor, x in zip(self.hf, per_group, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -99,18 +98,27 @@ class GateUp:
     """Megatron stacks each rank's gate rows on its up rows, for one product before SwiGLU."""
 
     megatron: str
-    gate: str
-    up: str
+    gate: HfTensor
+    up: HfTensor
 
     @property
     def hf(self) -> tuple[HfTensor, ...]:
-        return (HfTensor(self.gate, 0), HfTensor(self.up, 0))
+        return (self.gate, self.up)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _stacked(self.hf)
 
     def to_megatron(self, hf: Params) -> "Tensor":
         from torch import cat
 
-        return cat([hf[self.gate], hf[self.up]])
+        return cat([hf[self.gate.name], hf[self.up.name]])
 
     def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
         gate, up = megatron.chunk(2)
-        return {self.gate: gate, self.up: up}
+        return {self.gate.name: gate, self.up.name: up}
+
+
+def _stacked(tensors: tuple[HfTensor, ...]) -> tuple[int, ...]:
+    """The shape of tensors whose rows lie in one."""
+    return (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import read_json
+from qurl_megatron.tensors.arch import read_json
 
 DESCRIPTION = "hf"
 """The folder inside a Megatron checkpoint that holds config.json and the tokenizer."""

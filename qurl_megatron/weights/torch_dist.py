@@ -17,7 +17,6 @@ loaded as weights alone.
 import io
 import itertools
 import json
-import math
 import pickle
 import pickletools
 import struct
@@ -31,7 +30,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError, reading
-from qurl_megatron.weights.arch import read_json
+from qurl_megatron.tensors.arch import read_json
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.weights.places import METADATA
 
 _CONFIG = {
@@ -53,22 +53,19 @@ DAMAGE = (
 Memory that runs out, and what the system cannot read, are another matter.
 """
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) within a whole tensor
-
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stored part of a tensor; without ``shape``, an object that is no tensor."""
+    """A part of a tensor that is to be stored; without ``shape``, an object that is no tensor."""
 
     key: str
     shape: tuple[int, ...] | None = None  # of the whole tensor
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+    part: Slice = Slice((), ())
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize if self.shape is not None else 0
+        return self.part.elements * self.dtype.itemsize if self.shape is not None else 0
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -76,9 +73,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor and where it lies."""
+    """Where a part of a tensor is stored."""
 
-    box: Box
+    part: Slice
     file: str
     start: int
     length: int
@@ -91,20 +88,20 @@ class StoredTensor:
         self.shape, self.dtype, self.chunks = shape, dtype, chunks
         # Layers and experts are leading axes of which a chunk holds one: found by them, a chunk of
         # a hundred thousand need not be searched for.
-        self._depth = min(_ones(chunk.box) for chunk in chunks) if chunks else 0
+        self._depth = min(_ones(chunk.part) for chunk in chunks) if chunks else 0
         self._at: dict[tuple[int, ...], list[StoredChunk]] = {}
         for chunk in chunks:
-            self._at.setdefault(chunk.box[0][: self._depth], []).append(chunk)
+            self._at.setdefault(chunk.part.starts[: self._depth], []).append(chunk)
 
-    def touched(self, box: Box) -> list[StoredChunk]:
-        """The chunks that share elements with a box."""
-        at = box[0][: self._depth]
-        near = self._at.get(at, []) if _ones(box) >= self._depth else self.chunks
-        return [chunk for chunk in near if _overlap(chunk.box, box)]
+    def touched(self, part: Slice) -> list[StoredChunk]:
+        """The chunks that share elements with a part of it."""
+        at = part.starts[: self._depth]
+        near = self._at.get(at, []) if _ones(part) >= self._depth else self.chunks
+        return [chunk for chunk in near if chunk.part.overlap(part)]
 
 
 class TorchDistReader:
-    """The tensors of a ``torch_dist`` folder by key; any box of them."""
+    """The tensors of a ``torch_dist`` folder by key; any part of them."""
 
     def __init__(self, folder: Path) -> None:
         """Read the table of contents.
@@ -141,30 +138,31 @@ class TorchDistReader:
 
     def cuts(self, key: str, index: Sequence[int] = ()) -> int:
         """How many chunks lie under the leading indices ``index`` of a tensor."""
-        return sum(c.box[0][: len(index)] == tuple(index) for c in self._tensor(key).chunks)
+        return sum(c.part.starts[: len(index)] == tuple(index) for c in self._tensor(key).chunks)
 
-    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor, joined from the chunks it touches.
+    def read(self, key: str, part: Slice) -> Tensor:
+        """A part of a tensor, joined from the chunks it touches.
 
         Raises:
-            ConfigError: the chunks do not tile the box; a file is damaged or cannot be read; there
+            ConfigError: the chunks do not tile the part; a file is damaged or cannot be read; there
                 is not enough memory.
         """
-        tensor, box = self._tensor(key), (tuple(offsets), tuple(sizes))
-        touched = tensor.touched(box)
-        shared = [_overlap(chunk.box, box) for chunk in touched]
-        # Without overlap, as many elements as the box has are all of them.
-        apart = not any(_overlap(a, b) for a, b in itertools.combinations(shared, 2))
-        if not apart or sum(math.prod(part[1]) for part in shared) != math.prod(box[1]):
+        tensor = self._tensor(key)
+        touched = tensor.touched(part)
+        shared = [chunk.part.overlap(part) for chunk in touched]
+        # Without overlap, as many elements as the part has are all of them.
+        apart = not any(a.overlap(b) for a, b in itertools.combinations(shared, 2))
+        if not apart or sum(each.elements for each in shared) != part.elements:
             raise ConfigError(
                 f"tensor {key} in {self.folder} is not whole: its chunks do not tile "
-                f"{list(box[1])} at {list(box[0])}"
+                f"{list(part.sizes)} at {list(part.starts)}"
             )
-        if [chunk.box for chunk in touched] == [box]:
+        if [chunk.part for chunk in touched] == [part]:
             return self._load(key, tensor, touched[0])
-        out = torch.empty(box[1], dtype=tensor.dtype)
-        for chunk, part in zip(touched, shared, strict=True):
-            out[_within(part, box)] = self._load(key, tensor, chunk)[_within(part, chunk.box)]
+        out = torch.empty(part.sizes, dtype=tensor.dtype)
+        for chunk, common in zip(touched, shared, strict=True):
+            stored = self._load(key, tensor, chunk)
+            common.narrow(out, part).copy_(common.narrow(stored, chunk.part))
         return out
 
     def _tensor(self, key: str) -> StoredTensor:
@@ -189,34 +187,20 @@ class TorchDistReader:
                     "the checkpoint again"
                 ) from None
         if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (
-            chunk.box[1],
+            chunk.part.sizes,
             tensor.dtype,
         ):
             raise ConfigError(
-                f"tensor {key} in {path} is not the {tensor.dtype} {list(chunk.box[1])} that "
+                f"tensor {key} in {path} is not the {tensor.dtype} {list(chunk.part.sizes)} that "
                 f"{METADATA} says; the checkpoint is damaged"
             )
         return loaded
 
 
-def _ones(box: Box) -> int:
-    """How many leading axes of a box have length 1; the last axis is none of them."""
-    leading = box[1][:-1]
+def _ones(part: Slice) -> int:
+    """How many leading axes of a part have length 1; the last axis is none of them."""
+    leading = part.sizes[:-1]
     return next((axis for axis, size in enumerate(leading) if size != 1), len(leading))
-
-
-def _overlap(a: Box, b: Box) -> Box | None:
-    starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    stops = [min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True)]
-    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return (starts, sizes) if all(size > 0 for size in sizes) else None
-
-
-def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - origin, start - origin + size)
-        for start, size, origin in zip(*inner, outer[0], strict=True)
-    )
 
 
 class _Window(io.RawIOBase):
@@ -335,15 +319,16 @@ def _stored(key: str, entry: _Record, places: dict) -> StoredTensor:
         raise ConfigError(f"tensor {key} is of no number format of torch")
     chunks = []
     for chunk in entry["chunks"]:
-        box = (tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["sizes"])))
-        inside = len(box[0]) == len(box[1]) == len(shape) and all(
+        starts, sizes = tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["sizes"]))
+        inside = len(starts) == len(sizes) == len(shape) and all(
             0 <= start <= start + size <= extent
-            for start, size, extent in zip(*box, shape, strict=True)
+            for start, size, extent in zip(starts, sizes, shape, strict=True)
         )
-        file, start, length = places[key, box[0]]
+        file, start, length = places[key, starts]
         if not inside or start < 0 or length < 0:
-            raise ConfigError(f"tensor {key}: a chunk at {box} lies outside of {list(shape)}")
-        chunks.append(StoredChunk(box, file, start, length))
+            at = (starts, sizes)
+            raise ConfigError(f"tensor {key}: a chunk at {at} lies outside of {list(shape)}")
+        chunks.append(StoredChunk(Slice(starts, sizes), file, start, length))
     return StoredTensor(shape, dtype, chunks)
 
 
@@ -361,7 +346,7 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[s
         for chunk, value in chunks:
             start = file.tell()
             if isinstance(value, Tensor):
-                value = value.detach().reshape(chunk.sizes)
+                value = value.detach().reshape(chunk.part.sizes)
                 if value.untyped_storage().nbytes() != value.nbytes:
                     value = value.clone()  # torch.save would write the whole storage of a view
             try:
@@ -375,8 +360,8 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[s
                 {
                     "key": chunk.key,
                     "shape": chunk.shape,
-                    "offsets": chunk.offsets,
-                    "sizes": chunk.sizes,
+                    "offsets": chunk.part.starts,
+                    "sizes": chunk.part.sizes,
                     "dtype": str(chunk.dtype).removeprefix("torch."),
                     "start": start,
                     "length": file.tell() - start,

@@ -16,27 +16,21 @@ the two part; docs/algorithms.md has by how much.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.arch import read_family
+from qurl_megatron.tensors.arch import read_family
+from qurl_megatron.tensors.table import uaq_role
 
 _LARGEST = 1000.0  # the paper's are 1.5 and 2; far beyond, FP32 has no room
-
-_LAYER = r"model\.layers\.\d+\."
-_NORM = re.compile(_LAYER + r"(input|post_attention)_layernorm\.weight")
-_READER = re.compile(
-    _LAYER + r"(self_attn\.[qkv]_proj|mlp\.gate|mlp\.(experts\.\d+\.)?(gate|up)_proj)\.weight"
-)
 
 
 def takes_part(name: str) -> bool:
     """True for the Hugging Face tensors that folding changes."""
-    return bool(_NORM.fullmatch(name) or _READER.fullmatch(name))
+    return uaq_role(name) is not None
 
 
 def folded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
@@ -48,24 +42,22 @@ def folded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Te
     Args:
         zero_centred: the model's norms store their gain minus one.
     """
-    if scale == 1.0:
+    role = uaq_role(name)
+    if scale == 1.0 or role is None:
         return weight
-    if _NORM.fullmatch(name):
+    if role == "norm":
         return (1.0 + weight) * scale - 1.0 if zero_centred else weight * scale
-    if _READER.fullmatch(name):
-        return weight / scale
-    return weight
+    return weight / scale
 
 
 def unfolded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
     """The reverse of ``folded`` by the same ``scale``, with one rounding more."""
-    if scale == 1.0:
+    role = uaq_role(name)
+    if scale == 1.0 or role is None:
         return weight
-    if _NORM.fullmatch(name):
+    if role == "norm":
         return (1.0 + weight) / scale - 1.0 if zero_centred else weight / scale
-    if _READER.fullmatch(name):
-        return weight * scale
-    return weight
+    return weight * scale
 
 
 def fold_uaq(

@@ -15,10 +15,10 @@ from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.rollout.embedded.model import Matrix
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.types import Prompt, Sample
-from qurl_megatron.weights import is_quantized
 from tests.cases import all_but
 from tests.distributed import test_checkpoint, test_reference
 from tests.distributed.test_policy import (

@@ -86,7 +86,7 @@ class Named:
 
     def hf_shards(self, read=None):
         from qurl_megatron.model.build import parameter_ops
-        from qurl_megatron.model.policy import HfShard
+        from qurl_megatron.tensors.slice import Shard
         from qurl_megatron.weights import open_checkpoint
 
         ranks = self.critic.ranks
@@ -95,12 +95,12 @@ class Named:
         for name, parameter in self.critic.gpt.named_parameters():
             value = read(parameter) if read else parameter.detach().float()
             if name in HEAD:
-                yield HfShard(name, value, None, 0, tuple(value.shape))
+                yield Shard.whole(name, value)
                 continue
             for part, (hf, shard) in zip(ops[name].hf, ops[name].to_hf(value).items(), strict=True):
                 dim = part.split_dim
                 offset = 0 if dim is None else ranks.tensor.rank * shard.shape[dim]
-                yield HfShard(hf, shard, dim, offset, ())
+                yield Shard(hf, shard, (), dim, offset)
 
 
 def learn(critic, number: int) -> dict[str, float]:
@@ -279,7 +279,8 @@ def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, ba
 
     from safetensors.torch import load_file, save_file
 
-    from qurl_megatron.weights import fold_uaq, read_config
+    from qurl_megatron.tensors.arch import read_config
+    from qurl_megatron.weights import fold_uaq
 
     policy = tiny_checkpoint(tmp_path / "policy", "qwen2")
     body = tiny_checkpoint(tmp_path / "body", family)

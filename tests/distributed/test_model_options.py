@@ -10,9 +10,10 @@ import torch.distributed as dist
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.weights import HfReader, read_arch, read_config
+from qurl_megatron.weights import HfReader
 from tests.distributed.test_model import forward
 from tests.distributed.test_policy import (
     ALGO,

@@ -73,7 +73,7 @@ def whole(policy, read=None) -> dict[str, torch.Tensor]:
 
 def joined(shards) -> dict[str, torch.Tensor]:
     """Hugging Face tensors of all ranks' shards, on every rank, in its host's memory."""
-    parts = [(s.name, s.split_dim, s.offset, s.value.to("cpu", copy=True)) for s in shards]
+    parts = [(s.name, s.dim, s.start, s.value.to("cpu", copy=True)) for s in shards]
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     slices: dict[str, dict[int, tuple]] = {}
@@ -217,7 +217,8 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
 ):
     from safetensors.torch import load_file
 
-    from qurl_megatron.weights import fold_uaq, read_config
+    from qurl_megatron.tensors.arch import read_config
+    from qurl_megatron.weights import fold_uaq
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)

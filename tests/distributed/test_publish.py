@@ -16,9 +16,11 @@ from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.version import Manifest, read_version
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.tensors.arch import read_config
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.weights import fold_uaq, is_quantized, read_config
+from qurl_megatron.weights import fold_uaq
 from tests.distributed.test_policy import build, recipe
 
 SEED = 5
@@ -171,10 +173,10 @@ def publish_to_memory(device, config, scheme, out):
         def put(self, index, parts, *, to=None):
             blob = super().put(index, parts)
             memory = self.room(index, 0)
-            for (name, tensor, _, _), piece in zip(parts, blob.pieces, strict=True):
+            for part, piece in zip(parts, blob.pieces, strict=True):
                 found = piece_of(memory, piece)
                 if device.type == "cpu":
-                    assert tensor.data_ptr() == found.data_ptr(), f"{name} was copied"
+                    assert part.value.data_ptr() == found.data_ptr(), f"{part.name} was copied"
                 sent.append((piece, found.clone()))
             return blob
 

@@ -13,9 +13,9 @@ import torch
 
 from qurl_megatron.config import ModelConfig, ParallelConfig, TrainConfig
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.weights import read_arch, read_config
 from tests.cases import all_but
 from tests.distributed import test_checkpoint, test_critic, test_model, test_packing, test_publish
 from tests.distributed.test_policy import (

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from qurl_megatron.rollout.transport import open_receiver
 from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_store
 from qurl_megatron.rollout.wire import checksum, piece_of
+from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.testing.ranks import run_on_ranks
 
 HOST = "127.0.0.1"
@@ -44,7 +45,7 @@ class Sends:
     def put(self, index: int) -> list:
         value = torch.arange(256, dtype=torch.int32, device=self.device) + 1000 * self.rank + index
         return [
-            self.sender.put(index, [("w", value + 100 * r, None, 0)], to=(2, r)) for r in range(2)
+            self.sender.put(index, [Shard.whole("w", value + 100 * r)], to=(2, r)) for r in range(2)
         ]
 
     def move(self, index: int, blobs: list) -> None:

@@ -5,9 +5,10 @@ import pytest
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.tensors.arch import read_eos
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.weights import HfReader, is_quantized
-from qurl_megatron.weights.arch import read_eos
+from qurl_megatron.weights import HfReader
 from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
 from tests.plain_transformers import Answer, answers

@@ -19,7 +19,7 @@ from qurl_megatron.observe.lanes import overlap
 from qurl_megatron.observe.samples import read_samples
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import read_timeline
-from qurl_megatron.weights.arch import read_eos
+from qurl_megatron.tensors.arch import read_eos
 from tests.plain_transformers import Answer, answers
 from tests.runs import Run
 from tests.unit.engine_models import engine_for, finish, sequence

@@ -23,6 +23,7 @@ from qurl_megatron.rollout.client import EngineClient
 from qurl_megatron.rollout.sglang.launch import LOADER, engine_launch
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.wire import Blob, Message, Receipt, payload
+from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.testing.models import tiny_checkpoint
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
@@ -166,17 +167,17 @@ def difference(one: list[tuple[list, Tensor]], other: list[tuple[list, Tensor]])
     return max((a - b).abs().max().item() for (_, a), (_, b) in zip(one, other, strict=True))
 
 
-def shards(tensors: Tensors, ranks: int) -> list[list[tuple[str, Tensor, int | None, int]]]:
+def shards(tensors: Tensors, ranks: int) -> list[list[Shard]]:
     """The parts that tensor-parallel training ranks would send."""
     parts: list[list] = [[] for _ in range(ranks)]
     for name, value in tensors.items():
         dim = _split_dim(name)
         if dim is None:
-            parts[0].append((name, value, None, 0))
+            parts[0].append(Shard.whole(name, value))
             continue
         start = 0
         for rank, part in enumerate(value.chunk(ranks, dim)):
-            parts[rank].append((name, part.contiguous(), dim, start))
+            parts[rank].append(Shard(name, part.contiguous(), value.shape, dim, start))
             start += part.shape[dim]
     return parts
 

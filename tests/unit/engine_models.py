@@ -23,8 +23,9 @@ from qurl_megatron.rollout.embedded.thread import EngineThread
 from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.version import manifest_of
-from qurl_megatron.weights.arch import read_arch, read_config
-from qurl_megatron.weights.families import is_quantized
+from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.tensors.table import is_quantized
 from tests.waiting import wait_until
 
 TINY = {
@@ -86,8 +87,8 @@ def write_version(
     halves: list[list] = [[], []]
     for name, tensor in published.items():
         half = tensor.shape[0] // 2
-        halves[0].append((name, tensor[:half], 0, 0))
-        halves[1].append((name, tensor[half:], 0, half))
+        halves[0].append(Shard(name, tensor[:half], tensor.shape, 0, 0))
+        halves[1].append(Shard(name, tensor[half:], tensor.shape, 0, half))
     blobs = []
     for sender, parts in zip(senders, halves, strict=True):
         sender.begin(version)

@@ -12,6 +12,7 @@ LEVEL = {
     "types": 0,
     "errors": 0,
     "fused": 0,
+    "tensors": 0,
     "config": 0,
     "observe": 0,
     "algo": 1,

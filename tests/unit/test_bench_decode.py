@@ -12,7 +12,7 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded import native
 from qurl_megatron.rollout.embedded.engine import Engine
-from qurl_megatron.weights.arch import read_arch
+from qurl_megatron.tensors.arch import read_arch
 
 
 @pytest.mark.parametrize("batch", [1, 600])

@@ -9,7 +9,7 @@ from qurl_megatron.bench import quantize
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.quantize import matrices, run
 from qurl_megatron.bench.random_model import config_of
-from qurl_megatron.weights.arch import read_arch
+from qurl_megatron.tensors.arch import read_arch
 
 
 def cases(*given: str) -> dict:

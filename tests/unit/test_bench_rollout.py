@@ -21,7 +21,7 @@ from qurl_megatron.planning import machine
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.rollout.embedded.weights import read_weights
-from qurl_megatron.weights import read_arch
+from qurl_megatron.tensors.arch import read_arch
 
 ARCH = read_arch(config_of("tiny"))
 HERE = {"read_gb_s": 10.0, "int8_gop_s": 200.0, "bf16_gflop_s": 100.0, "fp32_gflop_s": 50.0}

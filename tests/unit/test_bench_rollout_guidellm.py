@@ -25,7 +25,7 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.client import EngineClient
-from qurl_megatron.weights import read_arch
+from qurl_megatron.tensors.arch import read_arch
 
 LENGTHS = [3, 5, 4, 5]
 ASKS = groups(LENGTHS, samples=2, prompt=6, ids=range(256), first=0, seed=0)

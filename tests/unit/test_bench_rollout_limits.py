@@ -7,7 +7,7 @@ import pytest
 from qurl_megatron.bench.load.limits import gpu_named, least_seconds, predicted_seconds
 from qurl_megatron.planning.constants import GPUS, Constants
 from qurl_megatron.planning.rollout_time import DecodeRank, decode_rank
-from qurl_megatron.weights import read_arch
+from qurl_megatron.tensors.arch import read_arch
 
 RANK = DecodeRank(
     weights=1000,

@@ -20,9 +20,10 @@ from qurl_megatron.convert.to_megatron import to_megatron
 from qurl_megatron.convert.workers import Workers
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import quantize
+from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.weights import HfReader, fold_uaq, open_checkpoint, read_config
+from qurl_megatron.weights import HfReader, fold_uaq, open_checkpoint
 from qurl_megatron.weights.shapes import hf_shapes, parameter_count
 from qurl_megatron.weights.torch_dist import TorchDistReader
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qurl_megatron.convert.job import partial_folder
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
 
@@ -217,13 +218,13 @@ def test_chunks_with_a_hole_between_them(hf, refused, tmp_path):
     rows: dict[str, list] = {}
     for key in table.keys():  # noqa: SIM118
         for chunk in table.chunks(key):
-            offsets, sizes = chunk.box
+            offsets, sizes = chunk.part.starts, chunk.part.sizes
             row = {"key": key, "shape": table.shape(key), "offsets": offsets, "sizes": sizes}
             row |= {"dtype": "float32", "start": chunk.start, "length": chunk.length}
             if key != "output_layer.weight":
                 rows.setdefault(chunk.file, []).append(row)
     halves = [
-        Chunk("output_layer.weight", (128, 64), (start, 0), (64, 64), torch.float32)
+        Chunk("output_layer.weight", (128, 64), Slice((start, 0), (64, 64)), torch.float32)
         for start in (0, 32)
     ]
     half = torch.ones(64, 64)

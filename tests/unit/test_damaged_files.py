@@ -29,8 +29,9 @@ from qurl_megatron.observe.sinks import JsonlSink, read_metrics
 from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rollout import version
+from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
-from qurl_megatron.weights.arch import read_arch, read_config
 from qurl_megatron.weights.hf_reader import INDEX, HfReader
 from qurl_megatron.weights.sums import RECORD, read_record, write_record, wrong_size
 from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
@@ -295,10 +296,10 @@ def megatron(place):
     folder = place / "megatron"
     folder.mkdir()
     ones = torch.ones(1, 3).bfloat16()
-    values = [(Chunk(f"k{n}", (2, 3), (n, 0), (1, 3)), ones) for n in range(2)]
+    values = [(Chunk(f"k{n}", (2, 3), Slice((n, 0), (1, 3))), ones) for n in range(2)]
     rows = {"__0_0.distcp": write_chunks(folder / "__0_0.distcp", values)}
     write_table(folder, rows)
-    assert torch.equal(TorchDistReader(folder).read("k1", (1, 0), (1, 3)), ones)
+    assert torch.equal(TorchDistReader(folder).read("k1", Slice((1, 0), (1, 3))), ones)
     return folder
 
 
@@ -314,7 +315,7 @@ def test_tables_of_megatron_checkpoints(place, megatron):
         with MENDABLE:
             reader = TorchDistReader(folder)
             for key in reader.keys():  # noqa: SIM118  not a dict
-                reader.read(key, (0, 0), (1, 3))
+                reader.read(key, Slice((0, 0), (1, 3)))
 
     check()
 
@@ -329,7 +330,7 @@ def test_chunks_of_megatron_checkpoints(place, megatron):
     def check(content):
         put(folder / "__0_0.distcp", content)
         with MENDABLE:
-            TorchDistReader(folder).read("k0", (0, 0), (1, 3))
+            TorchDistReader(folder).read("k0", Slice((0, 0), (1, 3)))
 
     check()
 
@@ -377,7 +378,7 @@ def test_a_disk_that_fails_is_not_called_damage(reads, megatron, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda path, *_, **__: FailingDisk(path))
     FailingDisk.reads = reads
     with pytest.raises(ConfigError, match="cannot be read .Input/output error.$"):
-        reader.read("k0", (0, 0), (1, 3))
+        reader.read("k0", Slice((0, 0), (1, 3)))
 
 
 def test_a_table_on_a_disk_that_fails_is_not_called_damaged(megatron, tmp_path):
@@ -392,12 +393,13 @@ READS_IN_SMALL_ROOM = """
 import resource, sys, psutil
 from pathlib import Path
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.weights.torch_dist import TorchDistReader
 reader, size = TorchDistReader(Path(sys.argv[1])), int(sys.argv[2])
 room = psutil.Process().memory_info().vms + size // 4
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 try:
-    reader.read("k", (0,), (size,))
+    reader.read("k", Slice((0,), (size,)))
 except ConfigError as error:
     sys.exit(str(error))
 """
@@ -405,7 +407,7 @@ except ConfigError as error:
 
 def test_too_little_memory_is_not_called_damage(tmp_path):
     size = 256 << 20
-    chunk = Chunk("k", (size,), (0,), (size,), torch.uint8)
+    chunk = Chunk("k", (size,), Slice.whole((size,)), torch.uint8)
     rows = write_chunks(tmp_path / "__0_0.distcp", [(chunk, torch.zeros(size, dtype=torch.uint8))])
     write_table(tmp_path, {"__0_0.distcp": rows})
     # In a process of its own: what other tests hold here, and may free, would make room.

@@ -18,10 +18,10 @@ from qurl_megatron.runtime.pretend import pretended_rank, without_gpus
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import lay_out
 from qurl_megatron.sizes.memory import GIB, Pass
+from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.dry_run import dry_run, render
 from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.warmstart import warmstart
-from qurl_megatron.weights import read_arch
 from qurl_megatron.weights.shapes import parameter_count
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from qurl_megatron.rollout.membership import Member, read_members
 from qurl_megatron.rollout.process import EngineProcess, Launch, port_file
 from qurl_megatron.rollout.transport.meeting import Hello, LinkError
 from qurl_megatron.rollout.transport.receipts import collect
-from qurl_megatron.rollout.version import MANIFEST, Manifest, Slice, TensorEntry, read_version
+from qurl_megatron.rollout.version import MANIFEST, Manifest, SliceEntry, TensorEntry, read_version
 from qurl_megatron.rollout.wire import Blob, Message, Piece, Receipt
 
 QUICK = settings(max_examples=300, derandomize=True, deadline=None, database=None)
@@ -84,7 +84,7 @@ MESSAGE = Message(
 )
 RECEIPT = Receipt("v7-engine-0-01", 0, None, 100, 0.5, "ab")
 HELLO = Hello("link", (0, 1), {"torch": "2"})
-ENTRY = TensorEntry((4, 8), "int8", 0, (Slice("a", 0, 2, "0a"), Slice("b", 2, 2, "0b")))
+ENTRY = TensorEntry((4, 8), "int8", 0, (SliceEntry("a", 0, 2, "0a"), SliceEntry("b", 2, 2, "0b")))
 VERSION = Manifest(7, "int8", {"a": 16, "b": 16}, {"w": ENTRY})
 
 

@@ -1,7 +1,8 @@
 """Every byte an engine rank holds has one sender, who holds it; nobody gathers anything."""
 
+import math
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -9,15 +10,15 @@ import torch
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.plan import (
     Layout,
-    Span,
     buckets,
-    cut,
     engine_part,
     trainer_part,
     transfers,
 )
-from qurl_megatron.weights import is_quantized, stage_ops
-from qurl_megatron.weights.arch import Arch, Experts
+from qurl_megatron.tensors.arch import Arch, Experts
+from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.weights import stage_ops
 
 BASE = Arch(
     family="qwen2",
@@ -85,13 +86,6 @@ def tensors_of(arch: Arch, *, scales: bool) -> dict[str, tuple[tuple[int, ...], 
     return found
 
 
-def elements(shape: tuple[int, ...], dim: int | None, start: int, stop: int) -> int:
-    lengths = [*shape]
-    if dim is not None:
-        lengths[dim] = stop - start
-    return torch.Size(lengths).numel()
-
-
 def fits(arch: Arch, tensor: int, pipeline: int) -> bool:
     try:
         arch.check_parallel(tensor, pipeline)
@@ -112,24 +106,17 @@ def test_every_byte_of_every_engine_rank_is_sent_once_by_who_holds_it(arch, scal
         for transfer in transfers(tensors, arch, layout, engine_tp):
             shape, element = tensors[transfer.name]
             have = trainer_part(arch, transfer.name, shape, layout, *transfer.source)
-            sent = Span(transfer.dim, transfer.start, transfer.stop)
-            assert cut(have, sent) == sent, f"{where}: {transfer} is not its source's to send"
-            assert transfer.bytes == element * elements(
-                shape, transfer.dim, transfer.start, transfer.stop
-            )
-            arriving.setdefault((transfer.name, transfer.engine_rank), []).append(transfer)
-        for (name, (shape, element)), rank in product(tensors.items(), range(engine_tp)):
+            part = transfer.part
+            assert have.overlap(part) == part, f"{where}: {transfer} is not its source's to send"
+            assert transfer.bytes == element * part.elements
+            arriving.setdefault((transfer.name, transfer.engine_rank), []).append(part)
+        for (name, (shape, _)), rank in product(tensors.items(), range(engine_tp)):
             need = engine_part(arch, name, shape, engine_tp, rank)
-            parts = sorted(arriving.pop((name, rank), ()), key=lambda t: t.start)
-            if need.empty:
-                assert not parts
-                continue
-            assert [need.start, *(t.stop for t in parts)] == [
-                *(t.start for t in parts),
-                need.stop,
-            ], f"{where}: {name} of rank {rank} is not covered exactly once"
-            total = element * elements(shape, need.dim, need.start, need.stop)
-            assert sum(t.bytes for t in parts) == total, f"{where}: {name}"
+            parts = arriving.pop((name, rank), ())
+            assert all(part.overlap(need) == part for part in parts), f"{where}: {name}"
+            apart = not any(one.overlap(other) for one, other in combinations(parts, 2))
+            count = sum(part.elements for part in parts)
+            assert apart and count == need.elements, f"{where}: {name} of rank {rank}"
         assert not arriving
 
 
@@ -143,9 +130,9 @@ def test_training_ranks_hold_every_tensor_exactly_once(arch):
                 trainer_part(arch, name, shape, layout, stage, rank)
                 for stage, rank in product(range(layout.pipeline), range(layout.tensor))
             ]
-            spans = [span for span in held if span]
-            whole = 1 if spans[0].dim is None else shape[spans[0].dim]
-            assert [0, *(s.stop for s in spans)] == [*(s.start for s in spans), whole]
+            parts = [part for part in held if part]
+            assert not any(one.overlap(other) for one, other in combinations(parts, 2))
+            assert sum(part.elements for part in parts) == math.prod(shape)
 
 
 @pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
@@ -157,9 +144,7 @@ def test_the_data_that_arrives_is_what_sglang_would_have_loaded_from_whole_tenso
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank in range(engine_tp):
             need = engine_part(arch, name, shape, engine_tp, rank)
-            actual = whole
-            if need.dim is not None:
-                actual = whole.narrow(need.dim, need.start, need.stop - need.start)
+            actual = need.narrow(whole, Slice.whole(shape))
             assert torch.equal(actual, as_sglang_loads(arch, name, whole, engine_tp, rank)), name
 
 
@@ -184,9 +169,10 @@ def as_sglang_loads(arch, name, whole, tp, rank):
 
 def test_a_vocabulary_is_padded_to_64_rows_before_sglang_splits_it():
     parts = [engine_part(BASE, "lm_head.weight", (131, 24), 4, rank) for rank in range(4)]
-    assert parts == [Span(0, 0, 48), Span(0, 48, 96), Span(0, 96, 131), Span(0, 131, 131)]
+    rows = [(part.starts[0], part.sizes[0]) for part in parts]
+    assert rows == [(0, 48), (48, 48), (96, 35), (131, 0)]
     # 192 rows are no multiple of 5: SGLang goes on to 320.
-    assert engine_part(BASE, "lm_head.weight", (131, 24), 5, 1) == Span(0, 64, 128)
+    assert engine_part(BASE, "lm_head.weight", (131, 24), 5, 1) == Slice((64, 0), (64, 24))
 
 
 @pytest.mark.parametrize(
@@ -215,20 +201,12 @@ def test_a_trainer_that_does_not_divide_the_model_is_refused():
 def test_what_all_tensor_ranks_hold_is_sent_by_the_first():
     layout = Layout(tensor=2)
     scale = "model.layers.0.mlp.down_proj.weight_scale"
-    assert trainer_part(BASE, scale, (24, 1), layout, 0, 0) == Span(None, 0, 1)
+    assert trainer_part(BASE, scale, (24, 1), layout, 0, 0) == Slice.whole((24, 1))
     assert trainer_part(BASE, scale, (24, 1), layout, 0, 1) is None
 
 
 def test_data_parallel_replicas_take_turns():
     assert [Layout(data=3).replica(bucket) for bucket in range(5)] == [0, 1, 2, 0, 1]
-
-
-def test_a_cut_is_what_both_have():
-    assert cut(Span(0, 0, 8), Span(0, 6, 12)) == Span(0, 6, 8)
-    assert cut(Span(0, 0, 8), Span(0, 8, 12)) is None
-    assert cut(Span(None, 0, 1), Span(1, 4, 8)) == Span(1, 4, 8)
-    assert cut(Span(1, 4, 8), Span(None, 0, 1)) == Span(1, 4, 8)
-    assert cut(Span(None, 0, 1), Span(0, 5, 5)) is None
 
 
 def test_buckets_are_runs_of_items_within_the_limit():

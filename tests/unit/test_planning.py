@@ -27,8 +27,8 @@ from qurl_megatron.planning.training_time import (
 )
 from qurl_megatron.planning.workload import Workload, decay, in_turn
 from qurl_megatron.sizes.memory import GIB
+from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.footprint import find_models, footprint
-from qurl_megatron.weights import read_arch
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 

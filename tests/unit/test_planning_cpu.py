@@ -30,8 +30,8 @@ from qurl_megatron.planning.own import Own, extrapolated
 from qurl_megatron.planning.predict import Planner
 from qurl_megatron.planning.rollout_time import decode_rank, engine_rank, linear_parameters
 from qurl_megatron.planning.training_time import LAUNCH, PRODUCTS
+from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.footprint import find_models
-from qurl_megatron.weights import read_arch
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 KINDS = ("strong", "weak")

@@ -25,9 +25,9 @@ from qurl_megatron.quant.export import (
     stored_shapes,
 )
 from qurl_megatron.rollout.embedded.model import Decoder
+from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights import open_checkpoint
-from qurl_megatron.weights.arch import read_arch, read_config
-from qurl_megatron.weights.families import is_quantized
 from tests.unit.engine_models import CPU, write_model
 
 COMBINATIONS = [(scheme, fmt) for fmt, layouts in FORMATS.items() for scheme in layouts]

@@ -7,6 +7,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.loader import Rank, handle
 from qurl_megatron.rollout.sglang.targets import pointers, targets
 from qurl_megatron.rollout.wire import Blob, Message, checksum, lay_out, piece_of
+from qurl_megatron.tensors.slice import Shard, Slice
+from tests.shards import shard
 from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
@@ -30,12 +32,12 @@ class Wire:
     def follow(self, transport: dict) -> bool:
         return transport == self.transport
 
-    def put(self, parts: list[tuple]) -> Blob:
+    def put(self, parts: list[Shard]) -> Blob:
         pieces, size = lay_out(parts)
         data = torch.zeros(size, dtype=torch.uint8)
         for index, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
-            piece_of(data, piece).copy_(part[1])
-            pieces[index] = dataclasses.replace(piece, checksum=checksum(part[1]))
+            piece_of(data, piece).copy_(part.value)
+            pieces[index] = dataclasses.replace(piece, checksum=checksum(part.value))
         self.blobs.append(data)
         return Blob({"number": len(self.blobs) - 1}, size, tuple(pieces))
 
@@ -76,17 +78,17 @@ class Engine:
         self.session, self.index = session, 0
 
 
-def parts(tensors: dict, ranks: int = 1) -> list[list[tuple]]:
+def parts(tensors: dict, ranks: int = 1) -> list[list[Shard]]:
     """What each of ``ranks`` training ranks holds of whole tensors."""
     made: list[list] = [[] for _ in range(ranks)]
     for name, value in tensors.items():
         row_parallel = "o_proj" in name or "down_proj" in name
         if "norm" in name or (row_parallel and name.endswith("scale")):
-            made[0].append((name, value, None, 0))
+            made[0].append(Shard.whole(name, value))
             continue
         dim, start = (1 if row_parallel else 0), 0
         for rank, part in enumerate(value.tensor_split(ranks, dim)):
-            made[rank].append((name, part.contiguous(), dim, start))
+            made[rank].append(Shard(name, part.contiguous(), value.shape, dim, start))
             start += part.shape[dim]
     return made
 
@@ -107,10 +109,10 @@ def test_every_rank_ends_with_its_part_of_every_tensor(ranks, tp):
         assert receipt.rank == rank
         assert receipt.pointers == before
         found = targets(engine.model)
-        assert receipt.bytes == sum(target.view.nbytes for target in found.values())
+        assert receipt.bytes == sum(target.value.nbytes for target in found.values())
         for name, target in found.items():
-            part = tuple(slice(*span) for span in target.box)
-            assert torch.equal(target.view, whole[name][part]), name
+            held = target.part.narrow(whole[name], Slice.whole(target.shape))
+            assert torch.equal(target.value, held), name
 
 
 def test_finish_leaves_what_a_fresh_load_leaves_for_sglang_to_transpose():
@@ -133,7 +135,7 @@ def test_a_second_update_finds_the_weights_however_the_first_left_them():
     assert torch.equal(engine.model.model.layers[0].self_attn.o_proj.weight, doubled[O_PROJ])
 
 
-def failed(engine: Engine, *rounds: list[tuple]) -> str:
+def failed(engine: Engine, *rounds: list[Shard]) -> str:
     for one in rounds:
         engine.bucket(engine.wire.put(one))
     return engine.check().error
@@ -147,7 +149,7 @@ def test_a_missing_tensor_is_named():
 
 def test_a_missing_shard_is_named():
     first, second = parts(whole_tensors(), ranks=2)
-    absent = [part for part in second if part[0] != O_PROJ]
+    absent = [part for part in second if part.name != O_PROJ]
     assert f"{O_PROJ} (a part only of it arrived)" in failed(Engine(), first, absent)
 
 
@@ -160,20 +162,19 @@ def test_a_rank_does_not_miss_what_it_does_not_hold():
 
 def test_a_piece_that_comes_twice_or_overlaps_is_named():
     whole = whole_tensors()
-    overlap = (O_PROJ, whole[O_PROJ][:, 3:5].contiguous(), 1, 3)
+    overlap = shard(O_PROJ, whole[O_PROJ][:, 3:5].contiguous(), 1, 3)
     error = failed(Engine(), parts(whole)[0], [overlap])
     assert error == f"{O_PROJ} columns [3, 5) came twice"
 
 
 def test_an_unknown_tensor_is_named():
-    assert "model.extra is not a tensor" in failed(
-        Engine(), [("model.extra", torch.ones(2), None, 0)]
-    )
+    extra = shard("model.extra", torch.ones(2))
+    assert "model.extra is not a tensor" in failed(Engine(), [extra])
 
 
 def test_another_dtype_is_refused_and_nothing_written():
     engine = Engine()
-    error = failed(engine, [(NORM, torch.ones(16, dtype=torch.bfloat16), None, 0)])
+    error = failed(engine, [shard(NORM, torch.ones(16, dtype=torch.bfloat16))])
     assert error == f"{NORM} came as bfloat16, the engine holds float32"
     assert not engine.model.model.norm.weight.any()
 
@@ -188,12 +189,12 @@ def test_another_dtype_is_refused_and_nothing_written():
     ],
 )
 def test_another_shape_is_refused_by_name(part):
-    assert part[0] in failed(Engine(), [part])
+    assert part[0] in failed(Engine(), [shard(*part)])
 
 
 def test_a_damaged_piece_is_named_and_not_written():
     engine = Engine()
-    blob = engine.wire.put([(NORM, torch.ones(16), None, 0)])
+    blob = engine.wire.put([shard(NORM, torch.ones(16))])
     engine.wire.blobs[0][5] ^= 1
     engine.bucket(blob)
     assert "damaged" in engine.check().error and NORM in engine.check().error
@@ -203,7 +204,7 @@ def test_a_damaged_piece_is_named_and_not_written():
 def test_the_first_error_is_told_and_the_rest_is_fetched_but_not_written():
     engine = Engine()
     whole = parts(whole_tensors())[0]
-    error = failed(engine, [("model.extra", torch.ones(2), None, 0)], whole)
+    error = failed(engine, [shard("model.extra", torch.ones(2))], whole)
     assert "model.extra" in error
     assert engine.wire.fetched == [0, 1]
     assert not engine.model.model.norm.weight.any()
@@ -234,7 +235,7 @@ def test_a_bucket_that_never_came_is_an_error():
 
 def test_a_new_session_forgets_the_errors_and_the_coverage_of_the_last():
     engine = Engine()
-    failed(engine, parts(whole_tensors())[0], [("model.extra", torch.ones(2), None, 0)])
+    failed(engine, parts(whole_tensors())[0], [shard("model.extra", torch.ones(2))])
     engine.next("two")
     assert failed(engine, parts(whole_tensors())[0]) is None
 

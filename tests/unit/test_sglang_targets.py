@@ -6,6 +6,7 @@ from torch import nn
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.targets import pointers, targets, tensor_rank, turn_back
+from qurl_megatron.tensors.slice import Slice
 from tests.unit import sglang_lookalikes as lookalikes
 from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
 
@@ -24,10 +25,10 @@ def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(tp, method):
         assert found.keys() == whole.keys()
         for name, target in found.items():
             assert target.shape == whole[name].shape
-            assert target.view.dtype == whole[name].dtype
-            part = tuple(slice(*span) for span in target.box)
-            assert held[name][part].shape == target.view.shape
-            held[name][part] += 1
+            assert target.value.dtype == whole[name].dtype
+            part = target.part.narrow(held[name], Slice.whole(target.shape))
+            assert part.shape == target.value.shape
+            part += 1
     for name, times in held.items():
         copies = set(times.flatten().tolist())
         if any(part in name for part in ("k_proj", "v_proj")):
@@ -42,9 +43,9 @@ def test_writing_through_a_target_writes_the_live_parameter():
     model = Qwen2ForCausalLM()
     found = targets(model)
     o_proj = model.model.layers[0].self_attn.o_proj
-    found["model.layers.0.self_attn.o_proj.weight"].view[3, 5] = 7
+    found["model.layers.0.self_attn.o_proj.weight"].value[3, 5] = 7
     assert o_proj.weight[5, 3] == 7  # SGLang holds [in, out]
-    found["model.layers.1.self_attn.k_proj.bias"].view[0] = 9.0
+    found["model.layers.1.self_attn.k_proj.bias"].value[0] = 9.0
     assert model.model.layers[1].self_attn.qkv_proj.bias[lookalikes.HEADS * lookalikes.HEAD] == 9.0
 
 

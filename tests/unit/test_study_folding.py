@@ -17,7 +17,8 @@ from qurl_megatron.study.folding import (
     table,
     train,
 )
-from qurl_megatron.weights import fold_uaq, is_quantized
+from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.weights import fold_uaq
 from qurl_megatron.weights.uaq import takes_part
 
 ROOT = Path(__file__).parents[2]

@@ -4,12 +4,12 @@ import pytest
 
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.lengths import (
     longest_prompt,
     no_room_for_the_environment,
     refuse_endless_responses,
 )
-from qurl_megatron.weights.arch import read_arch
 from tests.unit.test_damaged_files import QWEN2
 
 ARCH = read_arch({**QWEN2, "max_position_embeddings": 1024})

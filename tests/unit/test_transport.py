@@ -29,6 +29,7 @@ from qurl_megatron.rollout.wire import (
     word_sum,
 )
 from qurl_megatron.runtime import undertaker
+from tests.shards import shard
 from tests.unit.remote import Remote
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -40,12 +41,12 @@ def parts(seed: int, rows: int = 6) -> list:
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randint(-127, 128, (rows, 10), dtype=torch.int8, generator=generator)
     return [
-        ("norm", torch.randn(7, generator=generator).bfloat16(), None, 0),
-        ("columns", wide[:, 3:8], 1, 3),
-        ("rows", wide[2:], 0, 12),
-        ("scale", torch.rand(rows, 1, generator=generator), 0, 12),
-        ("fp8", torch.randn(3, 5, generator=generator).to(torch.float8_e4m3fn), 0, 0),
-        ("odd", torch.randn(3, generator=generator).bfloat16(), None, 0),
+        shard("norm", torch.randn(7, generator=generator).bfloat16()),
+        shard("columns", wide[:, 3:8], 1, 3),
+        shard("rows", wide[2:], 0, 12),
+        shard("scale", torch.rand(rows, 1, generator=generator), 0, 12),
+        shard("fp8", torch.randn(3, 5, generator=generator).to(torch.float8_e4m3fn), 0),
+        shard("odd", torch.randn(3, generator=generator).bfloat16()),
     ]
 
 
@@ -64,14 +65,14 @@ def make_sender(kind: str, root: Path):
 
 def check(memory: torch.Tensor, blob, sent: list) -> None:
     assert memory.dtype is torch.uint8 and len(memory) == blob.bytes
-    by_name = {name: (tensor, dim, start) for name, tensor, dim, start in sent}
+    by_name = {part.name: part for part in sent}
     assert {piece.name for piece in blob.pieces} == by_name.keys()
     for piece in blob.pieces:
-        tensor, dim, start = by_name[piece.name]
-        assert (piece.dim, piece.start) == (dim, start)
+        part = by_name[piece.name]
+        assert (piece.dim, piece.start) == (part.dim, part.start)
         found = piece_of(memory, piece)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        assert found.dtype == part.value.dtype
+        assert torch.equal(found.view(torch.uint8), part.value.contiguous().view(torch.uint8))
         assert checksum(found) == piece.checksum
 
 
@@ -84,10 +85,10 @@ def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
     sender, sent = make_sender("memory", tmp_path), parts(0)
     room = Room(sender.room(0, 4096))
     made = []
-    for name, tensor, dim, start in sent:
-        place = room.place(tensor.shape, tensor.dtype)
-        made.append((name, place.copy_(tensor), dim, start))
-    addresses = [tensor.data_ptr() for _, tensor, _, _ in made]
+    for part in sent:
+        place = room.place(part.value.shape, part.value.dtype)
+        made.append(dataclasses.replace(part, value=place.copy_(part.value)))
+    addresses = [part.value.data_ptr() for part in made]
     blob = sender.put(0, made)
     receiver = open_receiver(sender.describe("http://a:1"), 0)
     check(receiver.fetch(blob), blob, sent)
@@ -102,12 +103,13 @@ def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kep
     sender, drawn = make_sender("memory", tmp_path), parts(0)
     room = Room(sender.room(0, 200))
     made = []
-    for name, tensor, dim, start in drawn:
-        place = room.place(tensor.shape, tensor.dtype)
-        made.append((name, tensor if place is None else place.copy_(tensor), dim, start))
+    for part in drawn:
+        place = room.place(part.value.shape, part.value.dtype)
+        value = part.value if place is None else place.copy_(part.value)
+        made.append(dataclasses.replace(part, value=value))
     assert room.place((1 << 20,), torch.int8) is None
     # More than the room holds goes with them, so that the memory grows.
-    more = ("more", torch.arange(1 << 20), None, 0)
+    more = shard("more", torch.arange(1 << 20))
     sent = [*(made[i] for i in kept), more]
     blob = sender.put(0, sent)
     receiver = open_receiver(sender.describe("http://a:1"), 0)
@@ -278,8 +280,8 @@ def test_a_bucket_is_a_safetensors_file_that_others_can_read(tmp_path):
     path = tmp_path / "versions/v000012/pp0-tp0-b00003.safetensors"
     assert blob.where["path"] == str(path)
     found = load_file(path)
-    for name, tensor, _, _ in parts(0):
-        assert torch.equal(found[name].float(), tensor.float())
+    for part in parts(0):
+        assert torch.equal(found[part.name].float(), part.value.float())
 
 
 def two_ranks(tmp_path, version=5):
@@ -289,9 +291,9 @@ def two_ranks(tmp_path, version=5):
     for sender in senders:
         sender.begin(version)
     blobs = [
-        senders[0].put(0, [("w", whole[:6], 0, 0), ("n", torch.ones(3), None, 0)]),
-        senders[1].put(0, [("w", whole[6:8], 0, 6), ("v", whole[:0], 0, 12)]),
-        senders[1].put(1, [("w", whole[8:], 0, 8)]),
+        senders[0].put(0, [shard("w", whole[:6], 0), shard("n", torch.ones(3))]),
+        senders[1].put(0, [shard("w", whole[6:8], 0, 6), shard("v", whole[:0], 0, 12)]),
+        senders[1].put(1, [shard("w", whole[8:], 0, 8)]),
     ]
     return senders, blobs, whole
 
@@ -465,7 +467,7 @@ def test_too_little_memory_is_told_before_a_byte_is_written():
     try:
         huge = torch.zeros(1, dtype=torch.int8).expand(1 << 50)
         with pytest.raises(ConfigError, match=r"rank0-0.*No space.*MB are needed.*MB are free"):
-            sender.put(0, [("w", huge, None, 0)])
+            sender.put(0, [shard("w", huge)])
         sender.put(0, parts(0))
     finally:
         sender.close()
@@ -494,7 +496,7 @@ def test_a_gpu_bucket_is_opened_by_its_handle(tmp_path):
     engine = Remote(Engine, sender.describe("a"), 0)
     try:
         for index in range(4):
-            on_gpu = [(n, t.cuda(), d, s) for n, t, d, s in parts(index, 1000)]
+            on_gpu = [dataclasses.replace(p, value=p.value.cuda()) for p in parts(index, 1000)]
             blob = sender.put(index, on_gpu)
             assert engine.call("sums", blob) == [piece.checksum for piece in blob.pieces]
     finally:

@@ -14,6 +14,7 @@ from qurl_megatron.rollout.transport import facts, open_receiver
 from qurl_megatron.rollout.transport.group import GroupSender, host_store, join_store
 from qurl_megatron.rollout.transport.meeting import Hello, still_open
 from qurl_megatron.rollout.wire import Receipt, checksum, piece_of
+from tests.shards import shard
 from tests.unit.remote import Remote, together
 from tests.waiting import PATIENCE_S
 
@@ -103,7 +104,7 @@ def codes(rank, index, tp, engine_rank, size):
     generator = torch.Generator().manual_seed(rank * 1000 + index * 100 + tp * 10 + engine_rank)
     weight = torch.randint(-127, 128, (size // 64, 64), dtype=torch.int8, generator=generator)
     scale = torch.rand(3, 1, generator=generator)
-    return [("weight", weight, 0, 5), ("scale", scale, None, 0)]
+    return [shard("weight", weight, 0, 5), shard("scale", scale)]
 
 
 def use(device: torch.device) -> None:
@@ -159,9 +160,13 @@ def test_every_engine_rank_gets_the_bytes_that_are_its_own(cast):
                 for rank, (e, blob) in enumerate(zip(arrived, theirs, strict=True)):
                     memory = torch.frombuffer(bytearray(e.result()), dtype=torch.uint8)
                     sent = codes(source, index, 2, rank, size)
-                    for piece, (name, tensor, dim, start) in zip(blob.pieces, sent, strict=True):
-                        assert (piece.name, piece.dim, piece.start) == (name, dim, start)
-                        assert torch.equal(piece_of(memory, piece), tensor)
+                    for piece, part in zip(blob.pieces, sent, strict=True):
+                        assert (piece.name, piece.dim, piece.start) == (
+                            part.name,
+                            part.dim,
+                            part.start,
+                        )
+                        assert torch.equal(piece_of(memory, piece), part.value)
         assert together(trainers, "settle") == [{}, {}]
         together(engine, "report", f"v{version}")
         receipts = trainers[0].call("receipts", f"v{version}", 2)

@@ -13,6 +13,7 @@ from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.training.warmstart import (
     accuracy,
     build_model,
@@ -20,7 +21,6 @@ from qurl_megatron.training.warmstart import (
     save_tokenizer,
     warmstart,
 )
-from qurl_megatron.weights import read_eos
 
 # 1-digit sums and 2-digit ones: small enough to learn something in seconds.
 DATA = DataConfig(

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch import Tensor
-
 from qurl_megatron.bench.load.words import write_tokenizer
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.config import SyncConfig
@@ -23,7 +21,8 @@ from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.update import Update
 from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.rollout.wire import Blob
-from qurl_megatron.weights import is_quantized, read_arch
+from qurl_megatron.tensors.arch import read_arch
+from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
 
 BUCKET = 256 << 20  # bytes
@@ -64,24 +63,24 @@ class Version:
         self.blobs: list[Blob] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for parts in _buckets(self._tensors()):
-            shapes |= {name: tuple(tensor.shape) for name, tensor in parts}
-            whole = [(name, tensor, None, 0) for name, tensor in parts]
-            self.blobs.append(self.sender.put(len(self.blobs), whole))
+            shapes |= {part.name: part.shape for part in parts}
+            self.blobs.append(self.sender.put(len(self.blobs), parts))
         self.sender.seal(manifest_of(1, scheme, self.blobs, shapes))
 
     @property
     def folder(self) -> Path:
         return self.sender.folder
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self) -> Iterator[Shard]:
         for op in self.source.ops():
-            quantized = self.scheme != "none" and is_quantized(op.hf[0].name)
+            quantized = self.scheme != "none" and op.hf[0].quantized
             dtype = None if quantized else DTYPES[self.dtype]
             for name, tensor in read_tensors(self.source, op, folding(1.0), dtype).items():
+                made = {name: tensor}
                 if quantized:
-                    yield from stored(name, quantize(tensor, self.scheme), "sglang").items()
-                else:
-                    yield name, tensor
+                    made = stored(name, quantize(tensor, self.scheme), "sglang")
+                for each, value in made.items():
+                    yield Shard.whole(each, value)
 
     def publish(self, fleet: Fleet, number: int) -> tuple[str, float]:
         """As the trainer does it; to be called with rising numbers.
@@ -105,15 +104,15 @@ class Version:
             return name, update.commit(self.sender.receipts).paused_s
 
 
-def _buckets(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
+def _buckets(tensors: Iterator[Shard]) -> Iterator[list[Shard]]:
+    bucket: list[Shard] = []
     size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > BUCKET:
+    for tensor in tensors:
+        if bucket and size + tensor.value.nbytes > BUCKET:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+        bucket.append(tensor)
+        size += tensor.value.nbytes
     yield bucket
 
 

@@ -33,14 +33,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from qurl_megatron.model.policy import HfShard, Policy
+from qurl_megatron.model.policy import Policy
 from qurl_megatron.quant import quantize
 from qurl_megatron.rollout.engine import Engine
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.sglang.launch import LOADER
 from qurl_megatron.rollout.transport.files import FilesSender
 from qurl_megatron.rollout.wire import Message, payload
-from qurl_megatron.weights import is_quantized
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.tensors.table import is_quantized
 
 Way = Literal["loader", "from_tensor", "from_disk"]
 Named = list[tuple[str, Tensor]]
@@ -123,14 +124,14 @@ class Gathered:
             del whole, found
         yield named
 
-    def _gather(self, shard: HfShard) -> Tensor:
+    def _gather(self, shard: Shard) -> Tensor:
         tensor = self.policy.ranks.tensor
-        dim = shard.split_dim
+        dim = shard.dim
         if dim is None or tensor.size == 1:
             return shard.value
         value = shard.value.transpose(0, dim)
         # The last rank may hold padding of the vocabulary, which its shard leaves out.
-        rows = shard.offset // tensor.rank if tensor.rank else len(value)
+        rows = shard.start // tensor.rank if tensor.rank else len(value)
         sizes = [min(rows, shard.shape[dim] - rank * rows) for rank in range(tensor.size)]
         if len(value) < rows:
             value = F.pad(value, (0, 0, 0, rows - len(value)))
@@ -178,7 +179,7 @@ class Gathered:
             count = 0
             for named in self._whole(spent):
                 start = time.perf_counter()
-                blob = self._sender.put(count, [(name, value, None, 0) for name, value in named])
+                blob = self._sender.put(count, [Shard.whole(name, value) for name, value in named])
                 spent.put_s += time.perf_counter() - start
                 del named
                 start = time.perf_counter()

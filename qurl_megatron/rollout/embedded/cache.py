@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qurl_megatron.weights.arch import Arch
+from qurl_megatron.tensors.arch import Arch
 
 ROUND = 64  # row lengths are multiples of this, so that slightly longer requests need no new cut
 

@@ -19,7 +19,8 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant.products import has_fp8_hardware
 from qurl_megatron.rollout.embedded import kernels, native
 from qurl_megatron.rollout.embedded.rope import inverse_frequencies
-from qurl_megatron.weights.arch import Arch
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.table import hf_tensor
 
 SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")
 # Largest activation code of the schemes with int8 products: below 127, bits are simulated.
@@ -91,12 +92,10 @@ class Decoder:
         self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
         self.largest_code = CODES.get(scheme)
         self.slots: dict[str, Slot] = {}
-        self.embedding = self._float("model.embed_tokens.weight", arch.vocab, arch.hidden)
+        self.embedding = self._float("model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(arch.num_layers)]
-        self.norm = self._float("model.norm.weight", arch.hidden)
-        self.head = (
-            self.embedding if arch.tied else self._float("lm_head.weight", arch.vocab, arch.hidden)
-        )
+        self.norm = self._float("model.norm.weight")
+        self.head = self.embedding if arch.tied else self._float("lm_head.weight")
         self.inverse_frequencies = inverse_frequencies(arch).to(device)
 
     @torch.inference_mode()
@@ -179,26 +178,26 @@ class Decoder:
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def _layer(self, prefix: str) -> Layer:
-        arch = self.arch
-        heads, kv_heads, dim = arch.heads, arch.kv_heads, arch.head_dim
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv_rows = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        qkv = [f"{attention}{x}_proj" for x in "qkv"]
         return Layer(
-            input_norm=self._float(prefix + "input_layernorm.weight", arch.hidden),
-            qkv=self._matrix(attention, qkv_rows, arch.hidden),
-            qkv_bias=self._bias(attention, qkv_rows) if arch.qkv_bias else None,
-            qk_norm=self._qk_norm(attention) if arch.qk_norm else None,
-            out=self._matrix(attention, {"o_proj": arch.hidden}, heads * dim),
-            post_norm=self._float(prefix + "post_attention_layernorm.weight", arch.hidden),
-            gate_up=self._matrix(
-                mlp, {"gate_proj": arch.intermediate, "up_proj": arch.intermediate}, arch.hidden
-            ),
-            down=self._matrix(mlp, {"down_proj": arch.hidden}, arch.intermediate),
+            input_norm=self._float(prefix + "input_layernorm.weight"),
+            qkv=self._matrix(*qkv),
+            qkv_bias=self._bias(*qkv) if self.arch.qkv_bias else None,
+            qk_norm=self._qk_norm(attention) if self.arch.qk_norm else None,
+            out=self._matrix(attention + "o_proj"),
+            post_norm=self._float(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._matrix(mlp + "gate_proj", mlp + "up_proj"),
+            down=self._matrix(mlp + "down_proj"),
         )
 
-    def _matrix(self, prefix: str, rows: dict[str, int], inputs: int) -> Matrix:
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return hf_tensor(self.arch, name).shape
+
+    def _matrix(self, *modules: str) -> Matrix:
         """Allocate one matrix for several named ones, stacked along the output."""
-        total = sum(rows.values())
+        shapes = {module: self._shape(f"{module}.weight") for module in modules}
+        total, inputs = sum(rows for rows, _ in shapes.values()), shapes[modules[0]][1]
         stored = {"none": self.dtype, "fp8": torch.float8_e4m3fn}.get(self.scheme, torch.int8)
         sent = FLOATS if self.scheme == "none" else (stored,)
         if self.scheme == "fp8" and not has_fp8_hardware(self.device):
@@ -206,20 +205,21 @@ class Decoder:
         weight = torch.empty(total, inputs, dtype=stored, device=self.device)
         scale = None if self.scheme == "none" else torch.empty(total, device=self.device)
         start = 0
-        for name, count in rows.items():
-            part = slice(start, start + count)
-            self.slots[f"{prefix}{name}.weight"] = Slot(weight[part], (count, inputs), sent)
+        for module, shape in shapes.items():
+            part = slice(start, start + shape[0])
+            self.slots[f"{module}.weight"] = Slot(weight[part], shape, sent)
             if scale is not None:
-                self.slots[f"{prefix}{name}.weight_scale"] = Slot(
-                    scale[part, None], (count, 1), (torch.float32,)
-                )
-            start += count
+                name = f"{module}.weight_scale"
+                self.slots[name] = Slot(scale[part, None], self._shape(name), (torch.float32,))
+            start += shape[0]
         return Matrix(self.scheme, weight, scale)
 
-    def _bias(self, prefix: str, rows: dict[str, int]) -> Tensor:
-        bias = torch.empty(sum(rows.values()), dtype=self.dtype, device=self.device)
-        for (name, count), part in zip(rows.items(), bias.split(list(rows.values())), strict=True):
-            self.slots[f"{prefix}{name}.bias"] = Slot(part, (count,), FLOATS)
+    def _bias(self, *modules: str) -> Tensor:
+        names = [f"{module}.bias" for module in modules]
+        rows = [self._shape(name)[0] for name in names]
+        bias = torch.empty(sum(rows), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, bias.split(rows), strict=True):
+            self.slots[name] = Slot(part, self._shape(name), FLOATS)
         return bias
 
     def _qk_norm(self, prefix: str) -> Tensor:
@@ -227,12 +227,13 @@ class Decoder:
         norm = torch.empty(
             arch.heads + arch.kv_heads, arch.head_dim, dtype=self.dtype, device=self.device
         )
-        shape = (arch.head_dim,)
-        self.slots[prefix + "q_norm.weight"] = Slot(norm[: arch.heads], shape, FLOATS)
-        self.slots[prefix + "k_norm.weight"] = Slot(norm[arch.heads :], shape, FLOATS)
+        for name, part in (("q_norm", norm[: arch.heads]), ("k_norm", norm[arch.heads :])):
+            name = f"{prefix}{name}.weight"
+            self.slots[name] = Slot(part, self._shape(name), FLOATS)
         return norm
 
-    def _float(self, name: str, *shape: int) -> Tensor:
+    def _float(self, name: str) -> Tensor:
+        shape = self._shape(name)
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.slots[name] = Slot(tensor, shape, FLOATS)
         return tensor

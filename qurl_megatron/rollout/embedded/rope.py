@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from qurl_megatron.weights.arch import Arch, Llama3Rope
+from qurl_megatron.tensors.arch import Arch, Llama3Rope
 
 
 def inverse_frequencies(arch: Arch) -> Tensor:

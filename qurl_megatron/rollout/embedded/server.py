@@ -40,7 +40,7 @@ from qurl_megatron.rollout.embedded.text import TextCodec
 from qurl_megatron.rollout.embedded.thread import EngineInfo, EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
 from qurl_megatron.rollout.lease import ENDPOINT, Lease
-from qurl_megatron.weights.arch import read_arch, read_config, read_eos
+from qurl_megatron.tensors.arch import read_arch, read_config, read_eos
 from qurl_megatron.weights.places import description_of
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.embedded.model import FLOATS, Decoder
 from qurl_megatron.rollout.version import MANIFEST, Manifest, read_version
+from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights.checkpoint import open_checkpoint
-from qurl_megatron.weights.families import is_quantized
 from qurl_megatron.weights.places import find_torch_dist
 
 

@@ -22,17 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.sglang.targets import (
-    Box,
-    Target,
-    part_box,
-    pointers,
-    targets,
-    tensor_rank,
-    turn_back,
-)
+from qurl_megatron.rollout.sglang.targets import pointers, targets, tensor_rank, turn_back
 from qurl_megatron.rollout.transport import Receiver, open_receiver
 from qurl_megatron.rollout.wire import Blob, Message, Piece, Receipt, checksum, piece_of
+from qurl_megatron.tensors.slice import Shard, Slice
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +41,8 @@ class Session:
 
     id: str
     rank: int = 0
-    targets: dict[str, Target] = field(default_factory=dict)
-    covered: dict[str, list[Box]] = field(default_factory=dict)
+    targets: dict[str, Shard] = field(default_factory=dict)
+    covered: dict[str, list[Slice]] = field(default_factory=dict)
     buckets: set[int] = field(default_factory=set)
     error: str | None = None
     unreachable: bool = False  # a fetch failed, and the next would wait as long
@@ -187,7 +180,7 @@ def _needed(session: Session, piece: Piece) -> bool:
     target = session.targets.get(piece.name)
     if target is None or len(piece.shape) != len(target.shape):
         return True
-    return common(part_box(piece.shape, piece.dim, piece.start), target.box) is not None
+    return piece.part.overlap(target.part) is not None
 
 
 def _take(session: Session, data: Tensor, piece: Piece) -> None:
@@ -201,22 +194,21 @@ def _take(session: Session, data: Tensor, piece: Piece) -> None:
     if target is None:
         raise ConfigError(f"{piece.name} is not a tensor of the engine's model")
     _check_piece(piece, target)
-    box = part_box(piece.shape, piece.dim, piece.start)
-    part = common(box, target.box)
+    part = piece.part.overlap(target.part)
     if part is None:
         return
     covered = session.covered.setdefault(piece.name, [])
-    if any(common(part, other) for other in covered):
+    if any(part.overlap(other) for other in covered):
         raise ConfigError(f"{_what(piece)} came twice")
     value = piece_of(data, piece)
     _verify(piece, value)
-    _cut(target.view, part, target.box).copy_(_cut(value, part, box))
+    part.narrow(target.value, target.part).copy_(part.narrow(value, piece.part))
     covered.append(part)
-    session.bytes += volume(part) * target.view.element_size()
+    session.bytes += part.elements * target.value.element_size()
 
 
-def _check_piece(piece: Piece, target: Target) -> None:
-    dtype = str(target.view.dtype).removeprefix("torch.")
+def _check_piece(piece: Piece, target: Shard) -> None:
+    dtype = str(target.value.dtype).removeprefix("torch.")
     if piece.dtype != dtype:
         raise ConfigError(f"{piece.name} came as {piece.dtype}, the engine holds {dtype}")
     fits = len(piece.shape) == len(target.shape) and all(
@@ -244,7 +236,8 @@ def _check(model: nn.Module, rank: Rank, message: Message) -> None:
     missing = [
         (name, arrived)
         for name, target in session.targets.items()
-        if (arrived := sum(map(volume, session.covered.get(name, ())))) != target.view.numel()
+        if (arrived := sum(part.elements for part in session.covered.get(name, ())))
+        != target.value.numel()
     ]
     if missing:
         what = [
@@ -285,26 +278,6 @@ def _report(rank: Rank) -> None:
         )
     except Exception:  # see the top; the sender finds no receipt
         logger.exception("weight update %s: no receipt could be left", session.id)
-
-
-def common(one: Box, other: Box) -> Box | None:
-    """The intersection; None where it is empty."""
-    box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return box if all(start < stop for start, stop in box) else None
-
-
-def volume(box: Box) -> int:
-    elements = 1
-    for start, stop in box:
-        elements *= stop - start
-    return elements
-
-
-def _cut(tensor: Tensor, part: Box, box: Box) -> Tensor:
-    """The view of ``part`` in a tensor that holds ``box``."""
-    for dim, ((start, stop), (first, _)) in enumerate(zip(part, box, strict=True)):
-        tensor = tensor.narrow(dim, start - first, stop - start)
-    return tensor
 
 
 def _what(piece: Piece) -> str:

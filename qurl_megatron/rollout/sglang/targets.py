@@ -2,7 +2,7 @@
 
 SGLang fuses q, k and v, and gate and up; splits them over tensor-parallel ranks; copies KV heads
 where there are more ranks than heads; pads the vocabulary; and keeps W8A8 weights transposed, as
-[in, out] views of memory that is still [out, in]. A ``Target`` is a view of that memory in the
+[in, out] views of memory that is still [out, in]. A target is a view of that memory in the
 orientation of the checkpoint, so that loading is a copy, and nothing is allocated or moved.
 
 Which orientation a weight has is told by its strides, never by its shape: a square one has both.
@@ -13,52 +13,27 @@ is refused by name: a parameter that no update reaches would keep its old value 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
 from torch import Tensor, nn
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.slice import Shard
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-Box = tuple[tuple[int, int], ...]
-"""Half-open ranges, one per dimension, in a whole tensor."""
 
+def targets(model: nn.Module) -> dict[str, Shard]:
+    """What this rank holds of every tensor that an update must bring, by its Hugging Face name.
 
-@dataclass(frozen=True)
-class Target:
-    """What this rank holds of one whole tensor."""
-
-    view: Tensor  # into the live parameter; [rows, columns] or [rows], as in the checkpoint
-    shape: tuple[int, ...]  # of the whole tensor
-    dim: int | None = None  # along which it is a part; None: it is all of it
-    start: int = 0  # first row or column along ``dim``
-
-    @property
-    def stop(self) -> int:
-        return self.start + (1 if self.dim is None else self.view.shape[self.dim])
-
-    @property
-    def box(self) -> Box:
-        return part_box(self.view.shape, self.dim, self.start)
-
-
-def part_box(shape: tuple[int, ...], dim: int | None, start: int) -> Box:
-    """The part of shape ``shape`` that begins at ``start`` along ``dim``."""
-    starts = [start if axis == dim else 0 for axis in range(len(shape))]
-    return tuple((first, first + size) for first, size in zip(starts, shape, strict=True))
-
-
-def targets(model: nn.Module) -> dict[str, Target]:
-    """Every tensor that an update must bring, by its Hugging Face name.
+    Values are views into the live parameters.
 
     Raises:
         ConfigError: the model, its quantization, or one of its parameters is not understood here.
     """
     _refuse_model(model)
-    found: dict[str, Target] = {}
+    found: dict[str, Shard] = {}
     claimed: Counter[int] = Counter()  # elements, by the id of the parameter
     for name, module in model.named_modules():
         known = _kind(module)
@@ -68,8 +43,8 @@ def targets(model: nn.Module) -> dict[str, Target]:
         for claim in known(name, module):
             if claim.parameter in shared:
                 continue
-            found[claim.name] = claim.target
-            claimed[claim.parameter] += claim.target.view.numel() + claim.padding
+            found[claim.target.name] = claim.target
+            claimed[claim.parameter] += claim.target.value.numel() + claim.padding
     for name, parameter in model.named_parameters():
         if claimed[id(parameter)] != parameter.numel():
             raise ConfigError(
@@ -106,15 +81,14 @@ def turn_back(model: nn.Module) -> None:
                 module.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def pointers(found: dict[str, Target]) -> str:
+def pointers(found: dict[str, Shard]) -> str:
     """Checksum over where everything lies; equal before and after an update that moved nothing."""
-    places = [(name, t.view.data_ptr(), t.view.stride()) for name, t in sorted(found.items())]
+    places = [(name, t.value.data_ptr(), t.value.stride()) for name, t in sorted(found.items())]
     return xxhash.xxh3_128_hexdigest(repr(places).encode())
 
 
 class _Claim(NamedTuple):
-    name: str
-    target: Target
+    target: Shard
     parameter: int  # id
     padding: int = 0  # elements beside the target that mean nothing
 
@@ -204,8 +178,9 @@ def _column_parallel(
     row = 0
     for part, rows, start, whole in parts:
         for kind, view in views.items():
-            target = Target(view[row : row + rows], (whole, *view.shape[1:]), 0, start)
-            yield _Claim(f"{prefix}.{part}.{kind}", target, id(getattr(module, kind)))
+            shape = (whole, *view.shape[1:])
+            target = Shard(f"{prefix}.{part}.{kind}", view[row : row + rows], shape, 0, start)
+            yield _Claim(target, id(getattr(module, kind)))
         row += rows
 
 
@@ -242,11 +217,9 @@ def _row_parallel(name: str, module: nn.Module) -> Iterator[_Claim]:
     weight = _natural(name, module)
     rows, columns = weight.shape
     whole = (rows, columns * size)
-    target = Target(weight, whole, 1, rank * columns)
-    yield _Claim(f"{name}.weight", target, id(module.weight))
+    yield _Claim(Shard(f"{name}.weight", weight, whole, 1, rank * columns), id(module.weight))
     for kind, view in _rest(name, module).items():
-        target = Target(view, tuple(view.shape))
-        yield _Claim(f"{name}.{kind}", target, id(getattr(module, kind)))
+        yield _Claim(Shard.whole(f"{name}.{kind}", view), id(getattr(module, kind)))
 
 
 def _rest(name: str, module: nn.Module) -> dict[str, Tensor]:
@@ -266,16 +239,14 @@ def _vocabulary(name: str, module: nn.Module) -> Iterator[_Claim]:
     start, stop = ranges.org_vocab_start_index, ranges.org_vocab_end_index
     for part, parameter in module.named_parameters(recurse=False):
         view = parameter.data[: stop - start]
-        target = Target(view, (module.org_vocab_size, *view.shape[1:]), 0, start)
+        shape = (module.org_vocab_size, *view.shape[1:])
         padding = parameter.numel() - view.numel()
-        yield _Claim(f"{name}.{part}", target, id(parameter), padding)
+        yield _Claim(Shard(f"{name}.{part}", view, shape, 0, start), id(parameter), padding)
 
 
 def _whole(name: str, module: nn.Module) -> Iterator[_Claim]:
     for part, parameter in module.named_parameters(recurse=False):
-        yield _Claim(
-            f"{name}.{part}", Target(parameter.data, tuple(parameter.shape)), id(parameter)
-        )
+        yield _Claim(Shard.whole(f"{name}.{part}", parameter.data), id(parameter))
 
 
 _KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {

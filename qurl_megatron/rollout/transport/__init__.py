@@ -28,9 +28,7 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.wire import Blob, Receipt
-
-Part = tuple[str, Tensor, int | None, int]
-"""(Hugging Face name, this rank's slice, split dimension, first row or column along it)."""
+from qurl_megatron.tensors.slice import Shard
 
 Rank = tuple[int, int]
 """An engine's TP size and a rank in it. All engines of one size need the same cuts."""
@@ -65,7 +63,7 @@ class Sender(Protocol):
         is no such memory, or not enough of it, which ``put`` will say.
         """
 
-    def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
+    def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         """Copy a bucket's parts to where engines can fetch them.
 
         Args:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.transport import AtOnce, Part, Rank
+from qurl_megatron.rollout.transport import AtOnce, Rank
 from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.version import MANIFEST, Manifest
-from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Piece, Receipt, checksum, raw
+from qurl_megatron.rollout.wire import ALIGNMENT, Blob, Piece, Receipt, checksum, piece_at, raw
 from qurl_megatron.runtime import files
 from qurl_megatron.runtime.undertaker import bury, remove
+from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.weights.hf_reader import DTYPES
 
 RECEIPTS = "receipts"
@@ -69,7 +70,7 @@ class FilesSender(AtOnce):
             for old in self.folder.glob(f"{self.rank}-b*"):
                 old.unlink()
 
-    def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
+    def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         path = self.folder / f"{self.rank}-b{index:05d}.safetensors"
         header, places, size = _header(parts)
         aside = path.with_suffix(".tmp")
@@ -150,7 +151,7 @@ def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _header(parts: Sequence[Part]) -> tuple[bytes, list[tuple[Part, int]], int]:
+def _header(parts: Sequence[Shard]) -> tuple[bytes, list[tuple[Shard, int]], int]:
     """A safetensors header, where each part lies after it, and how long that region is.
 
     Wide formats come first: without gaps, which the format forbids, every tensor then begins at a
@@ -158,13 +159,12 @@ def _header(parts: Sequence[Part]) -> tuple[bytes, list[tuple[Part, int]], int]:
     """
     entries: dict[str, dict] = {}
     places, end = [], 0
-    for part in sorted(parts, key=lambda part: -part[1].itemsize):
-        name, tensor, _, _ = part
-        assert name not in entries, f"{name} is twice in one bucket"
-        start, end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+    for part in sorted(parts, key=lambda part: -part.value.itemsize):
+        assert part.name not in entries, f"{part.name} is twice in one bucket"
+        start, end = end, end + part.value.nbytes
+        entries[part.name] = {
+            "dtype": NAMES[part.value.dtype],
+            "shape": list(part.value.shape),
             "data_offsets": [start, end],
         }
         places.append((part, start))
@@ -173,13 +173,11 @@ def _header(parts: Sequence[Part]) -> tuple[bytes, list[tuple[Part, int]], int]:
     return len(text).to_bytes(8, "little") + text, places, end
 
 
-def _written(descriptor: int, part: Part, offset: int) -> Piece:
+def _written(descriptor: int, part: Shard, offset: int) -> Piece:
     """Append a tensor."""
-    name, tensor, dim, start = part
-    data = raw(tensor.cpu())
+    data = raw(part.value.cpu())
     _write(descriptor, memoryview(data.numpy()))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Piece(name, dtype, tuple(tensor.shape), dim, start, offset, checksum(data))
+    return piece_at(part, offset, checksum(data))
 
 
 def _write(descriptor: int, data: memoryview) -> None:

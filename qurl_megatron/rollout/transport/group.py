@@ -27,7 +27,7 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.plan import SLOTS
-from qurl_megatron.rollout.transport import Failures, Part, Rank
+from qurl_megatron.rollout.transport import Failures, Rank
 from qurl_megatron.rollout.transport.facts import own_facts
 from qurl_megatron.rollout.transport.link import Link, open_link
 from qurl_megatron.rollout.transport.meeting import (
@@ -39,6 +39,7 @@ from qurl_megatron.rollout.transport.meeting import (
 )
 from qurl_megatron.rollout.transport.receipts import missing, received
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
+from qurl_megatron.tensors.slice import Shard
 
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
 
@@ -139,7 +140,7 @@ class GroupSender:
     def room(self, index: int, size: int) -> Tensor | None:
         return None  # each engine rank gets a cut of its own
 
-    def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
+    def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         assert to is not None, "each engine rank gets blobs of its own"
         self._await(index - SLOTS)
         pieces, size = lay_out(parts)
@@ -147,7 +148,7 @@ class GroupSender:
         if slot not in self._memory or len(self._memory[slot]) < size:
             self._memory[slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
         memory = self._memory[slot][:size]
-        pieces = fill(memory, pieces, [tensor for _, tensor, _, _ in parts])
+        pieces = fill(memory, pieces, [part.value for part in parts])
         if pieces:  # nobody waits for an empty blob
             self._ready.setdefault(index, {})[to] = memory
         return Blob({"source": self.rank, "index": index}, size, pieces)

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.plan import SLOTS
-from qurl_megatron.rollout.transport import AtOnce, Part, Rank
+from qurl_megatron.rollout.transport import AtOnce, Rank
 from qurl_megatron.rollout.transport.facts import check, own_facts
 from qurl_megatron.rollout.transport.files import RECEIPTS, mapped, refusing
 from qurl_megatron.rollout.transport.receipts import collect, leave
 from qurl_megatron.rollout.wire import Blob, Receipt, fill, lay_out
 from qurl_megatron.runtime.children import expandable_segments
 from qurl_megatron.runtime.undertaker import bury, remove
+from qurl_megatron.tensors.slice import Shard
 
 
 def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:
@@ -98,10 +99,10 @@ class MemorySender(AtOnce):
         except ConfigError:  # raised again by ``put``, when no rank waits for this one's scales
             return None
 
-    def put(self, index: int, parts: Sequence[Part], *, to: Rank | None = None) -> Blob:
+    def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         pieces, size = lay_out(parts)
         slot = self._slots[index % SLOTS]
-        pieces = fill(slot.of(size), pieces, [tensor for _, tensor, _, _ in parts])
+        pieces = fill(slot.of(size), pieces, [part.value for part in parts])
         return Blob(slot.where(), size, pieces)
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:

@@ -1,0 +1,8 @@
+"""What is known of a model's tensors before one of them is read: which there are, and their parts.
+
+    arch     the sizes and switches of a model, from its config.json
+    table    one row per kind of tensor: its shape, how it is split, quantized and folded
+    slice    a part of a tensor: where it lies in the whole, and its values
+
+Without torch, and within SGLang's environment: engines import it too.
+"""

@@ -1,0 +1,87 @@
+"""A part of a tensor: where it lies in the whole one (``Slice``), and its values (``Shard``).
+
+Ranks, files, buckets and engines each hold parts of the same tensors; what two of them share is the
+``overlap`` of their slices, and ``narrow`` is its view in what either holds. Parts are boxes: rows
+or columns as tensor parallelism splits, or what is left of a row where an optimizer's state does.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box in a whole tensor: the first index and the length along each of its dimensions."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> "Slice":
+        return Slice((0,) * len(shape), tuple(shape))
+
+    @staticmethod
+    def along(shape: Sequence[int], dim: int, start: int, stop: int) -> "Slice":
+        """Rows (``dim`` 0) or columns (1) ``[start, stop)`` of a tensor of this shape.
+
+        >>> Slice.along((6, 4), 0, 2, 5)
+        Slice(starts=(2, 0), sizes=(3, 4))
+        """
+        starts, sizes = [0] * len(shape), list(shape)
+        starts[dim], sizes[dim] = start, stop - start
+        return Slice(tuple(starts), tuple(sizes))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    def overlap(self, other: "Slice") -> "Slice | None":
+        """What both have; None where that is nothing."""
+        starts, sizes = [], []
+        for a, m, b, n in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True):
+            start, stop = max(a, b), min(a + m, b + n)
+            if stop <= start:
+                return None
+            starts.append(start)
+            sizes.append(stop - start)
+        return Slice(tuple(starts), tuple(sizes))
+
+    def narrow(self, tensor: "Tensor", held: "Slice") -> "Tensor":
+        """The view of this slice in a tensor that holds ``held``, which it must lie in."""
+        for dim, size in enumerate(self.sizes):
+            tensor = tensor.narrow(dim, self.starts[dim] - held.starts[dim], size)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The values of one part of a tensor, on whoever holds it."""
+
+    name: str  # Hugging Face name
+    value: "Tensor"  # [rows, columns] or [rows]
+    shape: tuple[int, ...]  # of the whole tensor
+    dim: int | None = None  # along which the tensor is split; None: every rank has all of it
+    start: int = 0  # first row or column along ``dim``
+
+    @staticmethod
+    def whole(name: str, value: "Tensor") -> "Shard":
+        return Shard(name, value, tuple(value.shape))
+
+    @property
+    def part(self) -> Slice:
+        return part_at(self.value.shape, self.dim, self.start)
+
+    def cut(self, part: Slice) -> "Shard":
+        """The part of it that lies at ``part``, as a view."""
+        start = 0 if self.dim is None else part.starts[self.dim]
+        return replace(self, value=part.narrow(self.value, self.part), start=start)
+
+
+def part_at(sizes: Sequence[int], dim: int | None, start: int) -> Slice:
+    """The part of these sizes that begins at ``start`` along ``dim`` and nowhere else."""
+    return Slice(tuple(start if axis == dim else 0 for axis in range(len(sizes))), tuple(sizes))

@@ -1,0 +1,100 @@
+"""What each tensor is, and parts of tensors: what two of them share, and its values."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.arch import Arch, Experts
+from qurl_megatron.tensors.slice import Shard, Slice
+from qurl_megatron.tensors.table import hf_tensor, uaq_role
+
+WHOLE = Slice.whole((3, 4))
+
+
+def boxes(length: int) -> list[range]:
+    return [range(a, b) for a, b in product(range(length + 1), repeat=2) if a <= b]
+
+
+def test_an_overlap_is_the_elements_that_both_have():
+    parts = [
+        Slice((rows.start, columns.start), (len(rows), len(columns)))
+        for rows, columns in product(boxes(3), boxes(4))
+    ]
+    indices = torch.arange(12).view(3, 4)
+    elements = {part: set(part.narrow(indices, WHOLE).flatten().tolist()) for part in parts}
+    for one, other in product(parts, repeat=2):
+        shared, expected = one.overlap(other), elements[one] & elements[other]
+        assert (shared is not None) == bool(expected)
+        if shared:
+            assert elements[shared] == expected
+            held = shared.narrow(one.narrow(indices, WHOLE), one)
+            assert set(held.flatten().tolist()) == expected and shared.elements == len(expected)
+
+
+def test_a_shard_is_cut_in_the_coordinates_of_the_whole():
+    whole = torch.arange(24).view(6, 4)
+    rows = Shard("w", whole[2:5], (6, 4), 0, 2)
+    assert rows.part == Slice.along((6, 4), 0, 2, 5)
+    cut = rows.cut(rows.part.overlap(Slice.along((6, 4), 0, 4, 6)))
+    assert (cut.start, cut.value.tolist()) == (4, [[16, 17, 18, 19]])
+    assert cut.value.data_ptr() == whole[4].data_ptr()  # a view
+    columns = Shard("w", whole[:, 1:3], (6, 4), 1, 1)
+    assert columns.cut(Slice.along((6, 4), 1, 2, 3)).value.tolist() == whole[:, 2:3].tolist()
+    norm = Shard.whole("n", whole[0])
+    again = norm.cut(Slice.whole((4,)))
+    assert again.value.data_ptr() == whole.data_ptr() and (again.dim, again.start) == (None, 0)
+
+
+ARCH = Arch(
+    family="qwen3_moe",
+    num_layers=2,
+    hidden=24,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    intermediate=64,
+    vocab=131,
+    rms_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position=128,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+    experts=Experts(count=3, top_k=2, intermediate=16, norm_topk_prob=True),
+)
+
+
+@pytest.mark.parametrize(
+    "name,shape,split,roles",
+    [
+        ("model.embed_tokens.weight", (131, 24), 0, "vocabulary"),
+        ("model.layers.1.input_layernorm.weight", (24,), None, "norm"),
+        ("model.layers.1.self_attn.q_proj.weight", (32, 24), 0, "quantized reader"),
+        ("model.layers.1.self_attn.k_proj.weight", (8, 24), 0, "quantized reader"),
+        ("model.layers.1.self_attn.k_proj.weight_scale", (8, 1), 0, ""),
+        ("model.layers.1.self_attn.v_proj.bias", (8,), 0, ""),
+        ("model.layers.1.self_attn.o_proj.weight", (24, 32), 1, "quantized"),
+        ("model.layers.1.self_attn.o_proj.weight_scale", (24, 1), None, ""),
+        ("model.layers.1.self_attn.k_norm.weight", (4,), None, ""),
+        ("model.layers.1.mlp.gate.weight", (3, 24), None, "reader"),
+        ("model.layers.1.mlp.experts.2.up_proj.weight", (16, 24), 0, "quantized reader"),
+        ("model.layers.1.mlp.experts.12.down_proj.weight", (24, 16), 1, "quantized"),
+        ("model.layers.1.mlp.down_proj.weight", (24, 64), 1, "quantized"),
+        ("model.norm.weight", (24,), None, ""),
+        ("lm_head.weight", (131, 24), 0, "vocabulary"),
+    ],
+)
+def test_a_row_says_what_a_tensor_is(name, shape, split, roles):
+    found = hf_tensor(ARCH, name)
+    assert (found.shape, found.split_dim) == (shape, split)
+    has = {"quantized": found.quantized, "vocabulary": found.vocabulary}
+    has |= {role: uaq_role(name) == role for role in ("norm", "reader")}
+    assert {role for role, true in has.items() if true} == set(roles.split())
+
+
+def test_a_tensor_without_a_row_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"mlp\.gate_up_proj\.weight is not one whose split"):
+        hf_tensor(ARCH, "model.layers.0.mlp.gate_up_proj.weight")
