@@ -3,6 +3,9 @@
 It does nothing but import and fork. Garbage is looked for in the processes that it forks alone, and
 not among what they have from it, whose pages they share for longer. When nobody needs it any more
 it leaves without taking torch apart.
+
+A signal to a whole process group reaches it, too. The launcher passes it on to the ranks, which are
+in groups of their own; a fork server that ended by it would take them along, unsaved.
 """
 
 import atexit
@@ -11,13 +14,23 @@ import os
 import signal
 
 
-def _collect_own() -> None:
+SERVER = os.getpid()
+
+
+def _outlive_sigterm() -> None:
+    if os.getpid() == SERVER:  # from the first fork on: until then there is nothing to lose
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _begin() -> None:
     gc.freeze()
     gc.enable()
+    if os.getppid() == SERVER:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 gc.disable()
-os.register_at_fork(after_in_child=_collect_own)
+os.register_at_fork(before=_outlive_sigterm, after_in_child=_begin)
 atexit.register(os._exit, 0)
 # Ctrl-C while it imports is not worth a traceback; each rank sets what it does on one.
 signal.signal(signal.SIGINT, signal.SIG_DFL)

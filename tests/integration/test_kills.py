@@ -60,7 +60,7 @@ def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_o
         for pid in reward_workers(run):
             os.kill(pid, signal.SIGSTOP)
         run.wait(lambda: "*** reward" in run.stdout())
-        run.popen.send_signal(signal.SIGTERM)
+        os.killpg(run.popen.pid, signal.SIGTERM)  # as `timeout` does: to the fork server, too
         assert run.ended() == 128 + signal.SIGTERM, run.stderr()
         assert run.left() == []
     (told,) = re.findall(r"\*\*\* reward, step (\d+): (.*)", run.stdout())
