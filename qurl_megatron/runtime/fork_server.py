@@ -13,7 +13,6 @@ import gc
 import os
 import signal
 
-
 SERVER = os.getpid()
 
 
