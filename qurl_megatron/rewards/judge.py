@@ -61,6 +61,8 @@ class Judge:
     def __init__(self, key: str, config: RewardConfig) -> None:
         self.config = config
         self.name = config.url
+        given = f"not that in {config.key_env}" if config.key_env else "got none"
+        self._unauthorized = f": it wants a key, and {given} ({key}.key_env)"
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token := server_key(key, config):
             headers["Authorization"] = f"Bearer {token}"
@@ -99,7 +101,8 @@ class Judge:
             ):
                 if response.status_code != 200:
                     kind = Passing if response.status_code in PASSING else Refused
-                    raise kind(f"answered {response.status_code}")
+                    wrong = self._unauthorized if response.status_code in (401, 403) else ""
+                    raise kind(f"answered {response.status_code}{wrong}")
                 async for chunk in response.aiter_raw():
                     found += chunk
                     if len(found) > ANSWER_BYTES:

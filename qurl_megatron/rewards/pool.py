@@ -195,7 +195,7 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
 def _fix(tally: Tally, reward: str = "fix the reward") -> str:
     """What to do; ``reward`` where it is the reward that is to blame."""
     if _alone(tally, "unanswered"):
-        return "start its server"
+        return "start its server, or have it answer"
     return "fix the environment" if _alone(tally, "environment") else reward
 
 

@@ -53,7 +53,7 @@ def test_what_may_pass_is_asked_again(status):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (answered(401, b"no"), "answered 401"),
+        (answered(401, b"no"), "answered 401: it wants a key, and got none (reward.key_env)"),
         (answered(302), "answered 302"),
         (answered(200, b"<html>"), "answered with something that is not JSON: "),
         (answered(200, b"[" * 100_000), "answered with something that is not JSON: "),
