@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class Publisher:
         self.timeline = timeline
         self._quant, self.drift = quant, Drift(quant)
         self._dtype = next(policy.gpt.parameters()).dtype
+        self._need = cache(partial(plan.engine_part, policy.arch))  # the same for every version
         self.publish_as(quant.scheme)
 
     def publish_as(self, scheme: str) -> None:
@@ -315,9 +317,8 @@ class Publisher:
         """The parts of ``shards`` that one engine rank keeps."""
         parts: list[Shard] = []
         for shard in shards:
-            need = plan.engine_part(self.policy.arch, shard.name, shard.shape, tp, rank)
-            if part := shard.part.overlap(need):
-                parts.append(shard.cut(part))
+            if part := shard.cut(self._need(shard.name, shard.shape, tp, rank)):
+                parts.append(part)
         return parts
 
     def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:

@@ -7,7 +7,7 @@ or columns as tensor parallelism splits, or what is left of a row where an optim
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Slice:
     def narrow(self, tensor: "Tensor", held: "Slice") -> "Tensor":
         """The view of this slice in a tensor that holds ``held``, which it must lie in."""
         for dim, size in enumerate(self.sizes):
-            tensor = tensor.narrow(dim, self.starts[dim] - held.starts[dim], size)
+            if size != held.sizes[dim]:
+                tensor = tensor.narrow(dim, self.starts[dim] - held.starts[dim], size)
         return tensor
 
 
@@ -76,10 +77,15 @@ class Shard:
     def part(self) -> Slice:
         return part_at(self.value.shape, self.dim, self.start)
 
-    def cut(self, part: Slice) -> "Shard":
-        """The part of it that lies at ``part``, as a view."""
+    def cut(self, need: Slice) -> "Shard | None":
+        """What of it lies in ``need``, as a view; None where that is nothing."""
+        held = self.part
+        part = held.overlap(need)
+        if part is None:
+            return None
         start = 0 if self.dim is None else part.starts[self.dim]
-        return replace(self, value=part.narrow(self.value, self.part), start=start)
+        value = part.narrow(self.value, held)
+        return Shard(self.name, value, self.shape, self.dim, start)
 
 
 def part_at(sizes: Sequence[int], dim: int | None, start: int) -> Slice:
