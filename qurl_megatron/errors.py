@@ -1,4 +1,4 @@
-"""What others do wrong.
+"""Errors that are not ours.
 
 ``ConfigError`` is the one exception that means "the user can fix this": the CLI prints it and exits
 with 2. ``Unscored`` is what a response has in place of a score.

@@ -148,8 +148,8 @@ def _follow(plan: Plan, endpoint: tuple[str, int], member: Member, received: Rec
                     return 0
                 if not answered and is_here(endpoint[0]) and is_taken(endpoint[1]):
                     raise ConfigError(
-                        f"--rdzv-endpoint: another program has port {endpoint[1]} of this node, "
-                        "and it is not the head; choose another port, on all nodes"
+                        f"--rdzv-endpoint: port {endpoint[1]} of this node is taken by a program "
+                        "that does not answer as a head does; choose another port, on all nodes"
                     ) from None
             if received.newest and not member.busy:  # else its ranks have to save
                 return STOPPED

@@ -75,7 +75,8 @@ def fork(source: Path, config: RunConfig) -> None:
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
     _refuse_another_pace(config, found)
-    state = replace(TrainState.read(newest), unevaluated=config.train.eval_prompts > 0)
+    state = TrainState.read(newest)
+    state = replace(state, begun=state.step, unevaluated=config.train.eval_prompts > 0)
     if files := changed_files(config.data, (state.cursor or {}).get("files", {})):
         state = replace(after(files, state), cursor=None)
     if state.step >= config.train.steps:

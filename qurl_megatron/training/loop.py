@@ -243,7 +243,7 @@ def _made_up_for(parts: _Parts, state: TrainState) -> TrainState:
         if failure is not None:
             _end(parts, state, state.step, failure)
             return state
-    if state.step == 0 or state.accuracy_before is None:
+    if state.step == state.begun:
         state = replace(state, accuracy_before=state.accuracy)
     if owed:
         write = partial(checkpoint.evaluated, Path(parts.config.train.run_dir), state)

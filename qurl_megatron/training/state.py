@@ -57,7 +57,7 @@ class TrainState:
 
     step: int = 0  # updates done; also the weight version the engines hold
     cursor: dict[str, Any] | None = None  # where the prompts go on
-    accuracy_before: float | None = None  # held-out score of the model the run, or fork, began with
+    accuracy_before: float | None = None  # held-out score of the model of step ``begun``
     accuracy: float | None = None  # the newest held-out score
     measured_since: dict[str, int] = field(default_factory=dict)  # what MEASURES say, if not from 0
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
@@ -65,6 +65,7 @@ class TrainState:
     notice: str = ""  # what the guard did last
     unevaluated: bool = False  # stopped while it evaluated this step, or a fork that is to do so
     own_code: dict[str, str] = field(default_factory=dict)  # checksums, by the key that names it
+    begun: int = 0  # step of the model the run began with: another run's newest, where it is a fork
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":
@@ -132,6 +133,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "unquantized_since": (int, type(None)),
     "notice": (str,),
     "unevaluated": (bool,),
+    "begun": (int,),
     "own_code": (dict,),
 }
 
@@ -178,7 +180,7 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
         return state
     since = state.measured_since | dict.fromkeys(otherwise, state.step)
     if "eval" in otherwise and state.unevaluated:  # that of this step will be the first such
-        since["eval"] -= 1
+        since["eval"] = max(0, state.step - 1)
     state = replace(state, measured_since=since)
     return replace(state, accuracy=None, accuracy_before=None) if "eval" in otherwise else state
 

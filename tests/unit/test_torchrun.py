@@ -356,12 +356,12 @@ def test_a_port_of_this_node_that_a_connection_of_another_program_has_is_said(
         assert main([*words, "--rdzv-endpoint", f"127.0.0.1:{port}", recipe]) == 2
     said = capsys.readouterr()
     assert "no answer yet; the head has 2m00s (--wait)" in said.out
-    assert f"another program has port {port} of this node" in said.err
+    assert f"port {port} of this node is taken by a program" in said.err
 
 
 def test_a_port_that_a_head_can_have_is_not_taken():
-    with Board(0, LIKE) as board:
-        port = board.port
+    port = free_port()
+    with Board(port, LIKE):
         assert command.is_taken(port)
     assert not command.is_taken(port)
 

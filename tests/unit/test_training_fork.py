@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.sinks import WANDB_ID, JsonlSink
 from qurl_megatron.observe.timeline import Timeline, read_timeline
-from qurl_megatron.training import checkpoint
+from qurl_megatron.training import checkpoint, loop
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
 from qurl_megatron.training.start import _prepare
@@ -76,7 +77,7 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
         and record.keys() == read_record(latest(source)).keys()
     )
     state = TrainState.read(newest)
-    assert state == TrainState(3, {"epoch": 1}, 0.1, 0.2)  # the guard counts anew
+    assert state == TrainState(3, {"epoch": 1}, 0.1, 0.2, begun=3)  # the guard counts anew
     told = (
         f"goes on from step 3 of {source}, with optimizer.lr 1e-06 -> 0.001, "
         "algo.objective acr -> tis"
@@ -119,7 +120,7 @@ def test_a_fork_is_to_evaluate_what_it_begins_with_where_its_recipe_evaluates(so
     (source / "config.toml").unlink()
     claim(source, recipe(f"train.run_dir={source}", evaluates)).close()
     fork(source, recipe(evaluates))
-    begun = TrainState(step=3, cursor={"epoch": 1}, unevaluated=True)
+    begun = TrainState(step=3, cursor={"epoch": 1}, unevaluated=True, begun=3)
     assert TrainState.read(latest(source.parent / "new")) == begun
     other = ("reward.kind=exact", f"train.run_dir={source.parent / 'other'}")
     fork(source, recipe(evaluates, *other))
@@ -260,3 +261,25 @@ def test_an_evaluation_that_cannot_be_added_leaves_its_checkpoint_whole(source, 
             patched.undo()
     checkpoint.evaluated(source, told)
     assert TrainState.read(folder) == told and whole(folder)
+
+
+@pytest.mark.parametrize(
+    ("state", "before"),
+    [
+        (TrainState(step=0), 0.7),
+        (TrainState(step=3, begun=3, unevaluated=True), 0.7),  # a fork
+        (TrainState(step=60, accuracy_before=0.2, unevaluated=True), 0.2),
+        # Its scores are measured otherwise since step 40, so there is none of before.
+        (TrainState(step=60, measured_since={"eval": 40}, unevaluated=True), None),
+    ],
+)
+def test_only_what_a_run_began_with_is_the_score_before(state, before, recipe, monkeypatch):
+    def evaluated(lead, publisher, state):
+        return replace(state, accuracy=0.7, unevaluated=False), None
+
+    monkeypatch.setattr(loop, "_evaluated", evaluated)
+    monkeypatch.setattr(loop, "by_lead", lambda *_, **__: None)
+    policy = SimpleNamespace(ranks=None)
+    parts = loop._Parts(recipe("train.eval_prompts=8"), policy, None, None, None)
+    after = loop._made_up_for(parts, state)
+    assert (after.accuracy_before, after.accuracy, after.unevaluated) == (before, 0.7, False)
