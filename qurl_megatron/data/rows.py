@@ -84,8 +84,8 @@ class DataFile:
         kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
         if "metadata" in first.metadata:
             kept += (
-                "; the column metadata holds no object, so rewards get it whole, as "
-                "metadata['metadata']"
+                "; the column metadata holds no object in the first row, so rewards get it whole "
+                "there, as metadata['metadata']"
             )
         answers = f"answers in {self.answer_key}" if self.answer_key else "no answers"
         return (
@@ -284,7 +284,7 @@ def _key(row: dict, given: str, usual: Sequence[str], setting: str, place: str) 
         other = ", or have a reward function of your own do without" if usual is ANSWER_KEYS else ""
         raise ConfigError(
             f"{place} has no {' or '.join(keys)}; it has {_names(row) or 'nothing'}: name the "
-            f"right one in {setting}{other}"
+            f"right one in {setting}, which holds for all files{other}"
         )
     return next((key for key in there if look_up(row, key) is not None), there[0])
 

@@ -112,7 +112,7 @@ class History:
         return list(zip(np.split(steps, at), np.split(values, at), strict=True))
 
     def newest(self, name: str) -> Series:
-        """The part of the series that is measured as now: what all words and figures are about."""
+        """The part of the series that is measured as now: the part that text and tiles report."""
         return self.stretches(name)[-1]
 
     def since(self, name: str) -> str:

@@ -77,7 +77,8 @@ def fork(source: Path, config: RunConfig) -> None:
     _refuse_another_pace(config, found)
     state = TrainState.read(newest)
     state = replace(state, begun=state.step, unevaluated=config.train.eval_prompts > 0)
-    if files := changed_files(config.data, (state.cursor or {}).get("files", {})):
+    files = changed_files(config.data, (state.cursor or {}).get("files", {}))
+    if files:
         state = replace(after(files, state), cursor=None)
     if state.step >= config.train.steps:
         raise ConfigError(
@@ -85,7 +86,8 @@ def fork(source: Path, config: RunConfig) -> None:
             "leaves none to do; set train.steps higher"
         )
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
-        begun = Fork(str(source.resolve()), state.step, tuple(map(str, found)))
+        changed = (*map(str, found), *(f"other data in {file}" for file in files.values()))
+        begun = Fork(str(source.resolve()), state.step, changed)
         _copy_logs(source, run_dir, begun)
         (run_dir / FORK).write_text(json.dumps(asdict(begun), indent=1) + "\n", encoding="utf-8")
         without = REFERENCE if any(one.key in HELD_AGAINST for one in found) else None

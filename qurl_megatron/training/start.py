@@ -184,4 +184,6 @@ def _make_model(config: RunConfig, path: Path) -> None:
         accuracy = warmstart(
             path, config.data, config.warmstart, log=lambda line: print(line, flush=True)
         )
-    print(f"warm start done: {accuracy:.1%} of the held-out numbers right, tidy or not", flush=True)
+    print(
+        f"warm start done: {accuracy:.1%} of the held-out answers have the right number", flush=True
+    )

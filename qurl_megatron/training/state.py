@@ -114,7 +114,7 @@ class TrainState:
         if before is None:
             now = f"accuracy {now:.1%}" if right_or_wrong else f"reward {now:.3f}"
             since = self.measured_since.get("eval", 0)
-            return f"{text}; held-out {now}, measured like this since step {since} alone"
+            return f"{text}; held-out {now}, which compares with scores after step {since} alone"
         if not right_or_wrong:
             return f"{text}; held-out reward {before:.3f} before, {now:.3f} after"
         points = 100 * (now - before)

@@ -202,7 +202,7 @@ def test_slimes_metadata_that_is_no_object_is_said_to_be_one_entry(read):
     file = read({"prompt": "a", "label": "1", "metadata": '{"level": 3}'})
     assert file.questions[0].metadata == {"metadata": '{"level": 3}'}
     assert file.summary.endswith(
-        "metadata holds no object, so rewards get it whole, as metadata['metadata']"
+        "holds no object in the first row, so rewards get it whole there, as metadata['metadata']"
     )
 
 

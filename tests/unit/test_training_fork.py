@@ -144,6 +144,8 @@ def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_pa
     fork(source, recipe(*data))
     state = TrainState.read(latest(tmp_path / "new"))
     assert (state.cursor, state.accuracy, state.measured_since) == (None, 0.2, {"reward": 3})
+    (told,) = json.loads((tmp_path / "new" / FORK).read_text())["changes"]
+    assert told == f"other data in data.path={path}"
     held_out.write_text('{"prompt": "b", "answer": "2"}')
     fork(source, recipe(*data, f"train.run_dir={tmp_path / 'newer'}"))
     state = TrainState.read(latest(tmp_path / "newer"))

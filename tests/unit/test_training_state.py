@@ -325,7 +325,7 @@ def test_a_mean_score_is_called_an_accuracy_where_scores_are_right_or_wrong_alon
     )
     state = replace(state, accuracy_before=None, measured_since={"eval": 1})
     said = [state.summary(right_or_wrong=one) for one in (True, False)]
-    alone = ", measured like this since step 1 alone"
+    alone = ", which compares with scores after step 1 alone"
     assert said == [
         f"step 2 done; held-out {what}{alone}" for what in ("accuracy 150.0%", "reward 1.500")
     ]
