@@ -57,6 +57,14 @@ class Misses:
 
 def function():
     return 3
+
+def score(prompt, response, answer, metadata):
+    return 1.0
+
+def made():
+    return Scripted()
+
+bound = functools.partial(Scripted)
 '''
 )
 

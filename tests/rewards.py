@@ -12,7 +12,7 @@ from pathlib import Path
 from qurl_megatron.rewards import Item
 
 MISBEHAVE = '''
-import asyncio, os, subprocess, sys, time
+import asyncio, functools, os, subprocess, sys, time
 
 def misbehave(word, answer):
     """In the way that the word names, if it names one."""

@@ -33,22 +33,37 @@ def main(name: str, memory_gb: float) -> None:
 
 
 def make_environment(name: str) -> Any:
-    """An object of the class that the recipe names.
+    """An object of the class that the recipe names, or of what a function there returns.
 
     Raises:
         ConfigError: there is no such class, it cannot be made, or has no ``step`` to call.
     """
     made, attribute = find_named(KEY, name, "class"), name.rpartition(":")[2]
+    of_class = inspect.isclass(made.found)
+    if not of_class and _needs_arguments(made.found):
+        raise made.other_kind()
     try:
-        environment = made()
+        environment = made.found()
     except BaseException as error:  # whatever it does, this is one sentence
         raise ConfigError(f"{KEY}={name}: {attribute}() failed: {last_line(error)}") from None
     parameters = ", ".join(f"{field}=..." for field in FIELDS)
     step = getattr(environment, "step", None)
     if not callable(step):
+        if not of_class:
+            raise made.other_kind()
         raise ConfigError(f"{KEY}={name}: {attribute} has no method step({parameters}); write one")
     check_call(step, f"{KEY}={name}", f"{attribute}().step", parameters)
     return environment
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except ValueError:
+        return False  # some of those written in C tell no signature; the call will say
+    except TypeError:
+        return True
+    return False
 
 
 def call(environment: Any, asked: dict[str, Any], runner: asyncio.Runner) -> Reply:

@@ -23,11 +23,10 @@ from typing import Any
 
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark
 from qurl_megatron.rewards import RewardPool, items_of
-from qurl_megatron.rewards.item import Unscored
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
 from qurl_megatron.rollout.fleet import Fleet

@@ -10,6 +10,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -24,13 +25,26 @@ CALLED = "prompt=..., response=..., answer=..., metadata=..."
 Function = Callable[..., Any]
 
 
-def find_named(key: str, name: str, what: str) -> Function:
-    """The callable that a recipe names.
+@dataclass(frozen=True)
+class Named:
+    """A callable that a recipe names, of whatever kind."""
 
+    found: Function
+    named: str  # by the recipe
+    instead: str  # "name a class (it has Tool)"
+
+    def other_kind(self) -> ConfigError:
+        """That it is not what the recipe should name."""
+        kind = "class" if inspect.isclass(self.found) else type(self.found).__name__
+        return ConfigError(f"{self.named} is a {kind}; {self.instead}")
+
+
+def find_named(key: str, name: str, what: str) -> Named:
+    """
     Args:
         key: of the recipe, or the option, that names it; for messages.
         name: "package.module:name" or "path/to/file.py:name".
-        what: it should be, "function" or "class".
+        what: it should be, "function" or "class"; for messages.
 
     Raises:
         ConfigError: there is none.
@@ -38,12 +52,11 @@ def find_named(key: str, name: str, what: str) -> Function:
     target, _, attribute = name.rpartition(":")
     module = _module(f"{key}={name}", target)
     found = getattr(module, attribute, None)
-    of_classes = what == "class"
     own = [
         n
         for n, value in vars(module).items()
         if callable(value)
-        and inspect.isclass(value) == of_classes
+        and inspect.isclass(value) == (what == "class")
         and getattr(value, "__module__", None) == module.__name__  # else it is imported there
         and n[0] != "_"
     ]
@@ -52,15 +65,12 @@ def find_named(key: str, name: str, what: str) -> Function:
         close = get_close_matches(attribute, own, n=1)
         hint = f"did you mean {close[0]}?" if close else there
         raise ConfigError(f"{key}={name}: {target} has no {attribute}; {hint}")
+    instead = f"name a {what} ({there})"
     if not callable(found):
         raise ConfigError(
-            f"{key}={name} is of type {type(found).__name__} and cannot be called; name a {what} "
-            f"({there})"
+            f"{key}={name} is of type {type(found).__name__} and cannot be called; {instead}"
         )
-    if inspect.isclass(found) != of_classes:
-        other = "class" if inspect.isclass(found) else type(found).__name__
-        raise ConfigError(f"{key}={name} is a {other}; name a {what} ({there})")
-    return found
+    return Named(found, f"{key}={name}", instead)
 
 
 def find_function(key: str, name: str) -> Function:
@@ -69,7 +79,10 @@ def find_function(key: str, name: str) -> Function:
     Raises:
         ConfigError: there is none, or it cannot be called as rewards are.
     """
-    found = find_named(key, name, "function")
+    named = find_named(key, name, "function")
+    found = named.found
+    if inspect.isclass(found):
+        raise named.other_kind()
     if inspect.iscoroutinefunction(found):
         raise ConfigError(f"{key}={name} is an async function; name one that returns its score")
     check_call(found, f"{key}={name}", name.rpartition(":")[2], CALLED)

@@ -243,12 +243,14 @@ def _failure(row: Sequence[Score], names: Sequence[str]) -> Unscored | None:
     """Why a response has no score, by the first part that gave none; None where all gave one."""
     for index, score in enumerate(row):
         if isinstance(score, Unscored):
-            return replace(score, why=_part(names, index) + score.why)
+            return replace(score, why=_why(score, names, index))
     return None
 
 
-def _part(names: Sequence[str], index: int) -> str:
-    return f"reward.mix.{names[index]}: " if names else ""
+def _why(score: Unscored, names: Sequence[str], index: int) -> str:
+    """Why a part gave no score; it is named where it is one of a mix, and to blame."""
+    own = names and score.cause != "environment"
+    return f"reward.mix.{names[index]}: {score.why}" if own else score.why
 
 
 def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: float) -> Tally:
@@ -265,7 +267,7 @@ def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: flo
                 if score.cause == "environment" and index:
                     continue  # which every part of a mix has
                 tally.causes[score.cause] += 1
-                tally.first.setdefault(score.cause, _part(names, index) + score.why)
+                tally.first.setdefault(score.cause, _why(score, names, index))
         if names:
             tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
     return tally

@@ -65,7 +65,8 @@ class WorkerPool(LinePool):
         scores: dict[Line, Score] = {}
 
         def ask(batch: Sequence[Line]) -> None:
-            # Who ends its worker in company is asked for by itself, and is to blame then.
+            # An item that brought its worker down within a batch is asked again alone, and is to
+            # blame if it does so then.
             tries = TRIES if len(batch) == 1 else 1
             read = partial(_scores, count=len(batch))
             answer = self.put(f"[{','.join(batch)}]", limit, read, tries=tries)

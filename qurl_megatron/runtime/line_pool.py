@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any, Self
 
 from qurl_megatron.errors import ConfigError, Unscored
-from qurl_megatron.runtime.line_worker import START_S, LineWorker, parsed
+from qurl_megatron.runtime.line_worker import LineWorker, parsed
 
 TRIES = 2  # workers that may end with a question before the question is to blame
-STARTS = 3  # that fail, in a row; more are no accident
+STARTS = 3  # as many that fail in a row are no accident
+START_S = 120.0  # sympy takes seconds to import, many on a busy machine
 LOOK_S = 0.2  # between looks whether an answer is still wanted
 
 
@@ -60,12 +61,15 @@ class LinePool:
         """
         self.module, self.task, self.count = module, task, workers
         self.called, self.limit_key = called, limit_key
-        self.questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self.leaving = threading.Event()
-        self.started: Future[Any] = Future()  # what the first that is ready says of itself
+        self.start_s = START_S
         self.seats: list[_Seat] = []
 
     def __enter__(self) -> Self:
+        self.questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self.leaving = threading.Event()
+        self.asking = threading.Lock()  # so that no question comes after the last word
+        self.started: Future[Any] = Future()  # what the first that is ready says of itself
+        self.failed: list[_Seat] = []  # those whose first worker could not be started
         # Not waited for: they import while the engines start.
         self.seats = [_Seat(self) for _ in range(self.count)]
         return self
@@ -75,16 +79,13 @@ class LinePool:
         for seat in self.seats:
             seat.thread.join()
         self.seats = []
-        with suppress(queue.Empty):
-            while True:
-                if question := self.questions.get_nowait():
-                    question.answer.cancel()
 
     def leave(self) -> None:
-        """Have what is asked end soon, with ``Abandoned``."""
-        self.leaving.set()
-        for _ in self.seats:
-            self.questions.put(None)
+        """Have what is asked, now or later, end soon, with ``Abandoned``."""
+        with self.asking:
+            self.leaving.set()
+            for _ in self.seats:
+                self.questions.put(None)
 
     def await_start(self) -> None:
         """Until a worker is ready.
@@ -98,8 +99,8 @@ class LinePool:
     def put(
         self, line: str, limit_s: float, read: Callable[[Any], Any], *, tries: int = TRIES
     ) -> Future:
-        """Ask for the answer to a line of ASCII; any thread may. Who cancels the future has a
-        worker that is at it replaced.
+        """Ask for the answer to a line of ASCII; any thread may. Cancelling the future replaces
+        the worker that is answering it.
 
         Args:
             read: the answer in what a worker said; ValueError where that is none.
@@ -110,7 +111,11 @@ class LinePool:
             ``await_start``, or Abandoned.
         """
         answer: Future[Any] = Future()
-        self.questions.put(_Question(line, limit_s, tries, read, answer))
+        with self.asking:
+            if self.leaving.is_set():
+                answer.set_exception(Abandoned())
+            else:
+                self.questions.put(_Question(line, limit_s, tries, read, answer))
         return answer
 
 
@@ -118,19 +123,30 @@ class _Seat:
     """A thread, and the worker that answers it one question after the other."""
 
     def __init__(self, pool: LinePool) -> None:
-        self.pool, self.ready = pool, False
-        self.worker = LineWorker(pool.module, pool.task)
+        self.pool = pool
+        self.worker: LineWorker | None = None
+        self._renew()
         self.thread = threading.Thread(target=self._serve, name="worker", daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
         try:
-            _settle(self.pool.started, self._start)
+            self._begin()
             while (question := self.pool.questions.get()) is not None:
                 if not question.answer.cancelled():
                     _settle(question.answer, partial(self._answered, question))
         finally:
-            self.worker.kill()
+            self._end()
+
+    def _begin(self) -> None:
+        """Start the first worker, and say that the pool can be used, or that it cannot."""
+        begun: Future[Any] = Future()
+        _settle(begun, self._start)
+        if not isinstance(begun.exception(), ConfigError | None):
+            self.pool.failed.append(self)
+            if len(self.pool.failed) < self.pool.count:
+                return  # another seat's may start
+        _settle(self.pool.started, begun.result)
 
     def _start(self, dropped: Callable[[], bool] = lambda: False) -> Any:
         """Have a worker that is ready.
@@ -143,24 +159,25 @@ class _Seat:
         """
         if self.ready and self.worker.dead():  # killed while it was idle
             self._renew()
+        if self.ready:
+            return None
         why = ""
         for _ in range(STARTS):
-            if self.ready:
-                return None
             try:
-                said = parsed(self._hear(dropped))
+                self.worker = self.worker or self._another()
+                said, why = parsed(self._hear(dropped)), "ended while starting; see stderr"
+            except OSError as error:
+                said, why = None, f"cannot be started: {error}"
             except _Late:
-                said, why = None, f"was not ready after {START_S:.0f} s"
-            else:
-                why = "ended while starting"
+                said, why = None, f"was not ready after {self.pool.start_s:g} s; see stderr"
             match said:
                 case {"refused": str(refusal)}:
                     raise ConfigError(refusal)
                 case {"ready": of_itself}:
                     self.ready = True
                     return of_itself
-            self._renew()
-        raise RuntimeError(f"{self.pool.called} {why}; see stderr")
+            self._end()
+        raise RuntimeError(f"{self.pool.called} {why}")
 
     def _answered(self, question: _Question) -> Any:
         dropped = question.answer.cancelled
@@ -202,8 +219,17 @@ class _Seat:
         """Another worker, which may start before the next question; none where all are to end."""
         self.ready = False
         if not self.pool.leaving.is_set():
-            self.worker.kill()
-            self.worker = LineWorker(self.pool.module, self.pool.task)
+            self._end()
+            with suppress(OSError):  # ``_start`` tries again, and says what was wrong
+                self.worker = self._another()
+
+    def _another(self) -> LineWorker:
+        return LineWorker(self.pool.module, self.pool.task, self.pool.start_s)
+
+    def _end(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker:
+            worker.kill()
 
 
 def _settle(future: Future, act: Callable[[], Any]) -> None:

@@ -20,17 +20,20 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
 from qurl_megatron.runtime.undertaker import bury, spare
 
-START_S = 120.0  # sympy takes seconds to import, many on a busy machine
 LINE_BYTES = 1 << 24  # of what a worker says at once
 
 
 class LineWorker:
     """The pool's end."""
 
-    def __init__(self, module: str, task: dict[str, Any]) -> None:
+    def __init__(self, module: str, task: dict[str, Any], start_s: float) -> None:
         """
         Args:
             module: what the process runs, with the task as JSON for its argument.
+            start_s: seconds it has until it is ready.
+
+        Raises:
+            OSError: the machine has no room for another process or open file.
         """
         env = without_launcher(os.environ)
         env.setdefault("OMP_NUM_THREADS", "1")  # a worker is one of many
@@ -46,7 +49,7 @@ class LineWorker:
         bury(self.process.pid)
         os.set_blocking(self.process.stdin.fileno(), False)
         self.results = self.process.stdout.fileno()
-        self.deadline = time.monotonic() + START_S
+        self.deadline = time.monotonic() + start_s
         self._said = b""
 
     def send(self, line: bytes) -> None:

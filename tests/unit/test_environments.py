@@ -8,6 +8,7 @@ import pytest
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
 from qurl_megatron.environments import EnvironmentPool, check_environment
+from qurl_megatron.environments.worker import make_environment
 from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.pool import items_of
@@ -86,11 +87,18 @@ def test_text_that_no_tokenizer_takes_is_repaired(pool):
         ("NoStep", r"NoStep has no method step\(messages=..., response=..., answer=..., metadata="),
         ("Misses", r"cannot be called as Misses\(\).step\(messages=.*; give it these parameters"),
         ("function", r" is a function; name a class \(it has Scripted, "),
+        ("score", r" is a function; name a class \(it has Scripted, "),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_the_run(own, name, message):
     with pytest.raises(ConfigError, match=f"^rollout.environment={own}:{name}.*{message}"):
         check_environment(RolloutConfig(environment=f"{own}:{name}"))
+
+
+@pytest.mark.parametrize("name", ["made", "bound"])
+def test_a_function_without_arguments_may_make_it(own, name):
+    made = make_environment(f"{own}:{name}")
+    assert made.step([], "hello", "7", {}) == {"role": "tool", "content": "hello 7 {} 0"}
 
 
 def test_a_name_that_is_none_is_refused_by_the_recipe():
@@ -121,7 +129,8 @@ def test_a_response_that_failed_in_it_has_no_score_and_counts_once_whatever_the_
         assert grades.scores == ([1, -1, 1] if not config.mix else [2, -2, 2])
         assert (grades.tally.failed, grades.tally.causes["environment"]) == (1, 1)
         assert "1 failed in the environment (" in grades.tally.said()
-        assert "took too long: rollout.turn_timeout_s=3" in grades.tally.said()
+        why = "took too long: rollout.turn_timeout_s=3"  # and no part of a mix is blamed
+        assert f"({why})" in grades.tally.said() and grades.failures[1].why == why
     strict = RewardConfig(kind="exact", on_failure="stop")
     with RewardPool(strict) as rewards, pytest.raises(ConfigError, match="1 of 3 responses could"):
         rewards.grade(items_of(samples, ["", "", ""]))

@@ -13,7 +13,7 @@ from qurl_megatron.config import RewardConfig
 from qurl_megatron.errors import Unscored
 from qurl_megatron.rewards import Item, RewardPool
 from qurl_megatron.rewards.scoring import WorkerPool
-from tests.waiting import wait_until
+from tests.waiting import NEVER_S, wait_until
 
 TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 6 s to give up
 
@@ -40,9 +40,13 @@ def pids(pool: WorkerPool) -> list[int]:
 
 
 def settle(pool: WorkerPool) -> None:
-    """Wait until all workers are ready, and replaced ones have been started."""
-    pool.await_start()
-    scores(pool, [(f"\\boxed{{{i}}}", "1") for i in range(10)])
+    """Wait until all workers are ready; replaced ones are waited for by who asks them."""
+
+    def ready() -> bool:
+        scores(pool, [(f"\\boxed{{{i}}}", "1") for i in range(10)])
+        return all(seat.ready for seat in pool.seats)
+
+    wait_until(ready)
 
 
 def alive(pid: int) -> bool:
@@ -103,12 +107,16 @@ def test_workers_may_be_killed_while_they_start():
         assert scores(pool, [("\\boxed{7}", "7"), ("\\boxed{8}", "7")]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("start_s, why", [(60.0, "ended while starting"), (0.0, "was not ready")])
-def test_workers_that_never_start_end_the_call(monkeypatch, start_s, why):
-    monkeypatch.setattr("qurl_megatron.runtime.line_worker.START_S", start_s)
+@pytest.mark.parametrize(
+    "module, start_s, why",
+    [("nowhere", NEVER_S, "ended while starting"), ("sleeps", 0.05, "was not ready after 0.05 s")],
+)
+def test_workers_that_never_start_end_the_call(tmp_path, monkeypatch, module, start_s, why):
+    (tmp_path / "sleeps.py").write_text(f"import time; time.sleep({NEVER_S})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     broken = WorkerPool(RewardConfig(kind="math", workers=1))
-    broken.module = "qurl_megatron.rewards.nowhere"
-    with broken, pytest.raises(RuntimeError, match=f"a reward worker {why}.*; see stderr"):
+    broken.module, broken.start_s = module, start_s
+    with broken, pytest.raises(RuntimeError, match=f"^a reward worker {why}; see stderr$"):
         scores(broken, [("1", "1")])
 
 
