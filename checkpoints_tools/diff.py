@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--all", action="store_true", help="list the tensors that agree, too")
     command.add_argument("--hf-a", type=Path, help="folder with config.json for A")
     command.add_argument("--hf-b", type=Path, help="folder with config.json for B")
-    return run_main(body, command.parse_args(argv))
+    return run_main(body, command, argv)
 
 
 def body(arguments: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         "--pipeline", type=int, default=1, help="stages that get files of their own (default 1)"
     )
     add_job_options(command, file_gb=0.25)
-    return run_main(body, command.parse_args(argv))
+    return run_main(body, command, argv)
 
 
 def body(arguments: argparse.Namespace) -> int:

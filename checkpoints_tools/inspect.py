@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--verify", action="store_true", help="hash every file; exits 1 if wrong")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
     command.add_argument("--tensors", action="store_true", help="list every tensor")
-    return run_main(body, command.parse_args(argv))
+    return run_main(body, command, argv)
 
 
 def body(arguments: argparse.Namespace) -> int:

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         help="auto: the format the model came in, or the stored one where a factor stays folded",
     )
     add_job_options(command, file_gb=5.0)
-    return run_main(body, command.parse_args(argv))
+    return run_main(body, command, argv)
 
 
 def body(arguments: argparse.Namespace) -> int:

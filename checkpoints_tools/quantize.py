@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         help="format of what is not quantized; auto is the one the model came in",
     )
     add_job_options(command, file_gb=5.0)
-    return run_main(body, command.parse_args(argv))
+    return run_main(body, command, argv)
 
 
 def body(arguments: argparse.Namespace) -> int:

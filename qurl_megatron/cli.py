@@ -375,7 +375,7 @@ def _serve_options(command: argparse.ArgumentParser) -> None:
 
 
 def _fleet_options(command: argparse.ArgumentParser) -> None:
-    looks = command.add_subparsers(dest="look", required=True, metavar="LOOK")
+    looks = command.add_subparsers(dest="look", required=True, metavar="COMMAND")
     status = looks.add_parser(
         "status", help="a table of versions, queues and speeds of embedded and SGLang engines"
     )

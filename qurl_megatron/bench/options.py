@@ -30,7 +30,7 @@ class Benchmark:
 
 def add_benchmarks(command: argparse.ArgumentParser) -> None:
     """To ``qurl bench``: a subcommand for each row, and ``all``."""
-    names = command.add_subparsers(dest="benchmark", required=True, metavar="WHAT")
+    names = command.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, row in BENCHMARKS.items():
         parser = names.add_parser(name, help=row.help, description=f"Measure {row.help}.")
         add_shared(parser, row)
@@ -73,7 +73,7 @@ def add_shared(parser: argparse.ArgumentParser, row: Benchmark) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for WHAT.json and the page index.html; default: only the table",
+        help="folder for BENCHMARK.json and the page index.html; default: only the table",
     )
     parser.add_argument(
         "--against",

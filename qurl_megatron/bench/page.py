@@ -58,7 +58,9 @@ def write_page(folder: Path) -> Path:
     """
     records = list(records_in(folder).values())
     if not records:
-        raise ConfigError(f"{folder} holds no records; qurl bench WHAT --out {folder} writes them")
+        raise ConfigError(
+            f"{folder} holds no records; qurl bench BENCHMARK --out {folder} writes them"
+        )
     here = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here),

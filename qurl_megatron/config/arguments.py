@@ -8,16 +8,24 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
+TAKERS = ("overrides", "words")  # arguments that take settings of the recipe
+
 
 class Parser(argparse.ArgumentParser):
-    """Leaves with status 2 and one sentence, with what was probably meant."""
+    """Leaves with status 2 and one sentence, with what was probably meant.
+
+    Options may be written with underscores for dashes, as torchrun's may.
+    """
+
+    _given: Sequence[str] = ()
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else list(args)
+        end = args.index("--") if "--" in args else len(args)
+        self._given = args[:end] = [self._with_dashes(word) for word in args[:end]]
         found, rest = super().parse_known_args(args, namespace)
         if unknown := next((word for word in rest if word.startswith("-")), None):
-            behind = args[args.index(unknown) + 1 :] if unknown in args else []
-            self.error(self._unknown(unknown, behind, settings=_taker(found) is not None))
+            self.error(self._unknown(unknown))
         return found, rest
 
     def error(self, message: str) -> NoReturn:
@@ -32,19 +40,38 @@ class Parser(argparse.ArgumentParser):
             message = f"{command if what.isupper() else f'{what} cannot be {given!r}'}; {hint}"
         elif missing := re.match(r"the following arguments are required: (.*)", message):
             message = f"missing: {missing[1]}; `{self.prog} --help` says what it takes"
+            if unknown := next((word for word in self._given if self._is_unknown(word)), None):
+                message = self._unknown(unknown)  # what is missing may be there, misspelt
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def _unknown(self, option: str, behind: Sequence[str], *, settings: bool) -> str:
+    def _with_dashes(self, word: str) -> str:
+        name, *value = re.split("(=)", word, maxsplit=1)
+        dashed = name.replace("_", "-")
+        return "".join([dashed, *value]) if dashed in self._option_string_actions else word
+
+    def _is_unknown(self, word: str) -> bool:
+        name = word.partition("=")[0]
+        known = any(option.startswith(name) for option in self._option_string_actions)
+        return re.match("--?[a-zA-Z]", name) is not None and not known
+
+    def _unknown(self, option: str) -> str:
         name, equals, value = option.partition("=")
         if not equals:
+            behind = self._given[self._given.index(option) + 1 :] if option in self._given else []
             value = behind[0] if behind and not behind[0].startswith("-") else "VALUE"
         from qurl_megatron.config.load import keys_like  # only for a mistake
 
-        if settings and (keys := keys_like(name.lstrip("-").replace("-", "_"))):
+        takes = {action.dest for action in self._actions} & {*TAKERS}
+        command = "words" in takes and any(word.startswith("--kind") for word in self._given)
+        keys = keys_like(name.lstrip("-").replace("-", "_")) if takes and not command else []
+        if keys:
             meant = " or ".join(f"{key}={value}" for key in keys)
             return f"there is no option {name}; a setting has no dashes: {meant}"
-        close = get_close_matches(name, re.findall(r"--[\w-]+", self.format_usage()), n=1)
+        options = re.findall(r"--[\w-]+", self.format_usage())
+        close = get_close_matches(name, options, n=1, cutoff=0.8 if command else 0.6)
         hint = f"did you mean {close[0]}?" if close else f"`{self.prog} --help` lists them"
+        if "words" in takes and not close:
+            hint = "if it belongs to the command of a --kind, write `--` before that command"
         return f"there is no option {name}; {hint}"
 
 
@@ -65,4 +92,4 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _taker(arguments: argparse.Namespace) -> str | None:
     """Where settings of the recipe go, for commands that take some."""
-    return next((name for name in ("overrides", "words") if hasattr(arguments, name)), None)
+    return next((name for name in TAKERS if hasattr(arguments, name)), None)

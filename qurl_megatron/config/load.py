@@ -358,8 +358,10 @@ def keys_like(name: str) -> list[str]:
     ]
     if name in known:
         return [name]
+    if "." in name and (close := get_close_matches(name, known, n=1, cutoff=0.8)):
+        return close
     last = {key: key.rpartition(".")[2] for key in known}
-    close = get_close_matches(name, {*last.values()}, n=1, cutoff=0.8)
+    close = get_close_matches(name.rpartition(".")[2], {*last.values()}, n=1, cutoff=0.8)
     found = [key for key in known if last[key] in close]
     return [key for key in found if not key.startswith("warmstart.")] or found
 

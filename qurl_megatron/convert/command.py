@@ -7,11 +7,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float32", "float16")
 
 
-def parser(description: str, example: str) -> argparse.ArgumentParser:
+def parser(description: str, example: str) -> Parser:
     """A parser whose --help ends with an example to copy."""
-    return argparse.ArgumentParser(
+    return Parser(
         description=description,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,8 +55,11 @@ def add_job_options(parser: argparse.ArgumentParser, *, file_gb: float) -> None:
     )
 
 
-def run_main(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+def run_main(
+    body: Callable[[argparse.Namespace], int], command: Parser, argv: Sequence[str] | None
+) -> int:
     """Run a command; a mistake is one sentence on stderr and exit code 2."""
+    arguments = parse(command, argv)
     try:
         return body(arguments)
     except (ConfigError, PermissionError) as error:

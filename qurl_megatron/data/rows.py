@@ -33,6 +33,14 @@ TO_LINES = (
     "an array in one JSON file is converted with: python -c 'import json, sys; [print(json.dumps("
     "row)) for row in json.load(sys.stdin)]' < FILE.json > FILE.jsonl"
 )
+TO_PART = (
+    "python -c 'import sys; sys.stdout.buffer.writelines(list(sys.stdin.buffer)[{rows}])' "
+    "< {whole} > part.jsonl"
+)
+TO_PART_OF_A_TABLE = (
+    "python -c 'import pyarrow.parquet as pq; "
+    'pq.write_table(pq.read_table("{whole}")[{rows}], "part.parquet")\''
+)
 EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -95,7 +103,7 @@ class DataFile:
 
 
 def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile:
-    """All rows of a JSONL or parquet file.
+    """All rows of a JSONL or parquet file; JSON lines may end in .json, too.
 
     Args:
         name: what messages call the file.
@@ -123,14 +131,16 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
 
 
 def _way_out(path: Path) -> str:
-    """What to do where a path is written as one of several files, a part of one, or another kind
-    can be converted."""
-    if path.suffix == ".json":
-        return f"; {TO_LINES}"
-    if sliced := re.fullmatch(r"(.+)@\[.*\]", str(path)):
+    """What to do where a path is written as one of several files, or a part of one."""
+    if sliced := re.fullmatch(r"(.+)@\[(-?\d*:-?\d*)\]", str(path)):
+        whole, rows = sliced.groups()
+        if whole.endswith(".parquet"):
+            cut = TO_PART_OF_A_TABLE.format(whole=whole, rows=rows)
+        else:
+            cut = TO_PART.format(whole=whole, rows=rows)
         return (
-            f"; a part of a file cannot be named: write its rows to a file of their own, as with "
-            f"head -n 100 {sliced[1]} > part.jsonl"
+            "; a part of a file cannot be named: write its rows to a file of their own, with: "
+            f"{cut}"
         )
     if path.is_dir() or any(mark in str(path) for mark in ",*"):
         return f"; {ONE_FILE}"
@@ -202,8 +212,8 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
                 continue
             if first and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                 raise ConfigError(
-                    f"{name} line {number} begins an array, and each line of a .jsonl file must be "
-                    f"an object by itself; {TO_LINES}"
+                    f"{name} line {number} begins an array, and each line must be an object by "
+                    f"itself; {TO_LINES}"
                 )
             first = False
             try:
@@ -244,6 +254,7 @@ def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
 READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Any]]]] = {
     ".jsonl": _jsonl_rows,
     ".parquet": _parquet_rows,
+    ".json": _jsonl_rows,  # as many are called that hold an object a line
 }
 
 

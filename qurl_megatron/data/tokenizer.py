@@ -138,7 +138,7 @@ class Tokenizer:
                 f"the chat template in {self._template_file} is malformed in its line "
                 f"{error.lineno}: {error.message}; copy it from the original checkpoint"
             ) from None
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
             where = f", line {lines[-1]}," if lines else ""

@@ -19,6 +19,7 @@ from typing import Any
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rewards.pool import Tally
 
+CODE = "code of "  # before what names code of the user's own: a setting, its checksum
 Key = tuple[str, int]
 """A mode, and the number of a problem in its file."""
 
@@ -86,8 +87,9 @@ class AnswerFile:
             if record.keys() | {"unscored"} != names:
                 raise ConfigError(f"{self.path} line {number} is not an answer; delete the line")
             self._take([Answer(**record)])
-        # The last batch may have been cut short, in the middle of a line or between two.
-        if rest:
+        # The last batch may have been cut short, in the middle of a line or between two. A header
+        # of before there were checksums of code takes up those of now.
+        if rest or lines[0] + b"\n" != self._header.encode():
             self._rewrite()
         self.keep(lambda key: len(self.answers[key]) == responses.get(key[0]))
 
@@ -122,12 +124,16 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` where the answers in a file were made with other settings."""
+    """Raise ``ConfigError`` where the answers in a file were made with other settings.
+
+    Code that only one of the two has a checksum of is taken for unchanged.
+    """
     found, settings = settings_of(path), json.loads(json.dumps(settings))
+    unknown = {key for key in found.keys() ^ settings.keys() if key.startswith(CODE)}
     changed = [
         f"{key}: {found.get(key)} there, {settings.get(key)} here"
         for key in dict.fromkeys((*found, *settings))
-        if found.get(key) != settings.get(key)
+        if key not in unknown and found.get(key) != settings.get(key)
     ]
     if changed:
         raise ConfigError(

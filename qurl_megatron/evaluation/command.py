@@ -21,6 +21,7 @@ from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import (
+    CODE,
     Answer,
     AnswerFile,
     Key,
@@ -43,6 +44,7 @@ from qurl_megatron.observe.samples import Example, as_text, clipped, say, tellin
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
+from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.fleet import Fleet
@@ -85,6 +87,8 @@ class Plan:
         if self.rollout.environment:
             own["environment"] = self.rollout.environment
             own["max_turns"] = self.rollout.max_turns
+        named = named_code(self.reward, self.rollout)
+        own |= {f"{CODE}{named[key]}": one for key, one in checksums(named).items()}
         return {**drawn, **own, **self._model()}
 
     def _model(self) -> dict[str, Any]:
@@ -189,10 +193,12 @@ def _refuse_other_answers(plan: Plan, asked: Asked) -> None:
         for benchmark, prompts in asked.prompts
     }
     for path in sorted(plan.out.glob(f"*{ANSWERS}")):
-        if settings_of(path).get("model_files") != settings["model_files"]:
+        # Answers of engines that ran already say nothing of a model's files.
+        there, now = settings_of(path).get("model_files"), settings["model_files"]
+        if there not in (None, now):
             raise ConfigError(
-                f"{plan.out} holds answers of another model than {plan.model} is now; give another "
-                "--out, or delete that folder"
+                f"{path} holds answers of another model than {plan.model} is now; give another "
+                "--out, or delete that file"
             )
         if path.name in depends:
             refuse_other_settings(path, depends[path.name])

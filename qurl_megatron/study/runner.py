@@ -302,7 +302,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _read(out: Path) -> dict[str, str]:
     path = out / "cells.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    # Older studies wrote ``Cell.old_name``.
+    return {name.replace(",", "-").replace("=", "-"): reason for name, reason in found.items()}
 
 
 def _locked(file: TextIO, how: int) -> bool:

@@ -29,6 +29,7 @@ from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
+from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.rewards.pool import RewardDown
 from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.rollout.collect import Interrupted
@@ -45,7 +46,6 @@ from qurl_megatron.training.guard import Collapse, Verdict
 from qurl_megatron.training.inputs import read_prompts
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.newest import newest_whole
-from qurl_megatron.training.own_code import checksums, edited
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import Claim, TrainState, after, claim, tell_done
@@ -149,14 +149,15 @@ def _taken_up(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[Tra
     changed since it was saved, a sentence each."""
     changed = claimed.changes
     told = [f"settings changed: {', '.join(map(str, changed))}"] if changed else []
-    code = edited(config, state.own_code)
+    named = named_code(config.reward, config.rollout)
+    code = edited(named, state.own_code)
     told += [
         f"the code of {one} has changed since step {state.step}: what is measured with it from "
         "here on is not compared with what was measured before"
         for one in code.values()
     ]
     state = after([*(one.key for one in changed), *code], state)
-    return replace(state, own_code=checksums(config)), told
+    return replace(state, own_code=checksums(named)), told
 
 
 def _sound(policy: Policy, critic: Critic | None) -> float:

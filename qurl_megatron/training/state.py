@@ -21,8 +21,8 @@ from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_t
 from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.rewards.own_code import edited, named_code
 from qurl_megatron.runtime.files import refusing
-from qurl_megatron.training.own_code import edited
 
 STATE = "state.json"
 REFERENCE = (
@@ -216,7 +216,7 @@ def tell_done(
             f"{file} has changed since this run read it, and nothing was trained on what it holds "
             "now; restore the file, or train on it in another train.run_dir"
         )
-    for code in edited(config, state.own_code).values():
+    for code in edited(named_code(config.reward, config.rollout), state.own_code).values():
         print(
             f"the code of {code} has changed since this run called it, and nothing was done with "
             f"what it is now; set train.steps above {state.step} to go on with it"

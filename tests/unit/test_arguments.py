@@ -35,8 +35,15 @@ def test_the_words_of_a_batch_job_too():
 
 
 def test_launch_torchrun_too():
-    line = "--nproc-per-node 2 R {} --nnodes 2 {}".format(*GIVEN).split()
-    assert parse(command.parser(), line).overrides == GIVEN
+    line = "--nproc_per_node=2 R {} --nnodes 2 {}".format(*GIVEN).split()
+    found = parse(command.parser(), line)
+    assert (found.overrides, found.nproc_per_node) == (GIVEN, 2)
+
+
+def test_what_stands_behind_two_dashes_is_left_as_it_is():
+    options = ["slurm", "submit", "--kind", "bench", "--cluster", "C"]
+    words = ["loss", "--dry_run", "--json"]
+    assert parse(_parser(), [*options, "--", *words]).words == words
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,18 @@ def test_launch_torchrun_too():
         ("serve M a.b=1", "qurl: unexpected: a.b=1; `qurl serve --help` says what it takes"),
         ("serve M --scheme int9", "qurl serve: --scheme cannot be 'int9'; did you mean int8?"),
         ("train", "qurl train: missing: recipe; `qurl train --help` says what it takes"),
+        ("bench lss", "qurl bench: there is no benchmark 'lss'; did you mean loss?"),
+        ("study S --ouy O", "qurl study: there is no option --ouy; did you mean --out?"),
+        (
+            "train R --quant.shceme=fp8",
+            "qurl train: there is no option --quant.shceme; a setting has no dashes: "
+            "quant.scheme=fp8",
+        ),
+        (
+            "slurm render --kind convert --cluster C diff --all",
+            "qurl slurm render: there is no option --all; if it belongs to the command of a "
+            "--kind, write `--` before that command",
+        ),
     ],
 )
 def test_what_no_command_knows_is_refused_in_one_sentence(line, said, capsys):

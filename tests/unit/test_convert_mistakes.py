@@ -375,6 +375,18 @@ def test_a_tool_runs_as_a_script_and_explains_itself(name):
     assert done.returncode == 0 and "example:" in done.stdout, done.stderr
 
 
+def test_a_mistake_in_a_tools_options_is_one_sentence(capsys, monkeypatch):
+    for line, said in (
+        ("diff a b c", "diff.py: unexpected: c; `diff.py --help` says what it takes\n"),
+        ("inspect a --verfy", "inspect.py: there is no option --verfy; did you mean --verify?\n"),
+    ):
+        name, *words = line.split()
+        monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+        with pytest.raises(SystemExit) as left:
+            tool(name, *words)
+        assert (left.value.code, capsys.readouterr().err) == (2, said)
+
+
 def test_a_dry_run_writes_nothing(hf, tmp_path, capsys):
     before = sorted(tmp_path.rglob("*"))
     arguments = ("--hf", hf, "--out", tmp_path / "deep" / "out", "--dry-run", "--tensor", 2)

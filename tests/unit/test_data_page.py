@@ -32,8 +32,8 @@ def test_its_commands_make_one_file_of_several_a_part_and_lines_of_an_array(tmp_
     def texts(name: str) -> str:
         return "".join(one.text for one in read_file(tmp_path / name, name).questions)
 
-    found = [texts(name) for name in ("all.jsonl", "part.jsonl", "a.jsonl", "all.parquet")]
-    assert found == ["abcd", "abc", "dcba", "abcd"]
+    made = ("all.jsonl", "part.jsonl", "a.jsonl", "all.parquet", "part.parquet")
+    assert [texts(name) for name in made] == ["abcd", "abc", "dcba", "abcd", "abc"]
 
 
 def test_its_chat_becomes_the_text_it_says_by_its_template(tmp_path):

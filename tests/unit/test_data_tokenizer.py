@@ -169,6 +169,10 @@ def test_a_mistake_in_a_chat_template_is_reported_with_its_file_and_line(folder,
     file.write_text("{{ 1 }}\n\n{{ messages[0].content + 1 }}\n")
     with pytest.raises(ConfigError, match=rf"template in {file}, line 3, refuses .*: can only con"):
         Tokenizer(tmp_path).encode("4", chat=True)
+    for broken in ("1 // 0", "10.0 ** 400", "'4'.encode('none')", "range(10 ** 9)"):
+        file.write_text(f"{{{{ {broken} }}}}")
+        with pytest.raises(ConfigError, match=rf"template in {file}, line 1, refuses the prompt"):
+            Tokenizer(tmp_path).encode("4", chat=True)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):

@@ -510,8 +510,20 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
         assert ladder["unscored"] == 1
         # Again, when all is there already.
         assert run(bench, model, tmp_path / "out", *options) == 0
-    assert lost in capsys.readouterr().out
-    assert (tmp_path / "out/results.json").read_text() == whole
+        assert lost in capsys.readouterr().out
+        assert (tmp_path / "out/results.json").read_text() == whole
+        # Answers of before there were checksums are gone on with, and have one from then on.
+        samples = tmp_path / "out/ladder.samples.jsonl"
+        text = samples.read_text()
+        samples.write_text(re.sub(f', "code of {own}:score": "[0-9a-f]+"', "", text))
+        assert samples.read_text() != text
+        assert run(bench, model, tmp_path / "out", *options) == 0
+        assert samples.read_text() == text
+        own.write_text(own.read_text().replace("/ (", "/ 2 / ("))
+        assert run(bench, model, tmp_path / "out", *options) == 2
+        edited = rf"other settings \(code of {own}:score: [0-9a-f]+ there, [0-9a-f]+ here\)"
+        assert re.search(edited, capsys.readouterr().err)
+        assert samples.read_text() == text
 
 
 def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refused(
@@ -611,9 +623,15 @@ def test_answers_of_others_are_refused_before_an_engine_starts(bench, model, tmp
     AnswerFile(after.out / "ladder.samples.jsonl", {"problems": "", **after.settings}, {})
     with pytest.raises(ConfigError, match=r"step_000004/lad.* other settings \(.*k: 2 there, 3 h"):
         evaluate(asked("--k", "3"), theirs)
-    (after.out / "ladder.samples.jsonl").rename(after.out / "other.samples.jsonl")
+    served = {k: v for k, v in after.settings.items() if k != "model_files"} | {"served": ["x @ 1"]}
+    (after.out / "ladder.samples.jsonl").unlink()
+    AnswerFile(after.out / "ladder.samples.jsonl", {"problems": "", **served}, {})
+    with pytest.raises(ConfigError, match=r"other settings \(.*served: \['x @ 1'\] there, None h"):
+        evaluate(asked("--k", "2"), theirs)
+    (after.out / "ladder.samples.jsonl").unlink()
+    AnswerFile(after.out / "other.samples.jsonl", after.settings, {})
     (tmp_path / "step_000004/more").write_text("of other weights")
-    with pytest.raises(ConfigError, match="holds answers of another model than .*_000004 is now"):
+    with pytest.raises(ConfigError, match=r"other\.samples\.jsonl holds answers of another mod"):
         evaluate(asked("--k", "2"), theirs)
     assert "evaluating" not in capsys.readouterr().out and not [*tmp_path.glob("eval/start")]
 

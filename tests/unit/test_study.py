@@ -268,6 +268,9 @@ def test_a_run_of_an_older_study_goes_on_in_its_folder(root):
     assert run_cells(root, only=CELLS[0]) == 1
     runs, old = root / "out/runs", "bf16,none,seed=0"
     (runs / CELLS[0]).rename(runs / old)
+    noted = failures(root / "out")
+    (root / "out/cells.json").write_text(json.dumps({old: noted[CELLS[0]]}))
+    assert failures(root / "out") == noted
     assert run_cells(root, only="*seed-0") == 0
     asked = {call["cell"]: call["first"] for call in calls(root)[1:]}
     assert asked == {old: 2, CELLS[1]: 1, CELLS[2]: 1}

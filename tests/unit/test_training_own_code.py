@@ -7,9 +7,9 @@ import pytest
 
 from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.config.sections import MixedReward
+from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.training.fork import forked
 from qurl_megatron.training.loop import _taken_up
-from qurl_megatron.training.own_code import checksums, edited
 from qurl_megatron.training.state import STATE, TrainState, tell_done
 from tests.unit.test_damaged_files import RECIPE_TEXT
 
@@ -78,9 +78,10 @@ def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_co
 
 
 def test_code_that_has_gone_is_for_others_to_refuse(config, tmp_path):
-    before = checksums(config)
+    named = named_code(config.reward, config.rollout)
+    before = checksums(named)
     (tmp_path / "rewards.py").unlink()
-    assert edited(config, before) == {}
+    assert edited(named, before) == {}
 
 
 def test_a_state_written_before_there_were_checksums_is_read(tmp_path):

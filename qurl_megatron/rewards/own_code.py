@@ -1,4 +1,5 @@
-"""The code of the user's own that a run calls, its rewards' and its environment's, by checksum.
+"""The code of the user's own that a run or an evaluation calls, its rewards' and its environment's,
+by checksum.
 
 Unlike data it may change under a run: who is told to fix a reward goes on from the checkpoint. But
 what it scores then is not compared with what it scored before. Files alone are watched: not what
@@ -11,13 +12,20 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from qurl_megatron.config import RunConfig
+from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import checksum_of
 
 
-def checksums(config: RunConfig) -> dict[str, str]:
-    """By the key that names the code; nothing for what is in no file that can be read."""
-    found = {key: _file_of(name) for key, name in _named(config).items()}
+def named_code(reward: RewardConfig, rollout: RolloutConfig) -> dict[str, str]:
+    """What names it, "file.py:name" or "package.module:name", by its key."""
+    functions = {f"{key}.function": part.function for key, part in reward.parts.items()}
+    given = {**functions, "rollout.environment": rollout.environment}
+    return {key: name for key, name in given.items() if name}
+
+
+def checksums(named: Mapping[str, str]) -> dict[str, str]:
+    """Of all ``named_code``, by its key; nothing for what is in no file that can be read."""
+    found = {key: _file_of(name) for key, name in named.items()}
     return {
         key: checksum_of(path)
         for key, path in found.items()
@@ -25,24 +33,17 @@ def checksums(config: RunConfig) -> dict[str, str]:
     }
 
 
-def edited(config: RunConfig, before: Mapping[str, str]) -> dict[str, str]:
-    """What is no longer as it was, as "reward.function=..." by its key.
+def edited(named: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+    """What of ``named_code`` is no longer as it was, as "reward.function=..." by its key.
 
     Args:
         before: checksums of what it was; what has none there is taken for unchanged.
     """
-    named = _named(config)
     return {
         key: f"{key}={named[key]}"
-        for key, checksum in checksums(config).items()
+        for key, checksum in checksums(named).items()
         if before.get(key, checksum) != checksum
     }
-
-
-def _named(config: RunConfig) -> dict[str, str]:
-    functions = {f"{key}.function": part.function for key, part in config.reward.parts.items()}
-    given = {**functions, "rollout.environment": config.rollout.environment}
-    return {key: name for key, name in given.items() if name}
 
 
 def _file_of(name: str) -> Path | None:
