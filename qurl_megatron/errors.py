@@ -15,6 +15,7 @@ CAUSES = {
     "exceptions": "raised",
     "invalid": "got no finite number",
     "unanswered": "got no answer",
+    "refused": "got no scores from the server",
     "environment": "failed in the environment",
 }
 """Why a response has no score, by the metric below ``reward/`` that counts it."""

@@ -57,6 +57,7 @@ GROUPS: dict[str, Group] = {
             "exceptions": Known("responses whose scoring raised"),
             "invalid": Known("responses whose score was no finite number"),
             "unanswered": Known("responses that a reward server did not answer"),
+            "refused": Known("responses that a reward server answered with something else"),
             "environment": Known("responses that got no score because their environment failed"),
             "mix/...": Known("mean of this reward of the mix, before its weight"),
             "measured_since": Known("step after which rewards are measured as they are now"),

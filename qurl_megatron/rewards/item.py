@@ -58,7 +58,8 @@ def as_score(value: object) -> Score:
     except Exception:  # __float__ may be anybody's
         score = None
     if score is None:
-        return Unscored("invalid", f"a value of type {type(value).__name__}")
+        said = "null" if value is None else f"a value of type {type(value).__name__}"
+        return Unscored("invalid", said)
     if not abs(score) <= LARGEST_SCORE:  # NaN is not, either
         return Unscored("invalid", f"{score:g}")
     return score

@@ -79,7 +79,8 @@ class Judge:
         try:
             return loop.run(self._asked(items))
         except (Passing, Refused) as error:
-            return [unscored("unanswered", f"{self.name} {error}")] * len(items)
+            cause = "refused" if isinstance(error, Refused) else "unanswered"
+            return [unscored(cause, f"{self.name} {error}")] * len(items)
 
     async def _asked(self, items: Sequence[Item]) -> list[Score]:
         body = json.dumps({"items": [item.given for item in items]}).encode()

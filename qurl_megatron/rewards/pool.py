@@ -50,22 +50,31 @@ class Tally:
 
     responses: int = 0
     failed: int = 0  # responses that a reward gave no score
-    causes: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)  # why, by cause
+    ways: Counter[str] = field(default_factory=Counter)  # in which they failed, see ``_way``
+    first: dict[str, str] = field(default_factory=dict)  # why, by way
     parts: Counter[str] = field(default_factory=Counter)  # sum of the scores, by name in the mix
 
     def add(self, other: "Tally") -> None:
         self.responses += other.responses
         self.failed += other.failed
-        self.causes.update(other.causes)
+        self.ways.update(other.ways)
         self.first = other.first | self.first
         self.parts.update(other.parts)
 
+    @property
+    def causes(self) -> Counter[str]:
+        """How many failed, by cause."""
+        found: Counter[str] = Counter()
+        for way, count in self.ways.items():
+            found[_cause(way)] += count
+        return found
+
     def metrics(self) -> dict[str, Metric]:
         """Below ``reward/``: the share that failed, how many of each cause, each part's mean."""
+        causes = self.causes
         return {
             "reward/failed_fraction": Mean(self.failed, self.responses),
-            **{f"reward/{cause}": Sum(self.causes[cause]) for cause in CAUSES},
+            **{f"reward/{cause}": Sum(causes[cause]) for cause in CAUSES},
             **{f"reward/mix/{n}": Mean(total, self.responses) for n, total in self.parts.items()},
         }
 
@@ -77,10 +86,18 @@ class Tally:
             f"{self.said()}"
         )
 
-    def said(self, causes: Collection[str] = tuple(CAUSES)) -> str:
-        """What went wrong, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ..."."""
-        seen = [cause for cause in CAUSES if cause in causes and self.causes[cause]]
-        return ", ".join(f"{self.causes[c]} {CAUSES[c]} ({self.first[c]})" for c in seen)
+    def said(self, ways: Collection[str] | None = None) -> str:
+        """What went wrong, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ...".
+
+        Args:
+            ways: of these alone.
+        """
+        order = list(CAUSES)
+        seen = sorted(
+            self.ways.keys() if ways is None else self.ways.keys() & ways,
+            key=lambda way: (order.index(_cause(way)), way),
+        )
+        return ", ".join(f"{self.ways[w]} {CAUSES[_cause(w)]} ({self.first[w]})" for w in seen)
 
 
 @dataclass(frozen=True)
@@ -187,21 +204,25 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
     fix = _fix(
         tally, 'fix it, and call it on one response first, as docs/rewards.md shows under "Try it"'
     )
-    raise _kind(tally)(
-        f"{scorer} scored none of {how_many(tally.responses, 'response')}: {tally.said()}; {fix}"
-    )
+    responses = how_many(tally.responses, "response")
+    none = f"{scorer} scored none of {responses}"
+    if _alone(tally, "environment"):  # the reward was not asked
+        none = f"none of {responses} could be scored"
+    raise _kind(tally)(f"{none}: {tally.said()}; {fix}")
 
 
 def _fix(tally: Tally, reward: str = "fix the reward") -> str:
     """What to do; ``reward`` where it is the reward that is to blame."""
     if _alone(tally, "unanswered"):
         return "start its server, or have it answer"
-    return "fix the environment" if _alone(tally, "environment") else reward
+    if _alone(tally, "refused"):
+        return "fix what the server says is wrong, or have it answer as docs/rewards.md shows"
+    return "fix rollout.environment" if _alone(tally, "environment") else reward
 
 
 def _alone(tally: Tally, cause: str) -> bool:
     """Whether nothing else left responses without a score."""
-    return +tally.causes == Counter({cause: tally.causes[cause]})
+    return tally.causes.keys() == {cause}
 
 
 def _kind(tally: Tally) -> type[Exception]:
@@ -235,6 +256,16 @@ def _in_process(part: RewardConfig) -> bool:
     return part.kind in IN_PROCESS and not (part.function or part.url)
 
 
+def _way(score: Unscored) -> str:
+    """The cause; an environment's failures also by what it did, with which their reasons begin."""
+    did = score.why.partition(":")[0]
+    return f"environment: {did}" if score.cause == "environment" else score.cause
+
+
+def _cause(way: str) -> str:
+    return way.partition(":")[0]
+
+
 def _number(score: Score, failed: float) -> float:
     return failed if isinstance(score, Unscored) else score
 
@@ -266,8 +297,8 @@ def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: flo
             if isinstance(score, Unscored):
                 if score.cause == "environment" and index:
                     continue  # which every part of a mix has
-                tally.causes[score.cause] += 1
-                tally.first.setdefault(score.cause, _why(score, names, index))
+                tally.ways[_way(score)] += 1
+                tally.first.setdefault(_way(score), _why(score, names, index))
         if names:
             tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
     return tally

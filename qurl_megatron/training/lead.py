@@ -310,8 +310,8 @@ class Lead:
         return Rollout(responses, metrics, draft.generated_tokens, draft.generating_s)
 
     def _tell_unscored(self, tally: Tally, step: int) -> None:
-        """Say why responses have no score, each cause once in a run; metrics go on counting."""
-        if new := tally.causes.keys() - self._told:
+        """Say why responses have no score, each way once in a run; metrics go on counting."""
+        if new := tally.ways.keys() - self._told:
             self._told |= new
             self.alarm(
                 "reward",

@@ -67,7 +67,7 @@ def test_what_may_pass_is_asked_again(status):
 def test_what_is_no_answer_is_not_asked_again(answer, said):
     with reward_server(answer, numbers) as server:
         first, second = judge(server.url)(items("5", "6"))
-    assert first == second and first.cause == "unanswered"
+    assert first == second and first.cause == "refused"
     assert first.why.startswith(f"{server.url} {said}")
     assert len(server.asked) == 1
 
@@ -118,11 +118,15 @@ def test_all_requests_have_one_deadline_and_what_has_a_score_keeps_it():
 
 @pytest.mark.parametrize("on_failure", ["score", "stop"])
 def test_where_only_servers_failed_the_run_may_be_started_again(on_failure):
-    with reward_server(answered(404)) as server:
-        config = RewardConfig(url=server.url, on_failure=on_failure)
-        with RewardPool(config) as pool, pytest.raises(RewardDown, match="start its server"):
-            pool.grade(items("1"))
-            refuse_none_scored(pool.tally, config.setting)
+    def ends(answer, *expected) -> None:
+        with reward_server(answer) as server:
+            config = RewardConfig(url=server.url, url_retries=0, on_failure=on_failure)
+            with RewardPool(config) as pool, pytest.raises(*expected[:1], match=expected[1]):
+                pool.grade(items("1"))
+                refuse_none_scored(pool.tally, config.setting)
+
+    ends(answered(503), RewardDown, "start its server")
+    ends(answered(404), ConfigError, "answered 404.*fix what the server says is wrong")
 
 
 @pytest.mark.parametrize("leaves", ["pool", "call"])

@@ -258,7 +258,7 @@ def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
     refuse_none_scored(pool.tally, scorer)  # one in three has a score
     refuse_none_scored(Tally(), scorer)
     lost = Tally(2, 2, Counter(environment=2), {"environment": "no tool"})
-    with pytest.raises(ConfigError, match=r"environment \(no tool\); fix the environment$"):
+    with pytest.raises(ConfigError, match=r"environment \(no tool\); fix rollout.environment$"):
         refuse_none_scored(lost, scorer)
 
 
