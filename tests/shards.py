@@ -6,5 +6,6 @@ from qurl_megatron.tensors.slice import Shard
 
 
 def shard(name: str, value: Tensor, dim: int | None = None, start: int = 0) -> Shard:
-    """For senders, who carry parts of tensors of any size."""
-    return Shard(name, value, (), dim, start)
+    """The last part of a tensor, or all of it."""
+    shape = tuple(start + n if axis == dim else n for axis, n in enumerate(value.shape))
+    return Shard(name, value, shape, dim, start)

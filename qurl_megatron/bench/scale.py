@@ -188,14 +188,16 @@ def bucket_blobs() -> list[list[Blob]]:
     """What eight training ranks say of every bucket of an INT8 version of 32B, as files."""
     arch = read_arch(config_of("32B"))
     version = tensors(arch, "int8")
+    layout = plan.Layout(tensor=TRAINER_RANKS)
     blobs: list[list[Blob]] = [[] for _ in range(TRAINER_RANKS)]
     for rank in range(TRAINER_RANKS):
         parts, sizes = [], []
         for name, (shape, element) in version.items():
-            part = plan.trainer_part(arch, name, shape, plan.Layout(tensor=TRAINER_RANKS), 0, rank)
+            tensor = hf_tensor(arch, name)
+            part = plan.trainer_part(arch, tensor, shape, layout, 0, rank)
             if part is None:
                 continue
-            dim = hf_tensor(arch, name).split_dim
+            dim = tensor.split_dim
             start = 0 if dim is None else part.starts[dim]
             dtype = {1: "int8", 2: "bfloat16", 4: "float32"}[element]
             digest = xxhash.xxh3_128_hexdigest(f"{rank}/{name}".encode())

@@ -10,7 +10,7 @@ from torch import Tensor
 from qurl_megatron.quant import QuantizedWeight
 from qurl_megatron.quant.export import loaded, read_quantization, scale_name
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.tensors.table import HfTensor
+from qurl_megatron.tensors.table import HfTensor, is_quantized
 from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
 from qurl_megatron.weights.hf_reader import HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
@@ -52,7 +52,8 @@ class AnyCheckpoint:
         if self.checkpoint.arch.tied:
             left.discard("lm_head.weight")  # the embedding once more
         left = {name for name in left if not name.endswith(".inv_freq")}
-        yield from ((HfTensor(name, reader.shape(name)), None) for name in sorted(left))
+        for name in sorted(left):
+            yield HfTensor(name, reader.shape(name), quantized=is_quantized(name)), None
 
     def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
         """One tensor of ``tensors``, as it is stored."""

@@ -1,8 +1,8 @@
 """Who holds which rows of which tensor, in the trainer and in an engine, and so who sends what.
 
 Nothing is gathered: a training rank sends each engine rank the part that both hold, rows or columns
-of one Hugging Face tensor. Both layouts follow from the architecture and
-a few sizes, so every process can work out the whole plan by itself.
+of one Hugging Face tensor. Both layouts follow from the architecture and a few sizes, so every
+process can work out the whole plan by itself.
 
 Training ranks are (pipeline stage, tensor rank). What their tensor ranks all hold is sent by the
 first. Data-parallel replicas hold the same and take turns: bucket i is the work of replica i % dp.
@@ -50,21 +50,20 @@ Tensors = Mapping[str, tuple[tuple[int, ...], int]]
 """name -> (whole shape, bytes per element); scales are tensors of their own."""
 
 
-def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int) -> Slice:
+def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> Slice:
     """What an SGLang rank of ``tp`` keeps of a whole tensor.
 
     Query heads are split; key and value heads too, or where there are fewer than ranks, each is
     kept by several. The vocabulary is padded, split evenly, and the padding is nobody's.
 
     Raises:
-        ConfigError: ``tp`` does not divide what it splits, or no such tensor is known.
+        ConfigError: ``tp`` does not divide what it splits, or the shape is not the model's.
     """
-    tensor = hf_tensor(arch, name)
     units = tensor.units
     if tensor.vocabulary:
         return _vocabulary(shape, _sglang_rows(shape[0], tp), rank)
     if units is not None and units.repeats and tp > units.count:
-        _divide(tp, units.count, "the engine's tensor size", units.key, name)
+        _divide(tp, units.count, "the engine's tensor size", units.key, tensor.name)
         _expect(tensor, shape)
         head = rank // (tp // units.count)
         return Slice.along(shape, 0, head * units.width, (head + 1) * units.width)
@@ -72,17 +71,16 @@ def engine_part(arch: Arch, name: str, shape: Sequence[int], tp: int, rank: int)
 
 
 def trainer_part(
-    arch: Arch, name: str, shape: Sequence[int], layout: Layout, stage: int, rank: int
+    arch: Arch, tensor: HfTensor, shape: Sequence[int], layout: Layout, stage: int, rank: int
 ) -> Slice | None:
     """What a training rank holds of a whole tensor and is the one to send; None: nothing.
 
     Raises:
-        ConfigError: the layout does not divide the model, or no such tensor is known.
+        ConfigError: the layout does not divide the model, or the shape is not the model's.
     """
     arch.check_parallel(layout.tensor, layout.pipeline)
-    if _stage(arch, name, layout.pipeline) != stage:
+    if _stage(arch, tensor.name, layout.pipeline) != stage:
         return None
-    tensor = hf_tensor(arch, name)
     if tensor.vocabulary:
         part = _vocabulary(shape, -(-shape[0] // layout.tensor), rank)
         return part if part.elements else None
@@ -99,8 +97,9 @@ def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> l
     """
     found = []
     for name, (shape, element) in tensors.items():
-        needs = [engine_part(arch, name, shape, engine_tp, rank) for rank in range(engine_tp)]
-        for source, have in _holders(arch, name, shape, layout):
+        tensor = hf_tensor(arch, name)
+        needs = [engine_part(tensor, shape, engine_tp, rank) for rank in range(engine_tp)]
+        for source, have in _holders(arch, tensor, shape, layout):
             for engine_rank, need in enumerate(needs):
                 if part := have.overlap(need):
                     size = element * part.elements
@@ -120,11 +119,11 @@ def buckets(sizes: Sequence[int], limit: int) -> list[range]:
 
 
 def _holders(
-    arch: Arch, name: str, shape: Sequence[int], layout: Layout
+    arch: Arch, tensor: HfTensor, shape: Sequence[int], layout: Layout
 ) -> Iterator[tuple[tuple[int, int], Slice]]:
-    stage = _stage(arch, name, layout.pipeline)
+    stage = _stage(arch, tensor.name, layout.pipeline)
     for rank in range(layout.tensor):
-        if have := trainer_part(arch, name, shape, layout, stage, rank):
+        if have := trainer_part(arch, tensor, shape, layout, stage, rank):
             yield (stage, rank), have
 
 

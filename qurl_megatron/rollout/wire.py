@@ -51,6 +51,7 @@ class Piece:
 
     @property
     def stop(self) -> int:
+        """One beyond the last row or column; 1 for a whole tensor, which counts as one."""
         return self.start + (1 if self.dim is None else self.shape[self.dim])
 
     @property

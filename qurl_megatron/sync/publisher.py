@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -102,7 +101,6 @@ class Publisher:
         self.timeline = timeline
         self._quant, self.drift = quant, Drift(quant)
         self._dtype = next(policy.gpt.parameters()).dtype
-        self._need = cache(partial(plan.engine_part, policy.arch))  # the same for every version
         self.publish_as(quant.scheme)
 
     def publish_as(self, scheme: str) -> None:
@@ -298,11 +296,12 @@ class Publisher:
         except ConfigError as error:
             raise ConfigError(f"tensor {name}: {error}") from error
         self.drift.observe(name, shard.value, codes, version)
-        row = hf_tensor(self.policy.arch, f"{name}_scale")
-        scale = self._made(room, codes.scale, codes.scale.dtype, row.split_dim)
+        scale = hf_tensor(self.policy.arch, f"{name}_scale")
+        value = self._made(room, codes.scale, codes.scale.dtype, scale.split_dim)
+        start = 0 if scale.split_dim is None else shard.start
         return [
             replace(shard, value=codes.values),
-            Shard(row.name, scale, row.shape, row.split_dim, 0 if row_parallel else shard.start),
+            Shard(scale.name, value, scale.shape, scale.split_dim, start),
         ]
 
     def _made(self, room: Room, value: Tensor, dtype: torch.dtype, split_dim: int | None) -> Tensor:
@@ -317,7 +316,8 @@ class Publisher:
         """The parts of ``shards`` that one engine rank keeps."""
         parts: list[Shard] = []
         for shard in shards:
-            if part := shard.cut(self._need(shard.name, shard.shape, tp, rank)):
+            tensor = hf_tensor(self.policy.arch, shard.name)
+            if part := shard.cut(plan.engine_part(tensor, shard.shape, tp, rank)):
                 parts.append(part)
         return parts
 

@@ -4,5 +4,5 @@
     table    one row per kind of tensor: its shape, how it is split, quantized and folded
     slice    a part of a tensor: where it lies in the whole, and its values
 
-Without torch, and within SGLang's environment: engines import it too.
+Imports no torch: engines load it inside SGLang's environment.
 """

@@ -53,9 +53,11 @@ class Slice:
 
     def narrow(self, tensor: "Tensor", held: "Slice") -> "Tensor":
         """The view of this slice in a tensor that holds ``held``, which it must lie in."""
-        for dim, size in enumerate(self.sizes):
-            if size != held.sizes[dim]:
-                tensor = tensor.narrow(dim, self.starts[dim] - held.starts[dim], size)
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            first = start - held.starts[dim]
+            if (first, size) != (0, held.sizes[dim]):
+                assert first >= 0, f"{self} lies outside {held}"  # torch would count from the end
+                tensor = tensor.narrow(dim, first, size)
         return tensor
 
 

@@ -1,21 +1,22 @@
 """What is known of each Hugging Face tensor by its name: one row per kind, which all else reads.
 
-A name without its numbers is the key of its row: ``model.layers.3.mlp.experts.7.up_proj.weight`` is
-a ``model.layers.mlp.experts.up_proj``. From the row and the model's sizes follow the shape of its
-weight, bias and scale, how ranks split them, whether rollouts run them at 8 bits, and what UAQ does
-to them.
+A name with 0 for its numbers leads to its row: ``model.layers.3.mlp.experts.7.up_proj.weight`` is
+the weight of a ``model.layers.0.mlp.experts.0.up_proj``. From the row and the model's sizes follow
+the shape of its weight, bias and scale, how ranks split them, whether rollouts run them at 8 bits,
+and what UAQ does to them.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
+VALUES = ("weight", "bias", "weight_scale")
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ AXES: Mapping[Axis, Callable[[Arch], Units]] = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A row: the weights of one name, in every layer of every model."""
+class Row:
+    """What all tensors of one name have in common, in every layer of every model."""
 
     rows: Axis
     columns: Axis | None = None  # None: a vector, of a norm
@@ -57,35 +58,34 @@ class Kind:
     uaq: Literal["norm", "reader"] | None = None  # is scaled up, or reads what was
 
 
-_QUERIES = Kind("queries", "hidden", split=0, quantized=True, uaq="reader")
-_KEYS = Kind("keys", "hidden", split=0, quantized=True, uaq="reader")
-_GATE_UP = Kind("inner", "hidden", split=0, quantized=True, uaq="reader")
-_EXPERT_GATE_UP = Kind("expert", "hidden", split=0, quantized=True, uaq="reader")
+_QUERIES = Row("queries", "hidden", split=0, quantized=True, uaq="reader")
+_KEYS = Row("keys", "hidden", split=0, quantized=True, uaq="reader")
+_GATE_UP = Row("inner", "hidden", split=0, quantized=True, uaq="reader")
+_EXPERT_GATE_UP = Row("expert", "hidden", split=0, quantized=True, uaq="reader")
 
-KINDS: Mapping[str, Kind] = {
-    "model.embed_tokens": Kind("vocabulary", "hidden", split=0),
-    "model.layers.input_layernorm": Kind("hidden", uaq="norm"),
-    "model.layers.self_attn.q_proj": _QUERIES,
-    "model.layers.self_attn.k_proj": _KEYS,
-    "model.layers.self_attn.v_proj": _KEYS,
-    "model.layers.self_attn.q_norm": Kind("head"),
-    "model.layers.self_attn.k_norm": Kind("head"),
-    "model.layers.self_attn.o_proj": Kind("hidden", "queries", split=1, quantized=True),
-    "model.layers.post_attention_layernorm": Kind("hidden", uaq="norm"),
-    "model.layers.mlp.gate_proj": _GATE_UP,
-    "model.layers.mlp.up_proj": _GATE_UP,
-    "model.layers.mlp.down_proj": Kind("hidden", "inner", split=1, quantized=True),
-    "model.layers.mlp.gate": Kind("experts", "hidden", uaq="reader"),
-    "model.layers.mlp.experts.gate_proj": _EXPERT_GATE_UP,
-    "model.layers.mlp.experts.up_proj": _EXPERT_GATE_UP,
-    "model.layers.mlp.experts.down_proj": Kind("hidden", "expert", split=1, quantized=True),
-    "model.norm": Kind("hidden"),
-    "lm_head": Kind("vocabulary", "hidden", split=0),
+ROWS: Mapping[str, Row] = {
+    "model.embed_tokens": Row("vocabulary", "hidden", split=0),
+    "model.layers.0.input_layernorm": Row("hidden", uaq="norm"),
+    "model.layers.0.self_attn.q_proj": _QUERIES,
+    "model.layers.0.self_attn.k_proj": _KEYS,
+    "model.layers.0.self_attn.v_proj": _KEYS,
+    "model.layers.0.self_attn.q_norm": Row("head"),
+    "model.layers.0.self_attn.k_norm": Row("head"),
+    "model.layers.0.self_attn.o_proj": Row("hidden", "queries", split=1, quantized=True),
+    "model.layers.0.post_attention_layernorm": Row("hidden", uaq="norm"),
+    "model.layers.0.mlp.gate_proj": _GATE_UP,
+    "model.layers.0.mlp.up_proj": _GATE_UP,
+    "model.layers.0.mlp.down_proj": Row("hidden", "inner", split=1, quantized=True),
+    "model.layers.0.mlp.gate": Row("experts", "hidden", uaq="reader"),
+    "model.layers.0.mlp.experts.0.gate_proj": _EXPERT_GATE_UP,
+    "model.layers.0.mlp.experts.0.up_proj": _EXPERT_GATE_UP,
+    "model.layers.0.mlp.experts.0.down_proj": Row("hidden", "expert", split=1, quantized=True),
+    "model.norm": Row("hidden"),
+    "lm_head": Row("vocabulary", "hidden", split=0),
 }
 
 
-@dataclass(frozen=True)
-class HfTensor:
+class HfTensor(NamedTuple):  # models have 100,000: a frozen dataclass takes longer to make
     """A tensor of one model."""
 
     name: str
@@ -93,62 +93,67 @@ class HfTensor:
     split_dim: int | None = None  # that tensor parallelism splits; None: every rank has it all
     units: Units | None = None  # of that dimension
     zero_centred: bool = False  # a norm that stores its gain minus one
-
-    @property
-    def quantized(self) -> bool:
-        return is_quantized(self.name)
-
-    @property
-    def vocabulary(self) -> bool:
-        return is_vocabulary(self.name)
+    quantized: bool = False  # see ``is_quantized``
+    vocabulary: bool = False  # see ``is_vocabulary``
 
 
 def hf_tensor(arch: Arch, name: str) -> HfTensor:
     """The tensor of this name in a model: a weight, a bias, or a ``weight_scale`` [rows, 1].
 
     Raises:
-        ConfigError: there is no row for it.
+        ConfigError: there is no row for it, or it is of experts and the model has none.
     """
-    kind, value = _row(name)
-    if kind is None:
+    facts = _facts(arch, _NUMBER.sub(".0", name))
+    if facts is None:
         raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
-    rows = AXES[kind.rows](arch)
-    if value == "weight" and kind.columns is not None:
-        columns = AXES[kind.columns](arch)
-        units = None if kind.split is None else (rows, columns)[kind.split]
-        return HfTensor(name, (rows.length, columns.length), kind.split, units)
-    shape = (rows.length, 1) if value == "weight_scale" else (rows.length,)
-    if kind.columns is None:
-        return HfTensor(name, shape, zero_centred=arch.zero_centred_norm)
-    # Scales and biases run along the output rows, of which every rank of split columns has all.
-    return HfTensor(name, shape, 0, rows) if kind.split == 0 else HfTensor(name, shape)
+    return HfTensor(name, *facts)
+
+
+@lru_cache(maxsize=1 << 10)  # by row and not by name: a model has up to 100,000 names
+def _facts(arch: Arch, key: str) -> tuple | None:
+    """What an ``HfTensor`` says beside its name; None: the model can have no such tensor."""
+    owner, _, value = key.rpartition(".")
+    row = ROWS.get(owner)
+    if row is None or value not in VALUES:
+        return None
+    if arch.experts is None and {row.rows, row.columns} & {"expert", "experts"}:
+        return None
+    rows = AXES[row.rows](arch)
+    shape: tuple[int, ...] = (rows.length, 1) if value == "weight_scale" else (rows.length,)
+    if row.columns is None:
+        return HfTensor(key, shape, zero_centred=arch.zero_centred_norm)[1:]
+    if value != "weight":
+        # They run along the output rows, of which every rank of split columns has all.
+        return HfTensor(key, shape, *((0, rows) if row.split == 0 else ()))[1:]
+    columns = AXES[row.columns](arch)
+    return HfTensor(
+        key,
+        (rows.length, columns.length),
+        row.split,
+        None if row.split is None else (rows, columns)[row.split],
+        quantized=row.quantized,
+        vocabulary=row.rows == "vocabulary",
+    )[1:]
 
 
 def is_quantized(name: str) -> bool:
     """True for the linear weights that rollouts run at 8 bits; all else stays in high precision."""
-    kind = _kind_of_weight(name)
-    return kind is not None and kind.quantized
+    row = _row_of_weight(name)
+    return row is not None and row.quantized
 
 
 def is_vocabulary(name: str) -> bool:
     """True for the tensors with a row per token, which tensor parallelism may pad."""
-    kind = _kind_of_weight(name)
-    return kind is not None and kind.rows == "vocabulary"
+    row = _row_of_weight(name)
+    return row is not None and row.rows == "vocabulary"
 
 
 def uaq_role(name: str) -> Literal["norm", "reader"] | None:
     """What UAQ does to a tensor: a norm is scaled up, its readers down; None: nothing."""
-    kind = _kind_of_weight(name)
-    return None if kind is None else kind.uaq
+    row = _row_of_weight(name)
+    return None if row is None else row.uaq
 
 
-def _kind_of_weight(name: str) -> Kind | None:
-    kind, value = _row(name)
-    return kind if value == "weight" else None
-
-
-@lru_cache(maxsize=1 << 16)
-def _row(name: str) -> tuple[Kind | None, str]:
-    """Its row, and which of the row's tensors it is."""
-    key, _, value = _NUMBER.sub("", name).rpartition(".")
-    return KINDS.get(key), value
+def _row_of_weight(name: str) -> Row | None:
+    owner, _, value = _NUMBER.sub(".0", name).rpartition(".")
+    return ROWS.get(owner) if value == "weight" else None

@@ -1,6 +1,6 @@
 """Weights between Hugging Face and Megatron: a table of invertible ops, and the UAQ fold.
 
-A name is imported when it is first asked for: what config.json says is read without torch.
+A name is imported when it is first asked for: the planner reads ``families`` without torch.
 """
 
 from importlib import import_module

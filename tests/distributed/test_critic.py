@@ -100,7 +100,7 @@ class Named:
             for part, (hf, shard) in zip(ops[name].hf, ops[name].to_hf(value).items(), strict=True):
                 dim = part.split_dim
                 offset = 0 if dim is None else ranks.tensor.rank * shard.shape[dim]
-                yield Shard(hf, shard, (), dim, offset)
+                yield Shard(hf, shard, part.shape, dim, offset)
 
 
 def learn(critic, number: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ import pytest
 
 from qurl_megatron.rollout.plan import Layout, trainer_part
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.tensors.table import hf_tensor
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import build, recipe
@@ -16,7 +17,8 @@ def compare(device, config):
         where = ranks.pipeline.rank, ranks.tensor.rank
         held = 0
         for shard in policy.hf_shards():
-            planned = trainer_part(policy.arch, shard.name, shard.shape, layout, *where)
+            tensor = hf_tensor(policy.arch, shard.name)
+            planned = trainer_part(policy.arch, tensor, shard.shape, layout, *where)
             if planned is None:  # of a copy, or padding of the vocabulary
                 copied = shard.dim is None and ranks.tensor.rank > 0
                 assert copied or not shard.part.elements, shard.name

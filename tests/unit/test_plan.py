@@ -17,7 +17,7 @@ from qurl_megatron.rollout.plan import (
 )
 from qurl_megatron.tensors.arch import Arch, Experts
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from qurl_megatron.weights import stage_ops
 
 BASE = Arch(
@@ -105,13 +105,14 @@ def test_every_byte_of_every_engine_rank_is_sent_once_by_who_holds_it(arch, scal
         arriving: dict = {}
         for transfer in transfers(tensors, arch, layout, engine_tp):
             shape, element = tensors[transfer.name]
-            have = trainer_part(arch, transfer.name, shape, layout, *transfer.source)
+            tensor = hf_tensor(arch, transfer.name)
+            have = trainer_part(arch, tensor, shape, layout, *transfer.source)
             part = transfer.part
             assert have.overlap(part) == part, f"{where}: {transfer} is not its source's to send"
             assert transfer.bytes == element * part.elements
             arriving.setdefault((transfer.name, transfer.engine_rank), []).append(part)
         for (name, (shape, _)), rank in product(tensors.items(), range(engine_tp)):
-            need = engine_part(arch, name, shape, engine_tp, rank)
+            need = engine_part(hf_tensor(arch, name), shape, engine_tp, rank)
             parts = arriving.pop((name, rank), ())
             assert all(part.overlap(need) == part for part in parts), f"{where}: {name}"
             apart = not any(one.overlap(other) for one, other in combinations(parts, 2))
@@ -127,7 +128,7 @@ def test_training_ranks_hold_every_tensor_exactly_once(arch):
             continue
         for name, (shape, _) in tensors_of(arch, scales=True).items():
             held = [
-                trainer_part(arch, name, shape, layout, stage, rank)
+                trainer_part(arch, hf_tensor(arch, name), shape, layout, stage, rank)
                 for stage, rank in product(range(layout.pipeline), range(layout.tensor))
             ]
             parts = [part for part in held if part]
@@ -143,7 +144,7 @@ def test_the_data_that_arrives_is_what_sglang_would_have_loaded_from_whole_tenso
     for name, (shape, _) in tensors_of(arch, scales=True).items():
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank in range(engine_tp):
-            need = engine_part(arch, name, shape, engine_tp, rank)
+            need = engine_part(hf_tensor(arch, name), shape, engine_tp, rank)
             actual = need.narrow(whole, Slice.whole(shape))
             assert torch.equal(actual, as_sglang_loads(arch, name, whole, engine_tp, rank)), name
 
@@ -168,11 +169,12 @@ def as_sglang_loads(arch, name, whole, tp, rank):
 
 
 def test_a_vocabulary_is_padded_to_64_rows_before_sglang_splits_it():
-    parts = [engine_part(BASE, "lm_head.weight", (131, 24), 4, rank) for rank in range(4)]
+    output = hf_tensor(BASE, "lm_head.weight")
+    parts = [engine_part(output, (131, 24), 4, rank) for rank in range(4)]
     rows = [(part.starts[0], part.sizes[0]) for part in parts]
     assert rows == [(0, 48), (48, 48), (96, 35), (131, 0)]
     # 192 rows are no multiple of 5: SGLang goes on to 320.
-    assert engine_part(BASE, "lm_head.weight", (131, 24), 5, 1) == Slice((64, 0), (64, 24))
+    assert engine_part(output, (131, 24), 5, 1) == Slice((64, 0), (64, 24))
 
 
 @pytest.mark.parametrize(
@@ -188,19 +190,19 @@ def test_a_vocabulary_is_padded_to_64_rows_before_sglang_splits_it():
 )
 def test_what_does_not_divide_or_is_unknown_is_refused_by_name(name, shape, tp, message):
     with pytest.raises(ConfigError, match=message) as error:
-        engine_part(BASE, name, shape, tp, 0)
+        engine_part(hf_tensor(BASE, name), shape, tp, 0)
     assert name in str(error.value)
 
 
 def test_a_trainer_that_does_not_divide_the_model_is_refused():
     name, shape = "model.layers.0.self_attn.k_proj.weight", (8, 24)
     with pytest.raises(ConfigError, match=r"parallel.tensor=4.*num_key_value_heads=2"):
-        trainer_part(BASE, name, shape, Layout(tensor=4), 0, 0)
+        trainer_part(BASE, hf_tensor(BASE, name), shape, Layout(tensor=4), 0, 0)
 
 
 def test_what_all_tensor_ranks_hold_is_sent_by_the_first():
     layout = Layout(tensor=2)
-    scale = "model.layers.0.mlp.down_proj.weight_scale"
+    scale = hf_tensor(BASE, "model.layers.0.mlp.down_proj.weight_scale")
     assert trainer_part(BASE, scale, (24, 1), layout, 0, 0) == Slice.whole((24, 1))
     assert trainer_part(BASE, scale, (24, 1), layout, 0, 1) is None
 

@@ -1,5 +1,9 @@
 """What each tensor is, and parts of tensors: what two of them share, and its values."""
 
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -31,6 +35,12 @@ def test_an_overlap_is_the_elements_that_both_have():
             assert elements[shared] == expected
             held = shared.narrow(one.narrow(indices, WHOLE), one)
             assert set(held.flatten().tolist()) == expected and shared.elements == len(expected)
+
+
+@pytest.mark.parametrize("start,size", [(0, 4), (0, 2), (8, 4), (6, 4)])
+def test_no_view_is_taken_of_what_is_not_held(start, size):
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        Slice((start,), (size,)).narrow(torch.arange(4), Slice((4,), (4,)))
 
 
 def test_a_shard_is_cut_in_the_coordinates_of_the_whole():
@@ -96,6 +106,48 @@ def test_a_row_says_what_a_tensor_is(name, shape, split, roles):
     assert {role for role, true in has.items() if true} == set(roles.split())
 
 
-def test_a_tensor_without_a_row_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"mlp\.gate_up_proj\.weight is not one whose split"):
-        hf_tensor(ARCH, "model.layers.0.mlp.gate_up_proj.weight")
+def test_tensors_of_a_row_share_what_was_worked_out_of_it():
+    one, other = (hf_tensor(ARCH, f"model.layers.0.mlp.experts.{n}.up_proj.weight") for n in (1, 2))
+    assert one.units is other.units and one.shape is other.shape and one.name != other.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.gate_up_proj.weight",
+        "model.layers.self_attn.q_proj.weight",
+        "model.layers.0.1.self_attn.q_proj.weight",
+        "model.layers.0.mlp.experts.up_proj.weight",
+        "model.layers.0.self_attn.q_proj.banana",
+        "model.layers.N.self_attn.q_proj.weight",
+        "lm_head.0.weight",
+        "lm_head",
+    ],
+)
+def test_a_tensor_without_a_row_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} is not one whose split"):
+        hf_tensor(ARCH, name)
+
+
+@pytest.mark.parametrize("owner", ["gate", "experts.0.up_proj", "experts.0.down_proj"])
+def test_experts_are_refused_in_a_model_without(owner):
+    with pytest.raises(ConfigError, match=rf"{re.escape(owner)}\.weight is not one whose split"):
+        hf_tensor(replace(ARCH, experts=None), f"model.layers.0.mlp.{owner}.weight")
+
+
+LOADER = ["sglang.loader", "transport.files", "transport.group", "transport.memory"]
+
+
+@pytest.mark.parametrize(
+    "modules,heavy",
+    [
+        (["tensors.arch", "tensors.slice", "tensors.table"], {"torch"}),
+        ([f"rollout.{module}" for module in LOADER], {"megatron", "transformers"}),
+    ],
+    ids=["tensors", "the loader of engines"],
+)
+def test_what_planners_and_engines_import_is_light(modules, heavy):
+    looks = "".join(f"import qurl_megatron.{module}\n" for module in modules)
+    looks += f"import sys; print({heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", looks], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
