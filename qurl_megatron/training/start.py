@@ -91,10 +91,19 @@ def _prepare(source: Path | None, config: RunConfig) -> None:
 
 def _check_own(config: RunConfig) -> None:
     """What the recipe names beside data and model is there, and can be called."""
-    check_rewards(config.reward)
-    check_environment(config.rollout)
+    check_own_code(config)
     if config.observe.wandb_project:
         wandb_package()
+
+
+def check_own_code(config: RunConfig) -> None:
+    """The recipe's reward and environment are there, and can be called.
+
+    Raises:
+        ConfigError: they are not, or cannot.
+    """
+    check_rewards(config.reward)
+    check_environment(config.rollout)
 
 
 def _missing(config: RunConfig) -> str:
