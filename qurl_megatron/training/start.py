@@ -19,7 +19,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
-from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.inputs import check_files
 from qurl_megatron.training.lengths import refuse_endless_responses
 from qurl_megatron.training.state import (
@@ -61,7 +61,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         _make_model(config, path)
     if not path.exists():
         raise ConfigError(_missing(config))
-    arch = read_arch(read_config(description_of(path)))
+    arch = arch_of(description_of(path))
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     refuse_endless_responses(config.rollout, arch)
     if placed:
