@@ -70,10 +70,9 @@ class Output:
             self._without(error)
 
     def _without(self, error: OSError) -> None:
-        if self is sys.stderr:
-            return
         why = f"stdout cannot be written any more ({os.strerror(error.errno)})"
         if self.lasting:
+            # Where it was stderr that went away, nobody hears this.
             print(f"qurl: {why}; the run goes on without it", file=sys.stderr, flush=True)
             return
         if error.errno == errno.EPIPE:

@@ -54,6 +54,22 @@ def test_a_page_that_does_not_fit_on_the_disk_is_one_sentence():
     assert done.stderr == "qurl: stdout cannot be written any more (No space left on device)\n"
 
 
+TWICE = """
+import os, signal
+from qurl_megatron.training.rank import StopRequest
+stop = StopRequest()
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGHUP)
+print(stop.signal == signal.SIGHUP)
+"""
+
+
+def test_a_session_that_is_closed_may_say_so_twice():
+    """As it does: the shell sends one signal, the kernel another."""
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_under_nohup_a_closed_session_stops_nothing():
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
