@@ -9,19 +9,22 @@ from pathlib import Path
 from qurl_megatron import __version__
 from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.terminal import terminal
 
 SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(_parser(), argv)
-    try:
-        return arguments.run(arguments)
-    except ConfigError as error:
-        print(f"qurl: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before there are ranks, which save first
-        return 130
+    with terminal(lasting=False) as output:
+        arguments = parse(_parser(), argv)
+        output.lasting = arguments.run in LASTING
+        try:
+            return arguments.run(arguments)
+        except ConfigError as error:
+            print(f"qurl: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:  # before there are ranks, which save first
+            return 130
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -64,7 +67,9 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
         from qurl_megatron.training.dry_run import dry_run, render
         from qurl_megatron.training.inputs import describe_data
+        from qurl_megatron.training.start import check_own_code
 
+        check_own_code(config)
         found = describe_data(config)
         print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), end="")
     print("\n".join(["", "data", *(f"  {line}" for line in found)]))
@@ -84,10 +89,7 @@ def samples(arguments: argparse.Namespace) -> int:
     from qurl_megatron.observe.look import Wanted, show
 
     wanted = {name: getattr(arguments, name) for name in ("step", "worst", "best", "prompt")}
-    try:
-        show(arguments.run_dir, Wanted(**wanted))
-    except BrokenPipeError:  # whoever reads, such as `head`, has enough; at exit Python would flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    show(arguments.run_dir, Wanted(**wanted))
     return 0
 
 
@@ -412,6 +414,9 @@ COMMANDS = {
     "slurm": (slurm, _slurm_options),
 }
 """Each command: what it runs, and what adds its options."""
+
+LASTING = (train, study, evaluate, serve)
+"""They go on without a terminal: what they do is not what they print."""
 
 
 if __name__ == "__main__":

@@ -73,12 +73,16 @@ class Run:
         self.footprint = Footprint()
 
     @contextlib.contextmanager
-    def process(self) -> Iterator[subprocess.Popen]:
-        """Whatever happens, nothing of it is left."""
+    def process(self, stdout: int | None = None) -> Iterator[subprocess.Popen]:
+        """Whatever happens, nothing of it is left.
+
+        Args:
+            stdout: where it prints; None: what ``stdout()`` reads.
+        """
         with self._out.open("w") as out, self._err.open("w") as err:
             self.popen = subprocess.Popen(
                 self._command,
-                stdout=out,
+                stdout=out if stdout is None else stdout,
                 stderr=err,
                 env=self.footprint.env,
                 start_new_session=True,

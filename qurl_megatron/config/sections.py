@@ -1047,7 +1047,7 @@ class CheckpointConfig:
     """
 
     every: int = 0
-    """Steps between checkpoints; 0 saves only at the end and on Ctrl-C or SIGTERM."""
+    """Steps between checkpoints; 0 saves only at the end and on Ctrl-C, SIGTERM or SIGHUP."""
 
     keep: int = 2
     """Newest checkpoints that are kept; older ones are deleted."""

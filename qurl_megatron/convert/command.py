@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.text import byte_size
 
 if TYPE_CHECKING:
     import torch
@@ -117,11 +118,12 @@ def preview(job: "Job", workers: int) -> str:
     here = next(path for path in (job.out, *job.out.absolute().parents) if path.exists())
     rate = _hash_rate() * workers
     free = shutil.disk_usage(here).free
-    lines = [f"would write {job.out}: {_size(job.bytes)} in {len(job.files)} files"]
-    lines += [f"  {file.name}  {_size(file.bytes)}" for file in job.files]
+    lines = [f"would write {job.out}: {byte_size(job.bytes)} in {len(job.files)} files"]
+    lines += [f"  {file.name}  {byte_size(file.bytes)}" for file in job.files]
     lines += [
-        f"free on that disk: {_size(free)}{'' if free > job.bytes else ', which is too little'}",
-        f"about {job.bytes / rate:.0f} s, at the {_size(rate)}/s at which this machine hashes",
+        f"free on that disk: {byte_size(free)}"
+        + ("" if free > job.bytes else ", which is too little"),
+        f"about {job.bytes / rate:.0f} s, at the {byte_size(rate)}/s at which this machine hashes",
     ]
     return "\n".join(lines)
 
@@ -129,8 +131,8 @@ def preview(job: "Job", workers: int) -> str:
 def summary(job: "Job", seconds: float) -> str:
     """One line for what was done."""
     return (
-        f"wrote {job.out}: {_size(job.bytes)} in {len(job.files)} files, {seconds:.1f} s "
-        f"({_size(job.bytes / seconds)}/s)"
+        f"wrote {job.out}: {byte_size(job.bytes)} in {len(job.files)} files, {seconds:.1f} s "
+        f"({byte_size(job.bytes / seconds)}/s)"
     )
 
 
@@ -140,11 +142,6 @@ def _hash_rate() -> float:
     start = time.perf_counter()
     hashlib.sha256(data)
     return len(data) / (time.perf_counter() - start)
-
-
-def _size(count: float) -> str:
-    power = min(int(math.log10(max(count, 1))) // 3, 4)
-    return f"{count / 1000**power:.{2 if power else 0}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 from qurl_megatron.convert.workers import ALONE, Workers
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.text import byte_size
 from qurl_megatron.tensors.arch import read_json
 from qurl_megatron.weights.sums import MEND, damaged, read_record, wrong_size
 
@@ -306,8 +307,8 @@ def _check_space(job: Job, aside: _Aside) -> None:
     free = shutil.disk_usage(aside.root).free
     if needed > free:
         raise ConfigError(
-            f"{aside.root.parent} has {free / 1e9:.2f} GB free, {job.out.name} needs "
-            f"{needed / 1e9:.2f} GB more; free some space or name another --out"
+            f"{aside.root.parent} has {byte_size(free)} free, {job.out.name} needs "
+            f"{byte_size(needed)} more; free some space or name another --out"
         )
 
 

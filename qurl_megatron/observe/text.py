@@ -19,6 +19,12 @@ def percent(value: float) -> str:
     return f"{power_of_ten(share) if abs(share) < 1e-4 else f'{share:.1g}'} %"
 
 
+def byte_size(count: float) -> str:
+    """2_345_678 -> "2.35 MB"; powers of 1000."""
+    power = min(int(math.log10(max(count, 1))) // 3, 4)
+    return f"{count / 1000**power:.{2 if power else 0}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
 def scientific(value: float) -> str:
     """0.00123 -> "1.2e-3"."""
     if not math.isfinite(value):

@@ -25,11 +25,13 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.rollout.sglang.launch import API_KEY, Launch, engine_launch
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
+from qurl_megatron.runtime.files import free
 from qurl_megatron.runtime.undertaker import bury, remove, shared_by, spare
 
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 PORT = re.compile(r"[1-9][0-9]{0,4}")
 LOG_TAIL = 20  # lines quoted when an engine dies
+LOG_ROOM = 1 << 16  # bytes, below which a disk is full: the last words may not fit
 
 # How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
 # decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its
@@ -112,6 +114,11 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             return None
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL:]
+        if not lines and (room := free(self.log)) < LOG_ROOM:
+            return (
+                f"exited with status {status} and could not write {self.log}: {room} bytes are free"
+                " on its disk; free some, or name a folder on another"
+            )
         return f"exited with status {status}; see {self.log}:\n" + "\n".join(lines)
 
     def look(self) -> None:

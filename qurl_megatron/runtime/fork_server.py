@@ -14,22 +14,26 @@ import os
 import signal
 
 SERVER = os.getpid()
+OUTLIVED = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+"""And what they do to a process that it forks: `nohup` has SIGHUP ignored."""
 
 
-def _outlive_sigterm() -> None:
+def _outlive_signals() -> None:
     if os.getpid() == SERVER:  # from the first fork on: until then there is nothing to lose
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in OUTLIVED:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _begin() -> None:
     gc.freeze()
     gc.enable()
     if os.getppid() == SERVER:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in OUTLIVED.items():
+            signal.signal(number, handler)
 
 
 gc.disable()
-os.register_at_fork(before=_outlive_sigterm, after_in_child=_begin)
+os.register_at_fork(before=_outlive_signals, after_in_child=_begin)
 atexit.register(os._exit, 0)
 # Ctrl-C while it imports is not worth a traceback; each rank sets what it does on one.
 signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -115,7 +115,7 @@ def _store(context: BaseContext) -> Iterator[int]:
 
 def _keep_store(launcher: Connection) -> None:
     """Keep it until the launcher hangs up, however it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # batch systems send them to all
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # batch systems send them to all
         signal.signal(number, signal.SIG_IGN)
     from torch.distributed import TCPStore
 
@@ -253,8 +253,14 @@ def _death(rank: int, code: int) -> str:
     return f"rank {rank} was killed by {signal.Signals(-code).name}"
 
 
+def stopping() -> list[int]:
+    """Signals that stop a run; SIGHUP, of a session that is closed, unless ``nohup`` ignores it."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 class _forwarded:
-    """Inside, SIGINT and SIGTERM go to the ranks instead of ending this process."""
+    """Inside, signals that stop a run go to the ranks instead of ending this process."""
 
     def __init__(self, ranks: list) -> None:
         self.ranks = ranks
@@ -262,7 +268,7 @@ class _forwarded:
     def __enter__(self) -> set[int]:
         """What has been passed on."""
         self.passed: set[int] = set()
-        self.before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: signal.signal(number, self._forward) for number in stopping()}
         return self.passed
 
     def __exit__(self, *_) -> None:

@@ -184,6 +184,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def arch_of(folder: str | Path) -> Arch:
+    """What the ``config.json`` of a checkpoint folder describes.
+
+    Raises:
+        ConfigError: as ``read_config`` and ``read_arch``, with the file's path.
+    """
+    config = read_config(folder)
+    try:
+        return read_arch(config)
+    except ConfigError as error:  # which begins with the name of the file
+        raise ConfigError(f"{folder}/{error}") from None
+
+
 def read_arch(config: dict[str, Any]) -> Arch:
     """Interpret a Hugging Face config.
 

@@ -16,7 +16,7 @@ from qurl_megatron.rollout.plan import SLOTS
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import held_from_shapes
 from qurl_megatron.sizes.memory import GIB, Held, Pass
-from qurl_megatron.tensors.arch import Arch, read_arch, read_config, read_json
+from qurl_megatron.tensors.arch import Arch, arch_of, read_arch, read_json
 from qurl_megatron.weights.places import description_of
 
 SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"
@@ -244,7 +244,7 @@ def _find(key: str, model_path: str, given: Path | None) -> Path:
     folder = Path(model_path)
     if folder.exists():
         folder = description_of(folder)
-        read_config(folder)  # tells what is wrong with it
+        arch_of(folder)  # tells what is wrong with it
         return folder / "config.json"
     shipped = SHAPES / folder.name / "config.json"
     if not shipped.is_file():

@@ -13,7 +13,7 @@ from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.weights.places import description_of
@@ -100,7 +100,7 @@ def read_prompts(config: RunConfig, state: TrainState | None = None) -> PromptSt
         held_out=config.train.eval_prompts,
         answers=config.reward.needs_answers,
     )
-    limit = longest_prompt(config.rollout, read_arch(read_config(described)))
+    limit = longest_prompt(config.rollout, arch_of(described))
     if limit is not None:
         prompts.refuse_longer(limit)
     if state and state.cursor:

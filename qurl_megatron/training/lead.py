@@ -54,7 +54,7 @@ from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.runtime.files import refusal, refusing
 from qurl_megatron.runtime.line_pool import Abandoned
 from qurl_megatron.runtime.place import ranks_here
-from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of
 from qurl_megatron.training.finite import Growth
@@ -119,7 +119,7 @@ class Lead:
         own = not (config.rollout.urls or config.rollout.rendezvous)
         self.guard = Guard(config.guard, state.guard, own_engines=own)
         self.prompts, self.tokenizer = prompts, prompts.tokenizer
-        self._arch = read_arch(read_config(description_of(config.model.path)))
+        self._arch = arch_of(description_of(config.model.path))
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
         self._told: set[str] = set()  # what is said once
         self._kept: dict[int, Sample] = {}  # of the step at hand, by their places in it

@@ -19,7 +19,7 @@ from qurl_megatron.runtime.files import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
-from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.inputs import check_files
 from qurl_megatron.training.lengths import refuse_endless_responses
 from qurl_megatron.training.state import (
@@ -61,7 +61,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         _make_model(config, path)
     if not path.exists():
         raise ConfigError(_missing(config))
-    arch = read_arch(read_config(description_of(path)))
+    arch = arch_of(description_of(path))
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     refuse_endless_responses(config.rollout, arch)
     if placed:
@@ -91,10 +91,19 @@ def _prepare(source: Path | None, config: RunConfig) -> None:
 
 def _check_own(config: RunConfig) -> None:
     """What the recipe names beside data and model is there, and can be called."""
-    check_rewards(config.reward)
-    check_environment(config.rollout)
+    check_own_code(config)
     if config.observe.wandb_project:
         wandb_package()
+
+
+def check_own_code(config: RunConfig) -> None:
+    """The recipe's reward and environment are there, and can be called.
+
+    Raises:
+        ConfigError: they are not, or cannot.
+    """
+    check_rewards(config.reward)
+    check_environment(config.rollout)
 
 
 def _missing(config: RunConfig) -> str:

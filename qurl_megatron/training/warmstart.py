@@ -23,6 +23,7 @@ from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.folders import new_folder
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
+from qurl_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -50,8 +51,7 @@ def warmstart(
     """
     with new_folder(model_dir) as aside, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        questions = training_questions(data)
-        held_out = held_out_questions(data, HELD_OUT)
+        questions, held_out = _questions(data)
         tokenizer = build_tokenizer(questions)
         model = build_model(tokenizer, config)
         pairs = [encode(tokenizer, question) for question in questions]
@@ -81,6 +81,23 @@ def warmstart(
         model.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
         return accuracy(model.float(), tokenizer, held_out, limit)
+
+
+def _questions(data: DataConfig) -> tuple[list[Question], list[Question]]:
+    """What the model is fitted to, and what it is measured on.
+
+    A file without one beside it for held-out prompts lends its last rows.
+    """
+    questions = training_questions(data)
+    if data.eval_path or not data.path:
+        return questions, held_out_questions(data, HELD_OUT)
+    lent = max(1, min(HELD_OUT, len(questions) // 20))
+    if lent == len(questions):
+        raise ConfigError(
+            f"data.path={data.path} has one row, and a warm start needs another to measure itself "
+            "on; add rows, or set data.eval_path"
+        )
+    return questions[:-lent], questions[-lent:]
 
 
 def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
@@ -173,7 +190,7 @@ def shape_of(data: DataConfig, config: WarmstartConfig) -> dict[str, Any]:
     Raises:
         ConfigError: ``data`` names no usable task or file.
     """
-    return _shape(build_tokenizer(training_questions(data)), config).to_dict()
+    return _shape(build_tokenizer(_questions(data)[0]), config).to_dict()
 
 
 def build_model(

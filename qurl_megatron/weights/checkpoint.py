@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch, read_arch, read_config
+from qurl_megatron.tensors.arch import Arch, arch_of, read_config
 from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS, HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
@@ -141,13 +141,11 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
     folder = Path(folder)
     megatron = find_torch_dist(folder)
     if megatron is None:
-        config = read_config(folder)
-        return Checkpoint(folder, folder, config, read_arch(config), HfReader(folder))
+        return Checkpoint(folder, folder, read_config(folder), arch_of(folder), HfReader(folder))
     described = Path(description) if description else description_of(folder)
     if wrong := wrong_size(megatron, read_record(megatron) or {}):
         raise ConfigError(f"{wrong}; {MEND}")
-    config = read_config(described)
-    arch = read_arch(config)
+    config, arch = read_config(described), arch_of(described)
     return Checkpoint(megatron, described, config, arch, MegatronReader(megatron, arch))
 
 

@@ -214,3 +214,22 @@ def test_under_torchrun_nothing_is_left_whoever_is_killed(tiny, victim, tmp_path
             process.kill()
     if victim != LAUNCHER:
         assert "(SIGKILL)" in (tmp_path / "log").read_text()
+
+
+def test_a_run_goes_on_without_its_terminal_and_saves_when_the_session_is_closed(tiny):
+    run = Run(tiny, "hung-up", "rollout.engines=1")
+    reader, writer = os.pipe()
+    with run.process(stdout=writer):
+        os.close(writer)
+        run.wait(lambda: run.step() >= 1)
+        os.close(reader)
+        since = run.step()
+        run.wait(lambda: run.step() >= since + 2)
+        os.killpg(run.popen.pid, signal.SIGHUP)
+        assert run.ended() == 128 + signal.SIGHUP, run.stderr()
+        assert run.left() == []
+    saved = [path.name for path in (run.dir / "checkpoints").iterdir()]
+    assert saved == [f"step_{max(metrics(run)):06}"]
+    assert run.stderr() == (
+        "qurl: stdout cannot be written any more (Broken pipe); the run goes on without it\n"
+    )

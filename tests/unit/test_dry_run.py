@@ -247,6 +247,17 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     assert "x.jsonl line 1 has no prompt or problem or question" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "override", ["reward.function=no.py:near", "rollout.environment=no.py:Dial"]
+)
+def test_a_dry_run_looks_for_the_recipes_own_code(override, tmp_path, capsys):
+    recipe(tmp_path)
+    shape = SHAPES / "Qwen2.5-0.5B-Instruct"
+    command = ["show", str(tmp_path / "recipe.toml"), "--dry-run", "--config", str(shape)]
+    assert main([*command, override]) == 2
+    assert "no.py" in capsys.readouterr().err
+
+
 def test_a_model_that_a_warm_start_would_make_has_its_shape(tmp_path):
     given = [f"model.path={tmp_path}/model", "warmstart.steps=1", "data.task_size=200"]
     config = load(ROOT / "launch/recipes/quickstart.toml", given)

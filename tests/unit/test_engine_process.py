@@ -13,6 +13,7 @@ import pytest
 from qurl_megatron.rollout import process
 from qurl_megatron.rollout.process import EngineProcess
 from qurl_megatron.rollout.sglang.launch import Launch
+from tests.disks import fill, small_disk
 from tests.waiting import PATIENCE_S, wait_until
 
 MAPS = """
@@ -108,3 +109,16 @@ def test_it_goes_when_the_trainer_is_killed_and_the_engine_went_first(engine):
     assert killed.exitcode == -signal.SIGKILL
     path = Path(engine.log.read_text().strip())
     wait_until(lambda: not path.exists())
+
+
+def test_one_that_cannot_write_its_log_names_the_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        made = EngineProcess("engine", Launch((sys.executable, "-c", "1 / 0"), {}), disk)
+        fill(disk)
+        made.start()
+        said = made.exited(PATIENCE_S)
+        made.end()
+    assert said == (
+        f"exited with status 1 and could not write {disk}/engine.log: 0 bytes are free on its disk;"
+        " free some, or name a folder on another"
+    )

@@ -57,6 +57,8 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(config, tmp_path):
     for run_dir in (tmp_path / "file", tmp_path / "file/run", tmp_path / ("x" * 300), proc):
         with pytest.raises(ConfigError, match=rf"{run_dir} cannot be written \(.*train\.run_dir"):
             claim(run_dir, config)
+    with pytest.raises(ConfigError, match="set train.run_dir to another folder, or move the file"):
+        claim(tmp_path / "file", config)
     assert (tmp_path / "file").read_text() == "in the way"
 
 

@@ -165,6 +165,23 @@ def test_that_held_out_questions_have_unknown_words_is_said(tmp_path):
     assert re.search(r"^warm start: \d+ of 256 held-out questions have words that no", lines[1])
 
 
+def test_a_file_without_one_for_held_out_prompts_lends_its_last_rows(monkeypatch, tmp_path):
+    rows = [{"prompt": f"{i} =", "answer": str(i)} for i in range(100, 140)]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: list[Question] = []
+    monkeypatch.setattr(
+        "qurl_megatron.training.warmstart.accuracy",
+        lambda model, tokenizer, questions, limit: asked.append(questions) or 0.0,
+    )
+    warmstart(tmp_path / "model", DataConfig(path=str(path)), replace(TINY, steps=1), str)
+    fitted, held_out = [[question.answer for question in some] for some in asked]
+    assert fitted == [str(i) for i in range(100, 138)] and held_out == ["138", "139"]
+    path.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(ConfigError, match="has one row, .* add rows, or set data.eval_path"):
+        warmstart(tmp_path / "other", DataConfig(path=str(path)), TINY, str)
+
+
 def test_what_all_questions_begin_with_is_one_token():
     tokenizer = build_tokenizer(training_questions(replace(DATA, task_size=200)))
     text = "State the final answer to the following arithmetic problem: 48 - 5 ="

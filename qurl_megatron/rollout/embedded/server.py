@@ -40,7 +40,7 @@ from qurl_megatron.rollout.embedded.text import TextCodec
 from qurl_megatron.rollout.embedded.thread import EngineInfo, EngineThread
 from qurl_megatron.rollout.embedded.weights import decode_tensors, read_weights
 from qurl_megatron.rollout.lease import ENDPOINT, Lease
-from qurl_megatron.tensors.arch import read_arch, read_config, read_eos
+from qurl_megatron.tensors.arch import arch_of, read_eos
 from qurl_megatron.weights.places import description_of
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def load_engine(
         raise ConfigError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    arch = read_arch(read_config(description_of(model_dir)))
+    arch = arch_of(description_of(model_dir))
     decoder = Decoder(arch, scheme, DTYPES[dtype], torch.device(device))
     tensors, _ = read_weights(model_dir, decoder)
     decoder.load(tensors)
