@@ -91,7 +91,7 @@ lint: .venv/installed
 
 # torch comes first and by itself: the build that suits the machine brings what it needs.
 # The last line also builds the embedded engine's decode step where there is a C++ compiler.
-.venv/installed: requirements/cpu.txt setup.py qurl_megatron/rollout/embedded/decode.cpp
+.venv/installed: requirements/cpu.txt setup.py qurl_megatron/engines/embedded/decode.cpp
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
@@ -110,7 +110,7 @@ SGLANG := .venv-sglang/bin/python
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/sglang-cpu.txt)
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	echo "import qurl_megatron.rollout.sglang.vision as vision; vision.before_import()" \
+	echo "import qurl_megatron.engines.sglang.vision as vision; vision.before_import()" \
 	  > $$($(SGLANG) -c "import site; print(site.getsitepackages()[0])")/qurl_vision.pth
 	env -u PYTHONDONTWRITEBYTECODE $(SGLANG) -m compileall -q -j 0 .venv-sglang/lib || true
 	touch $@

@@ -11,11 +11,11 @@ VERSION = re.search(
     r'__version__ = "(.+)"', (HERE / "qurl_megatron/__init__.py").read_text()
 ).group(1)
 
-DECODE = "qurl_megatron/rollout/embedded/decode.cpp"
+DECODE = "qurl_megatron/engines/embedded/decode.cpp"
 # Plain C++ behind ctypes, so that no version of torch or Python is compiled in. Optional: without
 # a compiler, or for another processor, the embedded engine computes the same with torch.
 NATIVE = Extension(
-    "qurl_megatron.rollout.embedded._decode",
+    "qurl_megatron.engines.embedded._decode",
     [DECODE],
     optional=True,
     # native.py loads it only if it was built from the source that lies beside it.
@@ -41,7 +41,7 @@ setup(
     packages=find_packages(include=["qurl_megatron", "qurl_megatron.*"]),
     package_data={
         "qurl_megatron": [
-            *("bench/*.html", "observe/*.html", "observe/*.css", "rollout/embedded/*.cpp")
+            *("bench/*.html", "observe/*.html", "observe/*.css", "engines/embedded/*.cpp")
         ]
     },
     ext_modules=[NATIVE],
@@ -90,6 +90,6 @@ setup(
     entry_points={
         "console_scripts": ["qurl = qurl_megatron.cli:main"],
         # SGLang calls it in each of its processes; does nothing where there is CUDA.
-        "sglang.srt.plugins": ["qurl_cpu = qurl_megatron.rollout.sglang.cpu:register"],
+        "sglang.srt.plugins": ["qurl_cpu = qurl_megatron.engines.sglang.cpu_layers:register"],
     },
 )

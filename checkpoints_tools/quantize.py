@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def body(arguments: argparse.Namespace) -> int:
-    from qurl_megatron.convert.quantize import to_quantized
+    from qurl_megatron.convert.quantized_export import to_quantized
     from qurl_megatron.weights import open_checkpoint
 
     return convert(

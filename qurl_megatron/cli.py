@@ -172,9 +172,9 @@ def _settings_of(run_dir: Path, step: int | None):
 def serve(arguments: argparse.Namespace) -> int:
     """Serve a model with the embedded engine, over SGLang's HTTP protocol; an API key that requests
     must bring is taken from QURL_API_KEY."""
-    from qurl_megatron.rollout.embedded.server import Speech
-    from qurl_megatron.rollout.embedded.server import serve as run
-    from qurl_megatron.rollout.sglang.launch import given_key
+    from qurl_megatron.engines.embedded.endpoints import Speech
+    from qurl_megatron.engines.embedded.endpoints import serve as run
+    from qurl_megatron.engines.sglang.command_line import given_key
 
     port = arguments.port
     if port is None:
@@ -205,7 +205,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def fleet(arguments: argparse.Namespace) -> int:
     """Look at the engines of a run."""
-    from qurl_megatron.rollout.status import show as run
+    from qurl_megatron.fleet.fleet_status import show as run
 
     return run(arguments.urls, watch_s=arguments.watch, api_key_file=arguments.api_key_file)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from qurl_megatron.fleet.process import port_file
 from qurl_megatron.observe.timeline import read_timeline
-from qurl_megatron.rollout.process import port_file
 from tests.leftovers import Footprint
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]

@@ -20,14 +20,14 @@ from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.engines.embedded import native
+from qurl_megatron.engines.embedded.cache import ROUND, bytes_per_token
+from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
+from qurl_megatron.engines.embedded.engine import Engine, Sequence
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import Constants, constants_of
 from qurl_megatron.planning.machine import of_limits
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step, engine_rank
-from qurl_megatron.rollout.embedded import native
-from qurl_megatron.rollout.embedded.cache import ROUND, bytes_per_token
-from qurl_megatron.rollout.embedded.engine import Engine, Sequence
-from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
 from qurl_megatron.tensors.arch import Arch, read_arch
 
 PEER = "transformers "

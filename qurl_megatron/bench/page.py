@@ -23,7 +23,7 @@ from qurl_megatron.bench.record import HEADS, Case, Figure, Record, cells, recor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import plots
 from qurl_megatron.observe.text import number
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 
 PAGE = "index.html"
 SERIES = ("scheme", "way", "who", "engine")

@@ -44,8 +44,8 @@ from qurl_megatron.config import (
     SyncConfig,
 )
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout import plan
-from qurl_megatron.rollout.process import sglang_python
+from qurl_megatron.fleet.process import sglang_python
+from qurl_megatron.publish import routes
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.weights.shapes import parameter_count
@@ -88,10 +88,10 @@ def take_turns(plan: Plan) -> int:
     import torch
     import torch.distributed as dist
 
+    from qurl_megatron.fleet.fleet import Fleet
     from qurl_megatron.model.policy import Policy
-    from qurl_megatron.rollout.fleet import Fleet
-    from qurl_megatron.rollout.transport.facts import settle_nccl
     from qurl_megatron.runtime.megatron import megatron_runtime
+    from qurl_megatron.wire.facts import settle_nccl
 
     torch.set_num_threads(1)
     settle_nccl()  # for the group transport
@@ -208,8 +208,8 @@ class Turns:
                 peer.close()
             return
         from qurl_megatron.observe.metrics import merge, values
-        from qurl_megatron.sync.publisher import Publisher
-        from qurl_megatron.sync.senders import make_sender
+        from qurl_megatron.publish.publisher import Publisher
+        from qurl_megatron.publish.senders import make_sender
 
         place = self.plan.disk if name == "files on disk" else memory_folder(self.plan)
         sync = SyncConfig(
@@ -341,7 +341,7 @@ def measure_limits(ranks) -> dict[str, float]:
     import torch.distributed as dist
 
     from qurl_megatron.quant import quantize
-    from qurl_megatron.rollout.wire import checksum
+    from qurl_megatron.wire.message import checksum
 
     weight = torch.randn(4864, 896)
     data = torch.ones(64 * MIB, dtype=torch.uint8)
@@ -400,7 +400,7 @@ def _case(
         setting = Setting(
             arch=arch,
             scheme=scheme,
-            trainer=plan.Layout(tensor=TRAINERS),
+            trainer=routes.Layout(tensor=TRAINERS),
             engines=1,
             engine_tp=tp,
             bucket_mb=bucket_mb,

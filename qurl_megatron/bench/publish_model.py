@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from qurl_megatron.rollout import plan
+from qurl_megatron.publish import routes
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from qurl_megatron.weights.shapes import hf_shapes
@@ -77,7 +77,7 @@ class Rates:
 class Setting:
     arch: Arch
     scheme: str
-    trainer: plan.Layout
+    trainer: routes.Layout
     engines: int
     engine_tp: int
     bucket_mb: float = 256.0
@@ -130,7 +130,7 @@ def volumes(arch: Arch, scheme: str, tensor: int, pipeline: int, engine_tp: int)
     """
     version = tensors(arch, scheme)
     stages = min(pipeline, 2)
-    trainer = plan.Layout(tensor=tensor, pipeline=stages)
+    trainer = routes.Layout(tensor=tensor, pipeline=stages)
 
     def most(of: str, engine: int, by: str) -> int:
         """Bytes of the busiest ``by``, "source" or "engine_rank"."""
@@ -152,7 +152,7 @@ def volumes(arch: Arch, scheme: str, tensor: int, pipeline: int, engine_tp: int)
 
 
 @cache
-def _sums(arch: Arch, of: str, trainer: plan.Layout, engine: int) -> dict[str, dict]:
+def _sums(arch: Arch, of: str, trainer: routes.Layout, engine: int) -> dict[str, dict]:
     """Bytes by training rank ("source") and by engine rank.
 
     Args:
@@ -167,7 +167,7 @@ def _sums(arch: Arch, of: str, trainer: plan.Layout, engine: int) -> dict[str, d
     else:
         chosen = tensors(arch, of)
     sums: dict[str, dict] = {"source": defaultdict(int), "engine_rank": defaultdict(int)}
-    for transfer in plan.transfers(chosen, arch, trainer, engine):
+    for transfer in routes.transfers(chosen, arch, trainer, engine):
         sums["source"][transfer.source] += transfer.bytes
         sums["engine_rank"][transfer.engine_rank] += transfer.bytes
     return sums

@@ -72,9 +72,9 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     import torch  # not for those who want to know the sizes
 
     from qurl_megatron.tensors.arch import read_arch
-    from qurl_megatron.weights.checkpoint import write_json
     from qurl_megatron.weights.hf_writer import Group, TensorSpec, plan_files, write_safetensors
     from qurl_megatron.weights.shapes import hf_shapes
+    from qurl_megatron.weights.source import write_json
 
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.observe.text import NARROW_SPACE, number
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.tensors.arch import read_json
 
 SCHEMA = "qurl-bench/1"

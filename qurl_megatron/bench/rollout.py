@@ -23,13 +23,13 @@ from urllib.parse import urlsplit
 import torch
 
 from qurl_megatron.bench import environment
-from qurl_megatron.bench.load import limits, reasons, timeline
-from qurl_megatron.bench.load.answers import Outcome
+from qurl_megatron.bench.load import limits, load_figures, reasons
 from qurl_megatron.bench.load.drive import Load, Publishing
 from qurl_megatron.bench.load.engines import Target, reached, started
 from qurl_megatron.bench.load.guidellm import GuideLLM, program
 from qurl_megatron.bench.load.lengths import long_tailed, recorded
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
+from qurl_megatron.bench.load.outcome import Outcome
 from qurl_megatron.bench.load.requests import (
     PROMPTS,
     Ask,
@@ -43,10 +43,10 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.planning import machine
 from qurl_megatron.planning.constants import Gpu, constants_of
 from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
-from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.tensors.arch import Arch, read_arch
 
 SCHEMES = {"bf16": "none", "fp32": "none", "int8": "int8", "fp8": "fp8"}  # quant.scheme by name
@@ -361,7 +361,7 @@ def _candidate(plan: Plan, target: Target, repeats: itertools.count):
 
 def _tell(name: str, outcome: Outcome) -> None:
     answers = outcome.answers
-    seconds, tokens = timeline.makespan(answers), timeline.tokens(answers)
+    seconds, tokens = load_figures.makespan(answers), load_figures.tokens(answers)
     wrong = sum(not answer.done for answer in answers)
     failures = f", {wrong} failed" if wrong else ""
     progress(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f}/s{failures}")
@@ -445,7 +445,9 @@ def _notes(bounds: Bounds, outcomes: Sequence[Outcome]) -> dict[str, str]:
     if unseen := [outcome.unseen for outcome in outcomes if outcome.unseen]:
         found["not looked at"] = unseen[0]
     valid = [
-        v for o in outcomes for v in (timeline.first_valid(p, o.answers) for p in o.publications)
+        v
+        for o in outcomes
+        for v in (load_figures.first_valid(p, o.answers) for p in o.publications)
     ]
     if missing := valid.count(None):
         found["first valid token"] = f"{missing} of {len(valid)} publications had none after them"
@@ -508,7 +510,7 @@ def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
     """A figure per quantity. One that only some repeats have is told and not compared: repeats are
     compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
-    tokens = timeline.tokens(outcomes[0].answers)
+    tokens = load_figures.tokens(outcomes[0].answers)
     told = {
         "tokens/s": Bounds(*(s and tokens / s for s in (bounds.least, bounds.predicted))),
         "makespan": bounds,
@@ -553,30 +555,30 @@ busier, its cache fuller, and its tail as long as the lengths are."""
 def _measured(outcome: Outcome) -> dict[str, float]:
     """Every quantity of one repeat, in its unit."""
     answers = outcome.answers
-    seconds = timeline.makespan(answers)
+    seconds = load_figures.makespan(answers)
     found = {
-        "tokens/s": timeline.tokens(answers) / seconds,
+        "tokens/s": load_figures.tokens(answers) / seconds,
         "makespan": seconds,
-        "tail": 100 * timeline.tail_share(answers),
+        "tail": 100 * load_figures.tail_share(answers),
     }
     latencies = {
-        "first token": timeline.first_token(answers),
-        "between tokens": [] if outcome.sender else timeline.gaps(answers),
-        "per token": timeline.per_token(answers),
+        "first token": load_figures.first_token(answers),
+        "between tokens": [] if outcome.sender else load_figures.gaps(answers),
+        "per token": load_figures.per_token(answers),
     }
     for name, values in latencies.items():
-        for percent, value in timeline.percentiles(values).items():
+        for percent, value in load_figures.percentiles(values).items():
             found[f"{name}, p{percent}"] = 1e3 * value
-    if (used := timeline.occupancy(outcome)) is not None:
+    if (used := load_figures.occupancy(outcome)) is not None:
         found["cache in use, mean"], found["cache in use, most"] = (100 * share for share in used)
     if not outcome.sender or any(look.preemptions is not None for look in outcome.looks):
-        found["preemptions"] = timeline.preemptions(outcome)
+        found["preemptions"] = load_figures.preemptions(outcome)
     if published := outcome.publications:
         found["paused to publish"] = max(p.paused_s for p in published)
-        valid = (timeline.first_valid(p, answers) for p in published)
+        valid = (load_figures.first_valid(p, answers) for p in published)
         if told := [seconds for seconds in valid if seconds is not None]:
             found["first valid token"] = max(told)
-        found["tokens computed anew"] = sum(timeline.recomputed(p, answers) for p in published)
+        found["tokens computed anew"] = sum(load_figures.recomputed(p, answers) for p in published)
     if outcome.client is not None:
         found["client's CPU"] = 100 * outcome.client.cpu_s / seconds
     return found

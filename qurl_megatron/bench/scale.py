@@ -32,15 +32,15 @@ from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.pack import pack_samples
 from qurl_megatron.data.responses import Responses, Summary
-from qurl_megatron.rollout import plan
-from qurl_megatron.rollout.answer import Asked, Rules, read_answers, uncollected
-from qurl_megatron.rollout.naming import Names
-from qurl_megatron.rollout.wire import Blob, Message, Piece, encoded, fill, lay_out, payload
+from qurl_megatron.fleet.answer import Asked, Rules, read_answers, uncollected
+from qurl_megatron.publish import routes
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor
 from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.wire.message import Blob, Message, Piece, encoded, fill, lay_out, payload
+from qurl_megatron.wire.naming import Names
 
 RESPONSES, TOKENS, PROMPT_TOKENS, GROUP = 2048, 8192, 256, 16
 ENGINES, ENGINE_RANKS, TRAINER_RANKS, BUCKET_MB = 16, 8, 8, 256
@@ -188,13 +188,13 @@ def bucket_blobs() -> list[list[Blob]]:
     """What eight training ranks say of every bucket of an INT8 version of 32B, as files."""
     arch = read_arch(config_of("32B"))
     version = tensors(arch, "int8")
-    layout = plan.Layout(tensor=TRAINER_RANKS)
+    layout = routes.Layout(tensor=TRAINER_RANKS)
     blobs: list[list[Blob]] = [[] for _ in range(TRAINER_RANKS)]
     for rank in range(TRAINER_RANKS):
         parts, sizes = [], []
         for name, (shape, element) in version.items():
             tensor = hf_tensor(arch, name)
-            part = plan.trainer_part(arch, tensor, shape, layout, 0, rank)
+            part = routes.trainer_part(arch, tensor, shape, layout, 0, rank)
             if part is None:
                 continue
             dim = tensor.split_dim
@@ -203,7 +203,7 @@ def bucket_blobs() -> list[list[Blob]]:
             digest = xxhash.xxh3_128_hexdigest(f"{rank}/{name}".encode())
             parts.append(Piece(name, dtype, part.sizes, dim, start, 0, digest))
             sizes.append(parts[-1].bytes)
-        for index, run in enumerate(plan.buckets(sizes, BUCKET_MB * MIB)):
+        for index, run in enumerate(routes.buckets(sizes, BUCKET_MB * MIB)):
             where = {"path": f"/dev/shm/qurl/v7/tp{rank}-{index:05d}.safetensors", "offset": 4096}
             blob = Blob(where, sum(sizes[i] for i in run), tuple(parts[i] for i in run))
             blobs[rank].append(blob)

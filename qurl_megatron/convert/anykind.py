@@ -11,11 +11,11 @@ from qurl_megatron.quant import QuantizedWeight
 from qurl_megatron.quant.export import loaded, read_quantization, scale_name
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import HfTensor, is_quantized
-from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
 from qurl_megatron.weights.hf_reader import HfReader
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.places import find_torch_dist
+from qurl_megatron.weights.source import Checkpoint, open_checkpoint
 
 Kind = Literal["huggingface", "megatron", "quantized"]
 

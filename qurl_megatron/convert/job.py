@@ -29,7 +29,7 @@ from qurl_megatron.convert.workers import ALONE, Workers
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import byte_size
 from qurl_megatron.tensors.arch import read_json
-from qurl_megatron.weights.sums import MEND, damaged, read_record, wrong_size
+from qurl_megatron.weights.integrity import MEND, damaged, read_record, wrong_size
 
 MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-checkpoint-1"

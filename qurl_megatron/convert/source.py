@@ -12,9 +12,9 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.table import HfTensor
-from qurl_megatron.weights.checkpoint import Checkpoint, companions
 from qurl_megatron.weights.hf_reader import HfReader
 from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.source import Checkpoint, companions
 from qurl_megatron.weights.uaq import folded, takes_part, unfolded
 
 Change = Callable[[HfTensor, Tensor], Tensor]

@@ -15,7 +15,6 @@ from qurl_megatron.convert.source import (
     unfolding,
     with_dtype,
 )
-from qurl_megatron.weights.checkpoint import Checkpoint, describe
 from qurl_megatron.weights.hf_writer import (
     Group,
     HfFile,
@@ -25,6 +24,7 @@ from qurl_megatron.weights.hf_writer import (
     write_safetensors,
 )
 from qurl_megatron.weights.ops import Op
+from qurl_megatron.weights.source import Checkpoint, describe
 
 
 def to_huggingface(

@@ -24,11 +24,11 @@ from qurl_megatron.convert.source import (
 )
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.weights.checkpoint import Checkpoint, describe
 from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.megatron_reader import disk_key, stacked_parts
 from qurl_megatron.weights.ops import GateUp, Op
 from qurl_megatron.weights.places import DESCRIPTION
+from qurl_megatron.weights.source import Checkpoint, describe
 from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.weights.uaq import refuse_second_fold
 

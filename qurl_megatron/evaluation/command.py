@@ -40,19 +40,19 @@ from qurl_megatron.evaluation.evaluate import (
     model_files,
 )
 from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.observe.samples import Example, as_text, clipped, say, telling
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
 from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Prompt
+from qurl_megatron.weights.integrity import refuse_damaged
 from qurl_megatron.weights.places import description_of, find_torch_dist
-from qurl_megatron.weights.sums import refuse_damaged
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
 ANSWERS = ".samples.jsonl"  # file in --out, after a benchmark's name

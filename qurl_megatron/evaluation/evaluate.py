@@ -26,15 +26,15 @@ from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.evaluation.answers import Answer, AnswerFile
 from qurl_megatron.evaluation.benchmarks import Benchmark
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import Finished, Interrupted, collect, greedy
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.supervisor import IN_ALL
+from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.rewards import RewardPool, items_of
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Finished, Interrupted, collect, greedy
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.schema import count, or_none
-from qurl_megatron.rollout.shorten import shortened
-from qurl_megatron.rollout.supervisor import IN_ALL
-from qurl_megatron.rollout.turns import Turns
 from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.wire.schema import count, or_none
+from qurl_megatron.wire.shorten import shortened
 
 BATCH = 256  # responses of one batch of an embedded engine, about
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1

@@ -78,7 +78,7 @@ def here(dtype: str, threads: int = 0) -> Gpu:
     import torch
 
     from qurl_megatron.bench.environment import measured_limits
-    from qurl_megatron.rollout.embedded.native import library
+    from qurl_megatron.engines.embedded.native import library
 
     cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
     found = []

@@ -25,7 +25,7 @@ from qurl_megatron.planning.training_time import (
     training_time,
 )
 from qurl_megatron.planning.workload import Workload
-from qurl_megatron.rollout.plan import Layout
+from qurl_megatron.publish.routes import Layout
 from qurl_megatron.sizes import memory
 from qurl_megatron.training.footprint import GIB, STATIC, Footprint, Models, footprint
 

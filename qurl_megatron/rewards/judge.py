@@ -19,7 +19,7 @@ import httpx
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.errors import ConfigError, unscored
 from qurl_megatron.rewards.item import Item, Score, as_score
-from qurl_megatron.rollout import loop
+from qurl_megatron.runtime import event_loop
 
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 ANSWER_BYTES = 1 << 22
@@ -77,7 +77,7 @@ class Judge:
 
     def __call__(self, items: Sequence[Item]) -> list[Score]:
         try:
-            return loop.run(self._asked(items))
+            return event_loop.run(self._asked(items))
         except (Passing, Refused) as error:
             cause = "refused" if isinstance(error, Refused) else "unanswered"
             return [unscored(cause, f"{self.name} {error}")] * len(items)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from qurl_megatron.runtime.files import refusing, wait_until_seen
+from qurl_megatron.runtime.filesystem import refusing, wait_until_seen
 
 MEETING = ".meet-"
 PATIENCE_S = 600.0

@@ -44,7 +44,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 def _hours(arguments: argparse.Namespace) -> int:
     """Say where a run's GPU-hours went: trained, set up, saved, stalled, lost."""
-    from qurl_megatron.slurm.hours import hours
+    from qurl_megatron.slurm.gpu_hours import hours
 
     return hours(arguments.run_dir, as_json=arguments.json)
 

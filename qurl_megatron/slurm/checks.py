@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
+from qurl_megatron.engines.sglang.command_line import given_key
 from qurl_megatron.errors import ConfigError, reading
-from qurl_megatron.rollout.sglang.launch import given_key
-from qurl_megatron.runtime.files import free, refusing
+from qurl_megatron.runtime.filesystem import free, refusing
 from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.pace import Pace
@@ -20,9 +20,9 @@ from qurl_megatron.tensors.arch import Arch, read_arch, read_config
 from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import latest, refuse_other_run
+from qurl_megatron.weights.integrity import MEND, read_record, wrong_size
 from qurl_megatron.weights.places import description_of, find_torch_dist, safetensors_files
 from qurl_megatron.weights.shapes import parameter_count
-from qurl_megatron.weights.sums import MEND, read_record, wrong_size
 
 GIB = 1 << 30
 THERE = "set it to a checkpoint that is there"

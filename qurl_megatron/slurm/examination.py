@@ -20,7 +20,7 @@ from typing import IO
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import read_record
 from qurl_megatron.observe.clock import now
-from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.runtime.filesystem import wait_until_seen
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.bad_nodes import Report, judge
 from qurl_megatron.slurm.cluster import ClusterConfig

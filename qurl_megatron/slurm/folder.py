@@ -34,7 +34,7 @@ from qurl_megatron.observe.attempts import (
     steps_since,
 )
 from qurl_megatron.observe.clock import now
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.slurm.cluster import ClusterConfig, load_cluster
 
 

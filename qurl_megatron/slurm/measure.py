@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
-from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.runtime.filesystem import wait_until_seen
 from qurl_megatron.slurm import folder, gpus
 from qurl_megatron.slurm.bad_nodes import Report
 

@@ -19,7 +19,7 @@ from threading import Event
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.runtime.network import own_address
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.layout import lay_out
@@ -86,7 +86,7 @@ def offer(run_dir: Path, towards: str) -> int:
             if all(one.given_up for one in offered):
                 return 1
     finally:
-        from qurl_megatron.rollout.process import stop
+        from qurl_megatron.fleet.process import stop
 
         for one in offered:
             one.withdraw()
@@ -135,7 +135,7 @@ class Offered:
 
 
 def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: Path) -> list:
-    from qurl_megatron.rollout.process import EngineProcess, launches
+    from qurl_megatron.fleet.process import EngineProcess, launches
     from qurl_megatron.weights.places import description_of
 
     embedded = config.rollout.backend == "embedded"

@@ -9,7 +9,7 @@ from pathlib import Path
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.slurm import commands, folder
 from qurl_megatron.slurm.cluster import ClusterConfig, load_cluster
 from qurl_megatron.slurm.jobs import LOGS, tool_job, training_job

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qurl_megatron.observe.failures import FOLDER, kept
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.slurm import folder
 
 STOPPED = 128 + signal.SIGTERM

@@ -15,10 +15,10 @@ from rich.table import Table
 from qurl_megatron.bench.environment import environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import number, percent
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
+from qurl_megatron.study.findings import write_report
+from qurl_megatron.study.finished import Result, read_results
 from qurl_megatron.study.plan import Cell, Study, read_study
-from qurl_megatron.study.report import write_report
-from qurl_megatron.study.results import Result, read_results
 from qurl_megatron.study.runner import QURL, at_work, command, run, task_of
 
 STYLES = {

@@ -17,9 +17,9 @@ from matplotlib.lines import Line2D
 
 from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.plots import COLORS, STYLE, frame, smooth, thin
+from qurl_megatron.study.finished import Group
 from qurl_megatron.study.numbers import band
 from qurl_megatron.study.plan import METHODS, SCALE
-from qurl_megatron.study.results import Group
 
 SKY = "#56b4e9"  # of the same palette as COLORS, beside whose blue it says: a variant of that
 LINES = {

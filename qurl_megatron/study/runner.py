@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TextIO
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints, evaluation
 from qurl_megatron.study.plan import Cell, Study
 from qurl_megatron.study.runs import log_file, look, run_dir
-from qurl_megatron.study.trained import due, empty_checkpoints, evaluation
 
 QURL = (sys.executable, "-m", "qurl_megatron.cli")
 PID_FILE = "study.pid"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qurl_megatron.observe.text import number, percent, plus_minus, scientific
+from qurl_megatron.study.finished import Group, Result
 from qurl_megatron.study.numbers import TRAINED, WINDOW, Spread
 from qurl_megatron.study.plan import METHODS, MISMATCH, SCALE, Study
-from qurl_megatron.study.results import Group, Result
 
 NOTHING = "–"
 

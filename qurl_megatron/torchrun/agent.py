@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron.observe.failures import FOLDER
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.runtime.undertaker import bury, spare
 from qurl_megatron.torchrun.board import Order
 

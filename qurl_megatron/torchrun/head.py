@@ -15,7 +15,7 @@ from pathlib import Path
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.text import duration
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.pace import Pace, Stillness, mark, measured
 from qurl_megatron.slurm.supervise import Ending, Received, ask_for_stacks

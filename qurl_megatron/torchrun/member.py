@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.files import CACHED_S
+from qurl_megatron.runtime.filesystem import CACHED_S
 from qurl_megatron.torchrun.agent import Torchrun
 from qurl_megatron.torchrun.board import Order, Row, Word
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.failures import FOLDER, kept
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.task import STOPPED, stop_on_usr1
 

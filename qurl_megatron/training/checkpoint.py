@@ -50,7 +50,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Trained
-from qurl_megatron.runtime.files import MENDS, free, refusal, refusing
+from qurl_megatron.runtime.filesystem import MENDS, free, refusal, refusing
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.boxes import in_place
 from qurl_megatron.training.state import (
@@ -61,10 +61,7 @@ from qurl_megatron.training.state import (
     latest,
     set_aside,
 )
-from qurl_megatron.weights.checkpoint import describe
-from qurl_megatron.weights.megatron_reader import CRITIC
-from qurl_megatron.weights.places import DESCRIPTION
-from qurl_megatron.weights.sums import (
+from qurl_megatron.weights.integrity import (
     RECORD,
     FileSum,
     Summing,
@@ -72,6 +69,9 @@ from qurl_megatron.weights.sums import (
     to_disk,
     write_record,
 )
+from qurl_megatron.weights.megatron_reader import CRITIC
+from qurl_megatron.weights.places import DESCRIPTION
+from qurl_megatron.weights.source import describe
 
 
 def save(

@@ -12,12 +12,12 @@ import qurl_megatron
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.passes import round_up
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.plan import SLOTS
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import held_from_shapes
 from qurl_megatron.sizes.memory import GIB, Held, Pass
 from qurl_megatron.tensors.arch import Arch, arch_of, read_arch, read_json
 from qurl_megatron.weights.places import description_of
+from qurl_megatron.wire import SLOTS
 
 SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"
 """config.json of the models that recipes name, for machines without their weights."""

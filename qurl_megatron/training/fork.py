@@ -20,7 +20,7 @@ from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.timeline import Timeline
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.training.state import (
     REFERENCE,
     STATE,
@@ -31,7 +31,7 @@ from qurl_megatron.training.state import (
     recipe_of,
     setting_of,
 )
-from qurl_megatron.weights.sums import RECORD, read_record, to_disk, write_record
+from qurl_megatron.weights.integrity import RECORD, read_record, to_disk, write_record
 
 FORK = "fork.json"
 ORDER = ("data.", "train.seed")  # keys that say which prompt comes when ...

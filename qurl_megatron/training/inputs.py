@@ -14,8 +14,8 @@ from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import arch_of
-from qurl_megatron.training.lengths import longest_prompt
 from qurl_megatron.training.state import TrainState
+from qurl_megatron.training.too_long import longest_prompt
 from qurl_megatron.weights.places import description_of
 
 

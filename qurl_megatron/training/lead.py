@@ -18,6 +18,11 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import Interrupted, collect, greedy
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.supervisor import IN_ALL
+from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum, Timer
 from qurl_megatron.observe.progress import Progress
@@ -45,13 +50,7 @@ from qurl_megatron.observe.text import how_many, percent
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, Timeline
 from qurl_megatron.rewards import RewardPool, items_of, overlong_penalty
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Interrupted, collect, greedy
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.lease import Owner
-from qurl_megatron.rollout.supervisor import IN_ALL
-from qurl_megatron.rollout.turns import Turns
-from qurl_megatron.runtime.files import refusal, refusing
+from qurl_megatron.runtime.filesystem import refusal, refusing
 from qurl_megatron.runtime.line_pool import Abandoned
 from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.tensors.arch import arch_of
@@ -59,13 +58,14 @@ from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.guard import Guard, Verdict
-from qurl_megatron.training.lengths import no_room_for_the_environment
 from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.training.state import RECIPE, Claim, TrainState
+from qurl_megatron.training.too_long import no_room_for_the_environment
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.places import description_of
+from qurl_megatron.wire.lease import Owner
 
 FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic

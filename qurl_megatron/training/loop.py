@@ -24,20 +24,19 @@ import torch.distributed as dist
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import Interrupted
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
+from qurl_megatron.publish.drift import of_an_update
+from qurl_megatron.publish.publisher import Publisher
+from qurl_megatron.publish.senders import make_sender
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.rewards.pool import RewardDown
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Interrupted
-from qurl_megatron.rollout.transport.facts import settle_nccl
 from qurl_megatron.runtime.megatron import by_lead, megatron_runtime, share
-from qurl_megatron.sync.drift import of_an_update
-from qurl_megatron.sync.publisher import Publisher
-from qurl_megatron.sync.senders import make_sender
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.delivery import deliver
@@ -51,6 +50,7 @@ from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import Claim, TrainState, after, claim, tell_done
 from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
 from qurl_megatron.training.whole import refuse_damaged_together
+from qurl_megatron.wire.facts import settle_nccl
 
 HEALS = 3  # times that one step waits for engines to come back
 

@@ -55,8 +55,8 @@ def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> in
     """
     stop = StopRequest()
     prepare_cuda(config.parallel)
+    from qurl_megatron.fleet.client import EngineError
     from qurl_megatron.rewards.pool import RewardDown
-    from qurl_megatron.rollout.client import EngineError
     from qurl_megatron.runtime.megatron import RankLost
     from qurl_megatron.training.guard import Collapse
 

@@ -9,19 +9,18 @@ from pathlib import Path
 
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.data.questions import training_questions
+from qurl_megatron.engines.sglang.command_line import given_key
 from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics, wandb_package
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
-from qurl_megatron.rollout.sglang.launch import given_key
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.inputs import check_files
-from qurl_megatron.training.lengths import refuse_endless_responses
 from qurl_megatron.training.state import (
     TrainState,
     latest,
@@ -29,6 +28,7 @@ from qurl_megatron.training.state import (
     relatives,
     tell_done,
 )
+from qurl_megatron.training.too_long import refuse_endless_responses
 from qurl_megatron.weights.places import description_of
 
 

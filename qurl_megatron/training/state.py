@@ -22,7 +22,7 @@ from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.rewards.own_code import edited, named_code
-from qurl_megatron.runtime.files import refusing
+from qurl_megatron.runtime.filesystem import refusing
 
 STATE = "state.json"
 REFERENCE = (

@@ -28,8 +28,8 @@ from qurl_megatron.training.correction import attach_correction, rejected_respon
 from qurl_megatron.training.examples import advantages_of, kept_of
 from qurl_megatron.training.finite import NotFinite, check_gradient
 from qurl_megatron.training.mismatch import mismatch
-from qurl_megatron.training.objective import PolicyLoss, Scorer
-from qurl_megatron.training.values import ValueLoss, attach_values
+from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
+from qurl_megatron.training.value_loss import ValueLoss, attach_values
 
 Minibatch = list[TokenBatch]  # this data-parallel rank's microbatches of one optimizer update
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.files import wait_until_seen
+from qurl_megatron.runtime.filesystem import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, share
+from qurl_megatron.weights.integrity import MEND, FileSum, damaged, read_record, wrong_size
 from qurl_megatron.weights.places import find_torch_dist
-from qurl_megatron.weights.sums import MEND, FileSum, damaged, read_record, wrong_size
 
 
 def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:

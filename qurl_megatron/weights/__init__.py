@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "checkpoint": ("Checkpoint", "Reader", "load_parameter", "open_checkpoint"),
+    "source": ("Checkpoint", "Reader", "load_parameter", "open_checkpoint"),
     "families": ("stage_ops",),
     "hf_reader": ("HfReader",),
     "uaq": ("fold_uaq", "folded_scale", "refuse_second_fold", "unfold_uaq"),

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from qurl_megatron.config import QuantConfig
+from qurl_megatron.engines.embedded.decoder import Matrix
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
-from qurl_megatron.rollout.embedded.model import Matrix
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
@@ -161,7 +161,7 @@ def dense_gradients(folder, samples, chosen, config) -> dict[str, torch.Tensor]:
 
 
 def sharded_gradients(device, config, samples, out) -> None:
-    from qurl_megatron.training.objective import Scorer
+    from qurl_megatron.training.sharded_loss import Scorer
     from qurl_megatron.training.step import lay_out
 
     with megatron_runtime(config.parallel) as ranks:
@@ -472,9 +472,9 @@ def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
     "kind, size, refused", [("sglang", 2, False), ("sglang", 4, True), ("embedded", 1, True)]
 )
 def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
+    from qurl_megatron.fleet.engine_record import Engine
     from qurl_megatron.model.aligned import Align
-    from qurl_megatron.rollout.engine import Engine
-    from qurl_megatron.sync.publisher import refuse_unlike
+    from qurl_megatron.publish.publisher import refuse_unlike
 
     engines = [Engine("one", kind="sglang", tp=2), Engine("two", kind=kind, tp=size)]
     refuse_unlike(Align("int8", engine_tensor=2), "sglang", engines)

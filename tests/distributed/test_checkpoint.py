@@ -13,12 +13,12 @@ from qurl_megatron.config import OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.runtime.files import free
+from qurl_megatron.runtime.filesystem import free
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
-from qurl_megatron.weights.sums import RECORD, read_record, write_record
+from qurl_megatron.weights.integrity import RECORD, read_record, write_record
 from tests.disks import small_disk
 from tests.distributed import test_critic
 from tests.distributed.test_policy import build, recipe, relative, whole
@@ -348,14 +348,14 @@ def look_at_what_cannot_be_read(device, run):
     import torch.distributed as dist
 
     from qurl_megatron.training.newest import newest_whole
-    from qurl_megatron.weights import sums
+    from qurl_megatron.weights import integrity
 
     def fail(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with megatron_runtime(ParallelConfig(tensor=2)) as ranks, pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:  # whose node has lost the file system
-            patch.setattr(sums, "sum_of", fail)
+            patch.setattr(integrity, "sum_of", fail)
         with pytest.raises(ConfigError, match="step_000004/.* cannot be read .Input/output error"):
             newest_whole(run, ranks)
         patch.undo()

@@ -70,7 +70,7 @@ def test_parts_join_into_the_whole_and_get_their_gradient(backend, tmp_path):
 
 def scores(device, config, samples, expected) -> None:
     """Every rank knows log-probs and entropies of all response tokens of its samples."""
-    from qurl_megatron.training.objective import Scorer
+    from qurl_megatron.training.sharded_loss import Scorer
     from qurl_megatron.training.step import lay_out
 
     with megatron_runtime(config.parallel) as ranks:

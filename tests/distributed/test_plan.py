@@ -2,7 +2,7 @@
 
 import pytest
 
-from qurl_megatron.rollout.plan import Layout, trainer_part
+from qurl_megatron.publish.routes import Layout, trainer_part
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.table import hf_tensor
 from qurl_megatron.testing.models import tiny_checkpoint

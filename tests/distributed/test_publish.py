@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.engine_record import Engine
 from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import quantize, rounding_of
-from qurl_megatron.rollout.engine import Engine
-from qurl_megatron.rollout.version import Manifest, read_version
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.testing.models import FAMILIES, random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import fold_uaq
+from qurl_megatron.wire.manifest import Manifest, read_version
 from tests.distributed.test_policy import build, recipe
 
 SEED = 5
@@ -65,8 +65,8 @@ def nudged(policy, config, step):
 def publish(device, config, scheme, out, updates, change=trained):
     import torch.distributed as dist
 
-    from qurl_megatron.sync.publisher import Publisher
-    from qurl_megatron.sync.senders import make_sender
+    from qurl_megatron.publish.publisher import Publisher
+    from qurl_megatron.publish.senders import make_sender
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
@@ -133,8 +133,8 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(
 
 
 def publish_by_chance(device, config, kind, out):
-    from qurl_megatron.sync.publisher import Publisher
-    from qurl_megatron.sync.senders import make_sender
+    from qurl_megatron.publish.publisher import Publisher
+    from qurl_megatron.publish.senders import make_sender
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
@@ -163,9 +163,9 @@ def test_a_version_rounded_by_chance_is_the_same_from_every_layout_and_when_it_i
 
 
 def publish_to_memory(device, config, scheme, out):
-    from qurl_megatron.rollout.transport.memory import MemorySender
-    from qurl_megatron.rollout.wire import piece_of
-    from qurl_megatron.sync.publisher import Publisher
+    from qurl_megatron.publish.publisher import Publisher
+    from qurl_megatron.wire.message import piece_of
+    from qurl_megatron.wire.shared_memory import MemorySender
 
     sent = []
 
@@ -249,8 +249,8 @@ def test_what_passes_of_an_update_is_the_same_number_on_every_layout(layout, bac
 
 
 def publish_in_two_formats(device, config, out):
-    from qurl_megatron.sync.publisher import Publisher
-    from qurl_megatron.sync.senders import make_sender
+    from qurl_megatron.publish.publisher import Publisher
+    from qurl_megatron.publish.senders import make_sender
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.0)
@@ -295,8 +295,8 @@ def test_a_publisher_goes_over_to_unquantized_versions(backend, tmp_path):
 def publish_nan(device, config, out):
     import torch.distributed as dist
 
-    from qurl_megatron.sync.publisher import Publisher
-    from qurl_megatron.sync.senders import make_sender
+    from qurl_megatron.publish.publisher import Publisher
+    from qurl_megatron.publish.senders import make_sender
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.0)

@@ -16,7 +16,7 @@ from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.testing.models import random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.state import TrainState, latest
-from qurl_megatron.weights.sums import damaged, read_record
+from qurl_megatron.weights.integrity import damaged, read_record
 from tests.distributed.test_policy import build, recipe, whole
 
 SAMPLES = random_samples(8)
@@ -32,7 +32,7 @@ def batches(ranks) -> list:
 
 def scores(policy, temperature=1.0) -> tuple[dict, dict]:
     """Log-probs of every sample's response, of the policy and of its reference, on every rank."""
-    from qurl_megatron.training.objective import Scorer
+    from qurl_megatron.training.sharded_loss import Scorer
 
     score = Scorer(policy, temperature)
     microbatches = batches(policy.ranks)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import cpu, files, launch, megatron
+from qurl_megatron.runtime import cpu, filesystem, launch, megatron
 from qurl_megatron.runtime.megatron import RankLost, by_lead, megatron_runtime, share
 from qurl_megatron.testing.ranks import run_on_ranks
 
@@ -238,4 +238,4 @@ def test_rank_0_decides_where_all_resume(tmp_path):
 
 def test_a_file_that_never_appears_is_told_of(tmp_path):
     with pytest.raises(ConfigError, match="not visible on .* set train.run_dir to a folder"):
-        files.wait_until_seen(tmp_path / "a/b/c", "x", key="train.run_dir", seconds=0.6)
+        filesystem.wait_until_seen(tmp_path / "a/b/c", "x", key="train.run_dir", seconds=0.6)

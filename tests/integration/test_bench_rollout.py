@@ -15,7 +15,7 @@ from qurl_megatron.bench.load.engines import started
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import read
-from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.fleet.client import EngineError
 from tests.waiting import PATIENCE_S
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]

@@ -11,13 +11,13 @@ import pytest
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.transport.files import FilesSender
-from qurl_megatron.rollout.version import MANIFEST, Manifest
+from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.manifest import MANIFEST, Manifest
 from tests.disks import exhaust_names, fill, small_disk
 from tests.distributed.test_policy import build, recipe
 from tests.runs import SAMPLES, Run, make_recipe
@@ -141,7 +141,7 @@ def refused(publisher, version: int) -> str:
 def publish_where_there_is_no_room(device, config, disk, other, out):
     import torch.distributed as dist
 
-    from qurl_megatron.sync.publisher import Publisher
+    from qurl_megatron.publish.publisher import Publisher
 
     with megatron_runtime(config.parallel) as ranks, ExitStack() as stack:
         policy = build(config, ranks)

@@ -20,16 +20,16 @@ import pytest
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.client import EngineClient, EngineError
-from qurl_megatron.rollout.collect import collect
-from qurl_megatron.rollout.fleet import Engine, Fleet
-from qurl_megatron.rollout.naming import Names
-from qurl_megatron.rollout.process import API_KEY
-from qurl_megatron.rollout.transport import Sender
-from qurl_megatron.rollout.transport.group import GroupSender, host_store
-from qurl_megatron.rollout.transport.memory import MemorySender
-from qurl_megatron.rollout.update import Taken
+from qurl_megatron.fleet.client import EngineClient, EngineError
+from qurl_megatron.fleet.collect import collect
+from qurl_megatron.fleet.fleet import Engine, Fleet
+from qurl_megatron.fleet.process import API_KEY
+from qurl_megatron.publish.update import Taken
 from qurl_megatron.types import Prompt
+from qurl_megatron.wire.group import GroupSender, host_store
+from qurl_megatron.wire.naming import Names
+from qurl_megatron.wire.shared_memory import MemorySender
+from qurl_megatron.wire.transport import Sender
 from tests.disks import small_disk
 from tests.runs import SAMPLES, Run, living, make_recipe
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference

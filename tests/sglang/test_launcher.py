@@ -2,8 +2,8 @@
 
 import time
 
-from qurl_megatron.rollout.process import EngineProcess, port_file, stop
-from qurl_megatron.rollout.sglang.launch import engine_launch
+from qurl_megatron.engines.sglang.command_line import engine_launch
+from qurl_megatron.fleet.process import EngineProcess, port_file, stop
 from qurl_megatron.testing.models import tiny_checkpoint
 from tests.sglang.engines import PYTHON, START_S
 from tests.unit.test_children import TORCHRUN

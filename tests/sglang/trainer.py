@@ -15,12 +15,12 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
-from qurl_megatron.rollout.fleet import Engine, Fleet
-from qurl_megatron.rollout.lease import Owner
-from qurl_megatron.rollout.transport import Sender
-from qurl_megatron.rollout.transport.files import FilesSender
-from qurl_megatron.rollout.update import Taken, Update
-from qurl_megatron.rollout.wire import Blob
+from qurl_megatron.fleet.fleet import Engine, Fleet
+from qurl_megatron.publish.update import Taken, Update
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.lease import Owner
+from qurl_megatron.wire.message import Blob
+from qurl_megatron.wire.transport import Sender
 from tests.sglang.engines import Tensors, shards
 
 BUCKETS = 3

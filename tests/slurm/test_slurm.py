@@ -9,7 +9,7 @@ import pytest
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.ready import FOLDER, READY
 from qurl_megatron.training.state import TrainState, latest
-from qurl_megatron.weights.sums import refuse_damaged
+from qurl_megatron.weights.integrity import refuse_damaged
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, User
 from tests.slurm.runs import (

@@ -13,19 +13,19 @@ import uvicorn
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from qurl_megatron.engines.embedded import native
+from qurl_megatron.engines.embedded.decoder import Decoder
+from qurl_megatron.engines.embedded.endpoints import Speech, build_app
+from qurl_megatron.engines.embedded.engine import Engine, Sequence
+from qurl_megatron.engines.embedded.read_weights import read_weights
+from qurl_megatron.engines.embedded.thread import EngineThread
+from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
-from qurl_megatron.rollout.client import EngineClient
-from qurl_megatron.rollout.embedded import native
-from qurl_megatron.rollout.embedded.engine import Engine, Sequence
-from qurl_megatron.rollout.embedded.model import Decoder
-from qurl_megatron.rollout.embedded.server import Speech, build_app
-from qurl_megatron.rollout.embedded.thread import EngineThread
-from qurl_megatron.rollout.embedded.weights import read_weights
-from qurl_megatron.rollout.transport.files import FilesSender
-from qurl_megatron.rollout.version import manifest_of
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.manifest import manifest_of
 from tests.waiting import wait_until
 
 TINY = {

@@ -17,7 +17,7 @@ class Remote:
     """``make(*args)`` in a fresh process; ``start`` a method there, then take its ``result``."""
 
     def __init__(self, make: Callable, *args) -> None:
-        CONTEXT.set_forkserver_preload(["qurl_megatron.rollout.transport.group"])
+        CONTEXT.set_forkserver_preload(["qurl_megatron.wire.group"])
         self._pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_serve, args=(theirs, make, args), daemon=True)
         self.process.start()

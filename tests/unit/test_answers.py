@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_megatron.rollout.answer import (
+from qurl_megatron.fleet.answer import (
     LOWEST,
     Asked,
     BadAnswer,
@@ -22,8 +22,8 @@ from qurl_megatron.rollout.answer import (
     read_answers,
     read_info,
 )
-from qurl_megatron.rollout.naming import MIXED, UNKNOWN_VERSION, Names
-from qurl_megatron.rollout.shorten import shortened
+from qurl_megatron.wire.naming import MIXED, UNKNOWN_VERSION, Names
+from qurl_megatron.wire.shorten import shortened
 
 ASKED = Asked("a", 5)
 RULES = Rules(vocabulary=10, names=Names("abc"), confirmed=7)

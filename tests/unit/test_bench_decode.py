@@ -9,9 +9,9 @@ from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.peers.through_transformers import Generating
 from qurl_megatron.bench.performance import _remarks
 from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.engines.embedded import native
+from qurl_megatron.engines.embedded.engine import Engine
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded import native
-from qurl_megatron.rollout.embedded.engine import Engine
 from qurl_megatron.tensors.arch import read_arch
 
 

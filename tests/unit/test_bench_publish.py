@@ -10,7 +10,7 @@ import torch
 from qurl_megatron.bench.publish import anonymous, bytes_under, cases_of, shares
 from qurl_megatron.bench.publish_model import Rates, Setting, predict, tensors, volumes
 from qurl_megatron.bench.random_model import config_of
-from qurl_megatron.rollout.plan import Layout, transfers
+from qurl_megatron.publish.routes import Layout, transfers
 from qurl_megatron.tensors.arch import Arch, read_arch
 
 GPUS = Rates.of_gpus(hbm=3000, link=50, disk=10)

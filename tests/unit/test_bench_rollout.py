@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from qurl_megatron.bench import environment, rollout
-from qurl_megatron.bench.load.answers import Answer, Client, Look, Outcome, Publication
 from qurl_megatron.bench.load.engines import Target, _told_by_openai, engine_config
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
+from qurl_megatron.bench.load.outcome import Answer, Client, Look, Outcome, Publication
 from qurl_megatron.bench.load.protocols import PROTOCOLS
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
+from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
+from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.planning import machine
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.embedded.model import DTYPES, Decoder
-from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.tensors.arch import read_arch
 
 ARCH = read_arch(config_of("tiny"))

@@ -12,12 +12,12 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from qurl_megatron.bench.load import timeline
+from qurl_megatron.bench.load import load_figures
 from qurl_megatron.bench.load.drive import Load, Publishing
 from qurl_megatron.bench.load.protocols import PROTOCOLS, read_look, read_metrics
 from qurl_megatron.bench.load.requests import Ask, arriving, groups
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.client import EngineClient, EngineError
+from qurl_megatron.fleet.client import EngineClient, EngineError
 
 
 class Streams:
@@ -204,7 +204,7 @@ def test_a_failed_request_stays_failed_with_its_cause(server, fault, said):
     server.fault = fault
     outcome = drive(server, [ask(6), ask(6)])
     assert not any(answer.done for answer in outcome.answers)
-    assert timeline.tokens(outcome.answers) == 0
+    assert load_figures.tokens(outcome.answers) == 0
     assert re.search(said, outcome.answers[0].failure)
 
 
@@ -220,10 +220,10 @@ def test_a_publication_comes_in_the_middle_and_its_first_token_is_found(server):
     outcome = drive(server, [ask(20), ask(20)], publishing=plan)
     (publication,) = outcome.publications
     assert publication.name == "2" and publication.paused_s == 0.125
-    valid = timeline.first_valid(publication, outcome.answers)
+    valid = load_figures.first_valid(publication, outcome.answers)
     assert 0 < valid < outcome.answers[0].ended - publication.began
     # The others keep what they have: 10 tokens each, or a few more, and their prompts.
-    assert 20 + 8 <= timeline.recomputed(publication, outcome.answers) <= 40 + 8
+    assert 20 + 8 <= load_figures.recomputed(publication, outcome.answers) <= 40 + 8
 
 
 def test_publications_repeat_until_the_load_is_over(server):
@@ -263,7 +263,7 @@ def test_the_engine_is_looked_at_and_this_sides_own_work_is_measured(server):
         return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120}, at)
 
     outcome = drive(server, [ask(20)], look=look)
-    assert timeline.occupancy(outcome) == (0.25, 0.25)
+    assert load_figures.occupancy(outcome) == (0.25, 0.25)
     assert outcome.client.cpu_s > 0 and outcome.client.lags
 
 
@@ -292,7 +292,7 @@ def test_an_engine_that_is_too_busy_to_be_looked_at_is_looked_at_again_and_that_
         return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120}, at)
 
     outcome = drive(server, [ask(20)], look=look)
-    assert timeline.occupancy(outcome) == (0.25, 0.25)
+    assert load_figures.occupancy(outcome) == (0.25, 0.25)
     assert outcome.unseen == "/server_info did not answer"
 
 

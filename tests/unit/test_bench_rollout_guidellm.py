@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import cli
 from qurl_megatron.bench import rollout
-from qurl_megatron.bench.load import guidellm, reasons, timeline
+from qurl_megatron.bench.load import guidellm, load_figures, reasons
 from qurl_megatron.bench.load.guidellm import GuideLLM, read_report, scenario
 from qurl_megatron.bench.load.requests import Clients, groups
 from qurl_megatron.bench.load.words import Words, write_tokenizer
@@ -24,7 +24,7 @@ from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.client import EngineClient
+from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.tensors.arch import read_arch
 
 LENGTHS = [3, 5, 4, 5]
@@ -46,8 +46,8 @@ def test_a_report_becomes_answers_with_their_lengths_and_moments(report):
     answers = outcome.answers
     assert sorted(answer.ask.tokens for answer in answers) == sorted(LENGTHS)
     assert all(answer.done and answer.tokens == answer.ask.tokens for answer in answers)
-    assert timeline.makespan(answers) == pytest.approx(0.1317, abs=1e-4)
-    assert timeline.first_token(answers)[0] == pytest.approx(0.1119, abs=1e-4)
+    assert load_figures.makespan(answers) == pytest.approx(0.1317, abs=1e-4)
+    assert load_figures.first_token(answers)[0] == pytest.approx(0.1119, abs=1e-4)
     assert {answer.cached for answer in answers} == {0}
     assert reasons.found(outcome, 0) == {}
 
@@ -86,7 +86,7 @@ def test_a_request_that_failed_there_has_failed_here(report, kind):
     requests(report)[kind].append(failed)
     outcome = read_report(report, ASKED)
     assert reasons.found(outcome, 0) == {"failed requests": "1 of 4 requests; the first: 503"}
-    assert timeline.tokens(outcome.answers) == sum(LENGTHS) - 5
+    assert load_figures.tokens(outcome.answers) == sum(LENGTHS) - 5
 
 
 def test_requests_that_its_limit_ended_have_failed_though_their_bodies_are_not_told(report):

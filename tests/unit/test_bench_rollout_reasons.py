@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qurl_megatron.bench.load import reasons
-from qurl_megatron.bench.load.answers import Answer, Client, Look, Outcome
+from qurl_megatron.bench.load.outcome import Answer, Client, Look, Outcome
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.bench.record import REASONS
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qurl_megatron.bench.load import timeline
-from qurl_megatron.bench.load.answers import Answer, Look, Outcome, Publication
+from qurl_megatron.bench.load import load_figures
+from qurl_megatron.bench.load.outcome import Answer, Look, Outcome, Publication
 from qurl_megatron.bench.load.requests import Ask
 
 
@@ -19,33 +19,38 @@ BATCH = [answer(0.0, [0.5, 1.0]), answer(0.0, [2.0]), answer(0.0, [3.0]), answer
 
 def test_the_tail_is_the_time_in_which_fewer_than_half_of_the_batch_run():
     # 4, 3, 2 until the third second, then one alone for 7 of 10.
-    assert timeline.makespan(BATCH) == 10.0
-    assert timeline.tail_share(BATCH) == pytest.approx(0.7)
+    assert load_figures.makespan(BATCH) == 10.0
+    assert load_figures.tail_share(BATCH) == pytest.approx(0.7)
 
 
 def test_a_batch_that_ends_together_has_no_tail():
-    assert timeline.tail_share([answer(0.0, [2.0]), answer(0.0, [2.0])]) == 0.0
+    assert load_figures.tail_share([answer(0.0, [2.0]), answer(0.0, [2.0])]) == 0.0
 
 
 def test_the_time_in_which_a_batch_fills_up_is_no_tail():
     # The first runs alone for 4 seconds, both for one, the second alone for one: half is not few.
-    assert timeline.tail_share([answer(0.0, [5.0]), answer(4.0, [6.0])]) == 0.0
+    assert load_figures.tail_share([answer(0.0, [5.0]), answer(4.0, [6.0])]) == 0.0
 
 
 def test_a_failed_request_takes_time_and_makes_no_tokens():
     broken = answer(0.0, [1.0, 2.0], ended=20.0, failure="cut off")
-    assert timeline.makespan([*BATCH, broken]) == 20.0
-    assert timeline.tokens([*BATCH, broken]) == timeline.tokens(BATCH) == 6
-    assert timeline.first_token([broken]) == timeline.gaps([broken]) == []
+    assert load_figures.makespan([*BATCH, broken]) == 20.0
+    assert load_figures.tokens([*BATCH, broken]) == load_figures.tokens(BATCH) == 6
+    assert load_figures.first_token([broken]) == load_figures.gaps([broken]) == []
 
 
 def test_the_first_token_counts_from_when_its_request_was_due():
-    assert timeline.first_token([answer(2.0, [2.5, 3.0])]) == [0.5]
+    assert load_figures.first_token([answer(2.0, [2.5, 3.0])]) == [0.5]
 
 
 def test_tokens_that_come_together_share_their_gap():
     # 1 token at 1 s, 3 more at 4 s, 1 more at 6 s.
-    assert timeline.gaps([answer(0.0, [1.0, 4.0, 6.0], counts=[1, 4, 5])]) == [1.0, 1.0, 1.0, 2.0]
+    assert load_figures.gaps([answer(0.0, [1.0, 4.0, 6.0], counts=[1, 4, 5])]) == [
+        1.0,
+        1.0,
+        1.0,
+        2.0,
+    ]
 
 
 def test_events_that_came_in_one_piece_came_together():
@@ -55,17 +60,17 @@ def test_events_that_came_in_one_piece_came_together():
     one.came(3, at=3.5)  # brings no token
     one.came(4, at=4.0)
     assert (one.times, one.counts) == ([1.0, 3.0, 4.0], [1, 3, 4])
-    assert timeline.gaps([one]) == [1.0, 1.0, 1.0]
+    assert load_figures.gaps([one]) == [1.0, 1.0, 1.0]
 
 
 def test_time_per_token_leaves_the_first_token_out():
-    assert timeline.per_token([answer(0.0, [9.0, 11.0, 12.0])]) == [1.5]
-    assert timeline.per_token([answer(0.0, [9.0])]) == []
+    assert load_figures.per_token([answer(0.0, [9.0, 11.0, 12.0])]) == [1.5]
+    assert load_figures.per_token([answer(0.0, [9.0])]) == []
 
 
 def test_percentiles_of_nothing_are_none():
-    assert timeline.percentiles([]) == {}
-    assert timeline.percentiles(range(101)) == {50: 50, 90: 90, 99: 99}
+    assert load_figures.percentiles([]) == {}
+    assert load_figures.percentiles(range(101)) == {50: 50, 90: 90, 99: 99}
 
 
 def test_the_first_valid_token_after_a_publication_is_the_first_of_its_own_weights():
@@ -74,43 +79,43 @@ def test_the_first_valid_token_after_a_publication_is_the_first_of_its_own_weigh
     old.first_of = {"6@run": 1.0}
     new.first_of = {"6@run": 1.0, "7@run": 3.5}
     newer.first_of = {"7@run": 4.0}
-    assert timeline.first_valid(publication, [old, newer, new]) == 1.5
-    assert timeline.first_valid(publication, [old]) is None
+    assert load_figures.first_valid(publication, [old, newer, new]) == 1.5
+    assert load_figures.first_valid(publication, [old]) is None
 
 
 def test_a_publication_makes_old_what_responses_under_way_have_so_far():
     publication = Publication("7", began=2.0, ended=3.0, paused_s=0.8)
     under_way = answer(0.0, [1.0, 2.0, 4.0], prompt=5)  # 5 + 2 tokens
     over, waiting = answer(0.0, [1.5]), answer(0.0, [3.5])
-    assert timeline.recomputed(publication, [under_way, over, waiting]) == 7
+    assert load_figures.recomputed(publication, [under_way, over, waiting]) == 7
 
 
 def test_lengths_other_than_those_asked_for_are_wrong_and_failures_are_not_lengths():
     short, right = answer(0.0, [1.0], tokens=5), answer(0.0, [1.0], tokens=1)
     failed = answer(0.0, [1.0], tokens=5, failure="cut off")
-    assert timeline.wrong_lengths([short, right, failed]) == [short]
+    assert load_figures.wrong_lengths([short, right, failed]) == [short]
 
 
 def test_occupancy_is_none_where_the_engine_does_not_tell():
-    assert timeline.occupancy(Outcome(looks=[Look(0.0, running=3)])) is None
+    assert load_figures.occupancy(Outcome(looks=[Look(0.0, running=3)])) is None
     looks = [Look(0.0, occupancy=0.25), Look(1.0), Look(2.0, occupancy=0.75)]
-    assert timeline.occupancy(Outcome(looks=looks)) == (0.5, 0.75)
+    assert load_figures.occupancy(Outcome(looks=looks)) == (0.5, 0.75)
 
 
 def test_preemptions_are_those_of_the_load_by_the_engines_counter_or_its_answers():
     looks = [Look(0.0, preemptions=40), Look(1.0), Look(2.0, preemptions=43)]
-    assert timeline.preemptions(Outcome(looks=looks)) == 3
+    assert load_figures.preemptions(Outcome(looks=looks)) == 3
     taken_back = answer(0.0, [1.0])
     taken_back.preempted = 2
-    assert timeline.preemptions(Outcome(answers=[taken_back, *BATCH])) == 2
+    assert load_figures.preemptions(Outcome(answers=[taken_back, *BATCH])) == 2
 
 
 def test_what_a_publication_took_back_was_not_preempted():
     taken_back = answer(0.0, [1.0, 5.0])
     taken_back.preempted = 2
     outcome = Outcome([taken_back], [Publication("7", 2.0, 3.0, 0.9)])
-    assert timeline.preemptions(outcome) == 1
+    assert load_figures.preemptions(outcome) == 1
     outcome.publications.append(Publication("8", 4.0, 4.5, 0.4))
-    assert timeline.preemptions(outcome) == 0
+    assert load_figures.preemptions(outcome) == 0
     outcome.publications[1] = Publication("8", 6.0, 7.0, 0.4)  # it had ended
-    assert timeline.preemptions(outcome) == 1
+    assert load_figures.preemptions(outcome) == 1

@@ -19,11 +19,11 @@ from qurl_megatron.bench.step.forecast import Foretold
 from qurl_megatron.bench.step.one_run import Usual, read_run
 from qurl_megatron.bench.step.settings import Setting
 from qurl_megatron.bench.step.sizes import Sizes, doubled, linear, parse, sharing, smallest
+from qurl_megatron.engines.embedded import native
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GPUS
 from qurl_megatron.planning.machine import cpu
 from qurl_megatron.planning.own import Own
-from qurl_megatron.rollout.embedded import native
 from tests.unit.test_planning_cpu import MODEL as SHAPE
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"

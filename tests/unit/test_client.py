@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from qurl_megatron.rollout.answer import parsed
-from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
-from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.fleet.answer import parsed
+from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
+from qurl_megatron.testing.fake_engine import FakeEngine
 from tests.names import unanswered
 from tests.waiting import NEVER_S, PATIENCE_S
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from qurl_megatron.convert.anykind import open_any
 from qurl_megatron.convert.diff import differences
 from qurl_megatron.convert.job import MANIFEST, Job, partial_folder, read_manifest, run, verify
-from qurl_megatron.convert.quantize import to_quantized
+from qurl_megatron.convert.quantized_export import to_quantized
 from qurl_megatron.convert.to_huggingface import to_huggingface
 from qurl_megatron.convert.to_megatron import to_megatron
 from qurl_megatron.convert.workers import Workers

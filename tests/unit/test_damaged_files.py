@@ -28,14 +28,14 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import JsonlSink, read_metrics
 from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.quant.export import read_quantization
-from qurl_megatron.rollout import version
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
 from qurl_megatron.weights.hf_reader import INDEX, HfReader
-from qurl_megatron.weights.sums import RECORD, read_record, write_record, wrong_size
+from qurl_megatron.weights.integrity import RECORD, read_record, write_record, wrong_size
 from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
 from qurl_megatron.weights.uaq import folded_scale
+from qurl_megatron.wire import manifest
 from tests.fuzz import damaged, damaged_bytes, examples
 
 MENDABLE = contextlib.suppress(ConfigError)  # all else fails the test
@@ -217,7 +217,7 @@ def test_manifests_of_converted_folders(place, content):
 @given(
     content=damaged(
         {
-            "format": version.FORMAT,
+            "format": manifest.FORMAT,
             "version": 3,
             "scheme": "int8",
             "files": {"r-b0.safetensors": 12},
@@ -236,9 +236,9 @@ def test_manifests_of_converted_folders(place, content):
 )
 @examples(300)
 def test_manifests_of_published_versions(place, content):
-    put(place / "v000003" / version.MANIFEST, content)
+    put(place / "v000003" / manifest.MANIFEST, content)
     with MENDABLE:
-        version.Manifest.read(place / "v000003")
+        manifest.Manifest.read(place / "v000003")
 
 
 @given(content=damaged({"step": 3, "time": 1.5, "metrics": {"reward/mean": 0.5, "x": "NaN"}}))
@@ -425,7 +425,7 @@ def test_a_record_finds_every_kind_of_damage(place):
     @given(content=damaged_bytes((folder / "a").read_bytes()))
     @examples(200)
     def check(content):
-        from qurl_megatron.weights.sums import damaged as found
+        from qurl_megatron.weights.integrity import damaged as found
 
         before = (folder / "a").read_bytes()
         put(folder / "a", content)

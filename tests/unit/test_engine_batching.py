@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 
+from qurl_megatron.engines.embedded import engine as engine_module
+from qurl_megatron.engines.embedded import kernels
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded import engine as engine_module
-from qurl_megatron.rollout.embedded import kernels
 from tests.unit.engine_models import (
     decoding_by,
     engine_for,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from qurl_megatron.engines.embedded import kernels
 from qurl_megatron.quant import dequantize, products, quantize
-from qurl_megatron.rollout.embedded import kernels
 from tests.unit.engine_models import decoding_by
 
 

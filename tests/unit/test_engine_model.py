@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
+from qurl_megatron.engines.embedded.decoder import Decoder
+from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded.model import Decoder
-from qurl_megatron.rollout.embedded.weights import read_weights
 from qurl_megatron.tensors.arch import read_arch, read_config, read_eos
 from tests.unit.engine_models import (
     CPU,

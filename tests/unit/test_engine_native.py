@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from qurl_megatron.rollout.embedded import kernels, native
-from qurl_megatron.rollout.embedded.server import load_engine
+from qurl_megatron.engines.embedded import kernels, native
+from qurl_megatron.engines.embedded.endpoints import load_engine
 from tests.unit.engine_models import (
     decoding_by,
     engine_for,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.rollout import process
-from qurl_megatron.rollout.process import EngineProcess
-from qurl_megatron.rollout.sglang.launch import Launch
+from qurl_megatron.engines.sglang.command_line import Launch
+from qurl_megatron.fleet import process
+from qurl_megatron.fleet.process import EngineProcess
 from tests.disks import fill, small_disk
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -1,6 +1,6 @@
 import torch
 
-from qurl_megatron.rollout.embedded.sampling import (
+from qurl_megatron.engines.embedded.sampling import (
     SamplingState,
     invert_cdf,
     sample,

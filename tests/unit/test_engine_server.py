@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from qurl_megatron.rollout.client import EngineError
+from qurl_megatron.fleet.client import EngineError
 from tests.unit.engine_models import (
     LiveServer,
     published_tensors,

@@ -6,11 +6,11 @@ import warnings
 import pytest
 import torch
 
-from qurl_megatron.rollout.embedded.cache import bytes_per_token
-from qurl_megatron.rollout.embedded.engine import Engine
-from qurl_megatron.rollout.embedded.model import Slot
-from qurl_megatron.rollout.embedded.server import load_engine
-from qurl_megatron.rollout.embedded.static import POSITIONS, rounded_up, rows_for
+from qurl_megatron.engines.embedded.cache import bytes_per_token
+from qurl_megatron.engines.embedded.decoder import Slot
+from qurl_megatron.engines.embedded.endpoints import load_engine
+from qurl_megatron.engines.embedded.engine import Engine
+from qurl_megatron.engines.embedded.static import POSITIONS, rounded_up, rows_for
 from tests.unit.engine_models import (
     engine_for,
     finish,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from qurl_megatron.cli import main
-from qurl_megatron.rollout.embedded.engine import Engine, Job
-from qurl_megatron.rollout.embedded.protocol import Generation, Limits, parse_generate
-from qurl_megatron.rollout.embedded.server import Speech
-from qurl_megatron.rollout.embedded.stream import Bell, Stream
-from qurl_megatron.rollout.embedded.text import GrowingText, TextCodec
+from qurl_megatron.engines.embedded.endpoints import Speech
+from qurl_megatron.engines.embedded.engine import Engine, Job
+from qurl_megatron.engines.embedded.protocol import Generation, Limits, parse_generate
+from qurl_megatron.engines.embedded.stream import Bell, Stream
+from qurl_megatron.engines.embedded.text_codec import GrowingText, TextCodec
 from tests.unit.engine_models import (
     LiveServer,
     engine_for,

@@ -8,7 +8,7 @@ import pytest
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
 from qurl_megatron.environments import EnvironmentPool, check_environment
-from qurl_megatron.environments.worker import make_environment
+from qurl_megatron.environments.environment_worker import make_environment
 from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.pool import items_of

@@ -25,8 +25,8 @@ from qurl_megatron.evaluation.command import evaluate, make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 from qurl_megatron.evaluation.evaluate import as_prompts
 from qurl_megatron.evaluation.options import Defaults, add_options
-from qurl_megatron.rollout.collect import sample_seed
-from qurl_megatron.testing.engines import FakeEngine, token_at
+from qurl_megatron.fleet.collect import sample_seed
+from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 
 # Estimates.
 

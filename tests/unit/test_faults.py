@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.rollout.client import EngineClient, EngineError, deadline
-from qurl_megatron.rollout.collect import collect
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.lease import Owner
-from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
+from qurl_megatron.fleet.collect import collect
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.types import Prompt
+from qurl_megatron.wire.lease import Owner
 from tests.names import unanswered
 from tests.unit.engine_models import TINY, LiveServer, random_tensors, write_model, write_version
 from tests.waiting import PATIENCE_S, wait_until

@@ -15,13 +15,13 @@ import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout import fleet as fleet_module
-from qurl_megatron.rollout import process, supervisor
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import collect, greedy
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.membership import read_members
-from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.fleet import fleet as fleet_module
+from qurl_megatron.fleet import process, supervisor
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import collect, greedy
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.membership import read_members
+from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -46,7 +46,7 @@ def impatient(monkeypatch):
 
 def local_fleet(tmp_path, *options, **changes) -> Fleet:
     """Two engines in processes of their own."""
-    command = [sys.executable, "-m", "qurl_megatron.testing.engines", *map(str, options)]
+    command = [sys.executable, "-m", "qurl_megatron.testing.fake_engine", *map(str, options)]
     config = RolloutConfig(engines=2, **{**QUICK, **changes})
     return Fleet(
         config, "unused", scheme="none", log_dir=tmp_path, vocabulary=96, serve_command=command
@@ -197,7 +197,7 @@ import runpy, sys, time
 for layer in range(12):
     print("loading", layer, flush=True)
     time.sleep(0.5)
-runpy.run_module("qurl_megatron.testing.engines", run_name="__main__", alter_sys=True)
+runpy.run_module("qurl_megatron.testing.fake_engine", run_name="__main__", alter_sys=True)
 """
 
 

@@ -8,15 +8,15 @@ from rich.console import Console
 
 from qurl_megatron import cli
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout import status
-from qurl_megatron.rollout.client import EngineClient
-from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.fleet import fleet_status
+from qurl_megatron.fleet.client import EngineClient
+from qurl_megatron.testing.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S, wait_until
 
 
 def shown(*urls, **options) -> tuple[int, list[str]]:
     out = io.StringIO()
-    code = status.show(urls, console=Console(file=out, width=160), **options)
+    code = fleet_status.show(urls, console=Console(file=out, width=160), **options)
     return code, [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -36,17 +36,17 @@ def test_embedded_and_sglang_engines_share_a_table():
 def test_the_speed_of_an_engine_that_counts_comes_from_two_looks():
     with FakeEngine(embedded=True) as engine:
         client = EngineClient(engine.url)
-        before = status.look([client])
+        before = fleet_status.look([client])
         assert before[0].tokens_per_s is None
         engine.generated += 1000
-        [row] = status.look([client], before)
+        [row] = fleet_status.look([client], before)
         assert row.tokens_per_s == pytest.approx(1000 / (row.time - before[0].time))
         engine.generated = 0  # restarted
-        assert status.look([client], [row])[0].tokens_per_s == 0
+        assert fleet_status.look([client], [row])[0].tokens_per_s == 0
 
 
 def test_one_silent_engine_of_two_is_shown_and_gives_exit_code_1(monkeypatch):
-    monkeypatch.setattr(status, "PATIENCE_S", 1.5)
+    monkeypatch.setattr(fleet_status, "PATIENCE_S", 1.5)
     with FakeEngine() as good, FakeEngine() as deaf:
         deaf.deaf.set()
         code, lines = shown(good.url, deaf.url)

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout import status
-from qurl_megatron.rollout.answer import Load
-from qurl_megatron.rollout.client import EngineClient, EngineError
-from qurl_megatron.rollout.membership import Member, read_members
-from qurl_megatron.rollout.process import EngineProcess, Launch, port_file
-from qurl_megatron.rollout.transport.meeting import Hello, LinkError
-from qurl_megatron.rollout.transport.receipts import collect
-from qurl_megatron.rollout.version import MANIFEST, Manifest, SliceEntry, TensorEntry, read_version
-from qurl_megatron.rollout.wire import Blob, Message, Piece, Receipt
+from qurl_megatron.fleet import fleet_status
+from qurl_megatron.fleet.answer import Load
+from qurl_megatron.fleet.client import EngineClient, EngineError
+from qurl_megatron.fleet.membership import Member, read_members
+from qurl_megatron.fleet.process import EngineProcess, Launch, port_file
+from qurl_megatron.wire.manifest import MANIFEST, Manifest, SliceEntry, TensorEntry, read_version
+from qurl_megatron.wire.meeting import Hello, LinkError
+from qurl_megatron.wire.message import Blob, Message, Piece, Receipt
+from qurl_megatron.wire.receipts import collect
 
 QUICK = settings(max_examples=300, derandomize=True, deadline=None, database=None)
 JSON = st.recursive(
@@ -233,10 +233,10 @@ LOADS = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]}
 def test_the_table_of_engines_has_a_row_whatever_they_say(info, loads):
     said = {"/server_info": info, "/v1/loads": loads, "/model_info": b'{"weight_version": "7"}'}
     client = engine_client(said)
-    before = status.look([client])
-    [row] = status.look([client], before)
+    before = fleet_status.look([client])
+    [row] = fleet_status.look([client], before)
     assert isinstance(row.load, Load) or row.error
-    status.table([row])
+    fleet_status.table([row])
 
 
 def engine_client(said: dict[str, bytes]):

@@ -9,13 +9,14 @@ import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout import lease, supervisor, tenancy
-from qurl_megatron.rollout.client import EngineClient, EngineError
-from qurl_megatron.rollout.collect import collect
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.lease import Lease, Owner
-from qurl_megatron.testing.engines import FakeEngine
+from qurl_megatron.fleet import supervisor, tenancy
+from qurl_megatron.fleet.client import EngineClient, EngineError
+from qurl_megatron.fleet.collect import collect
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
+from qurl_megatron.wire import lease
+from qurl_megatron.wire.lease import Lease, Owner
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5, 6), "", "") for i in range(4)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.plan import (
+from qurl_megatron.publish.routes import (
     Layout,
     buckets,
     engine_part,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.quant import SCHEMES, SIMULATED, quantize, quantize_tokens
 from qurl_megatron.quant.formats import scheme_named
-from qurl_megatron.rollout.embedded import kernels, native
 
 ROW_WISE = [name for name in SCHEMES | SIMULATED if scheme_named(name).block is None]
 

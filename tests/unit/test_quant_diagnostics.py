@@ -5,6 +5,7 @@ import torch
 
 from qurl_megatron.config import QuantConfig
 from qurl_megatron.observe.metrics import merge, values
+from qurl_megatron.publish.drift import Drift, of_an_update
 from qurl_megatron.quant import (
     QUANT_METRICS,
     QuantizedWeight,
@@ -18,7 +19,6 @@ from qurl_megatron.quant import (
     weight_error,
     weight_update,
 )
-from qurl_megatron.sync.drift import Drift, of_an_update
 
 
 def test_code_flips_count_bytes():

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from qurl_megatron.convert.job import run
-from qurl_megatron.convert.quantize import to_quantized
+from qurl_megatron.convert.quantized_export import to_quantized
+from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import SCHEMES, dequantize, quantize, quantize_tokens
 from qurl_megatron.quant.export import (
@@ -24,7 +25,6 @@ from qurl_megatron.quant.export import (
     stored,
     stored_shapes,
 )
-from qurl_megatron.rollout.embedded.model import Decoder
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights import open_checkpoint

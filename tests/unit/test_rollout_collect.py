@@ -10,10 +10,10 @@ import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Interrupted, collect, greedy, sample_seed
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.testing.engines import FakeEngine, token_at
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import Interrupted, collect, greedy, sample_seed
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 from qurl_megatron.types import Prompt
 from tests.names import unanswered
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Interrupted, collect, greedy
-from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import Interrupted, collect, greedy
+from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.types import Prompt
 from tests.unit.engine_models import LiveServer, random_tensors, write_model, write_version
 from tests.waiting import PATIENCE_S

@@ -11,9 +11,9 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.collect import Interrupted, collect, greedy
-from qurl_megatron.rollout.turns import Turns
-from qurl_megatron.testing.engines import FakeEngine, token_at
+from qurl_megatron.fleet.collect import Interrupted, collect, greedy
+from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 from qurl_megatron.types import Prompt
 from tests.environments import write_classes, write_tokenizer
 from tests.unit.test_rollout_collect import fleet_of

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qurl_megatron.engines.sglang import cpu_layers, vision
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
-from qurl_megatron.rollout.sglang import cpu, vision
 
 
-@pytest.mark.parametrize(("scheme", "apply"), [("int8", cpu._apply_int8), ("fp8", cpu._apply_fp8)])
+@pytest.mark.parametrize(
+    ("scheme", "apply"), [("int8", cpu_layers._apply_int8), ("fp8", cpu_layers._apply_fp8)]
+)
 @pytest.mark.parametrize("lead", [(5,), (2, 3)])
 def test_a_layer_equals_the_product_of_dequantized_values(scheme, apply, lead):
     generator = torch.Generator().manual_seed(0)
@@ -30,21 +32,21 @@ def test_a_scale_per_tensor_is_refused():
         weight=torch.zeros(32, 24, dtype=torch.int8), weight_scale=torch.ones(1)
     )
     with pytest.raises(NotImplementedError):
-        cpu._apply_int8(None, layer, torch.ones(1, 32))
+        cpu_layers._apply_int8(None, layer, torch.ones(1, 32))
 
 
 def test_nothing_happens_unless_sglang_is_asked_to_run_without_a_gpu(monkeypatch):
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    assert not cpu.wanted()
-    cpu.install()
-    cpu.register()  # would import SGLang, which is not here
+    assert not cpu_layers.wanted()
+    cpu_layers.install()
+    cpu_layers.register()  # would import SGLang, which is not here
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not cpu.wanted()
+    assert not cpu_layers.wanted()
 
 
 def test_the_stub_fails_when_it_is_called_not_when_it_is_imported():
-    stub = cpu._Stub("sgl_kernel")
+    stub = cpu_layers._Stub("sgl_kernel")
     assert stub.silu_and_mul is not None
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.silu_and_mul needs a GPU"):
         stub.silu_and_mul(1)

@@ -1,18 +1,21 @@
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.process import launches
-from qurl_megatron.rollout.sglang.launch import (
+from qurl_megatron.engines.sglang.command_line import (
     API_KEY,
     engine_launch,
     given_key,
     server_arguments,
 )
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.process import launches
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else():
@@ -71,11 +74,11 @@ def test_a_key_and_none_are_taken_as_they_are():
 @pytest.mark.parametrize(
     "command",
     [
-        ["train", "launch/recipes/quickstart.toml", "rollout.urls=['http://127.0.0.1:1']"],
+        ["train", f"{ROOT}/launch/recipes/quickstart.toml", "rollout.urls=['http://127.0.0.1:1']"],
         ["serve", "nowhere"],
         ["fleet", "status", "http://127.0.0.1:1"],
     ],
-    ids=lambda command: command[0],
+    ids=["train", "serve", "fleet"],
 )
 def test_an_empty_key_is_one_sentence_at_once(command, monkeypatch, capsys):
     monkeypatch.setenv(API_KEY, "")

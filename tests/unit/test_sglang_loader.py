@@ -3,11 +3,11 @@ import dataclasses
 import pytest
 import torch
 
+from qurl_megatron.engines.sglang.loader import Rank, handle
+from qurl_megatron.engines.sglang.targets import pointers, targets
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.sglang.loader import Rank, handle
-from qurl_megatron.rollout.sglang.targets import pointers, targets
-from qurl_megatron.rollout.wire import Blob, Message, checksum, lay_out, piece_of
 from qurl_megatron.tensors.slice import Shard, Slice
+from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
 from tests.shards import shard
 from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
 

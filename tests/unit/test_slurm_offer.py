@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import load
+from qurl_megatron.engines.sglang.command_line import Launch
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.membership import read_members
-from qurl_megatron.rollout.process import EngineProcess, port_file
-from qurl_megatron.rollout.sglang.launch import Launch
+from qurl_megatron.fleet.membership import read_members
+from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.slurm.offer import PAUSE_S, Offered, address_towards, prepare
 from qurl_megatron.slurm.ready import ROOT
 from tests.waiting import PATIENCE_S

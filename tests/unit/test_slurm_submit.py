@@ -22,7 +22,7 @@ from qurl_megatron.slurm.cluster import (
 from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.slurm.ready import FOLDER, ROOT
 from qurl_megatron.testing.models import tiny_checkpoint
-from qurl_megatron.weights.sums import write_record
+from qurl_megatron.weights.integrity import write_record
 from tests.programs import Programs
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"

@@ -20,16 +20,16 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.plots import History
 from qurl_megatron.observe.sinks import Record
 from qurl_megatron.study import command as study_command
-from qurl_megatron.study import report
+from qurl_megatron.study import findings
 from qurl_megatron.study.command import main, matching
+from qurl_megatron.study.finished import groups, read_results, to_json
+from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints
 from qurl_megatron.study.numbers import WINDOW, aggregate, band, collapse_step, finals, spread
 from qurl_megatron.study.plan import read_study
-from qurl_megatron.study.results import groups, read_results, to_json
 from qurl_megatron.study.runner import at_work, claim, failures, run, share
 from qurl_megatron.study.tables import TABLE_1, TABLE_4, page, table
-from qurl_megatron.study.trained import due, empty_checkpoints
 from qurl_megatron.training.state import TrainState, latest
-from qurl_megatron.weights.sums import RECORD, read_record, write_record, wrong_size
+from qurl_megatron.weights.integrity import RECORD, read_record, write_record, wrong_size
 
 FAKE = (sys.executable, str(Path(__file__).with_name("study_fake_train.py")))
 SHIPPED = sorted((Path(__file__).parents[2] / "launch/studies").glob("*.toml"))
@@ -518,7 +518,7 @@ def test_the_numbers_tell_where_the_runs_were_made_and_not_where_they_were_drawn
     def told() -> dict:
         return json.loads((root / "out/study.json").read_text())
 
-    monkeypatch.setattr(report, "pictures", lambda _groups: {})
+    monkeypatch.setattr(findings, "pictures", lambda _groups: {})
     for commit, only, mode in (("a", CELLS[0], None), ("b", "*", "report"), ("c", CELLS[0], None)):
         monkeypatch.setattr(study_command, "environment", lambda commit=commit: {"commit": commit})
         assert qurl_study(root, only=only, mode=mode) == 0

@@ -11,10 +11,10 @@ from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.study import mismatch
-from qurl_megatron.study.mismatch import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
+from qurl_megatron.study import mismatch_page
+from qurl_megatron.study.finished import groups, read_results, to_json
+from qurl_megatron.study.mismatch_page import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
 from qurl_megatron.study.plan import read_study
-from qurl_megatron.study.results import groups, read_results, to_json
 from qurl_megatron.study.runs import run_dir
 from qurl_megatron.study.tables import TABLE_MISMATCH, table
 
@@ -87,7 +87,7 @@ def measure(root: Path, cell: str, kl: float, **others: float) -> None:
 
 
 def test_the_tables_of_the_page_are_made_of_the_records():
-    """``python -m qurl_megatron.study.mismatch`` writes them anew."""
+    """``python -m qurl_megatron.study.mismatch_page`` writes them anew."""
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(text, rendered(kept()))
 
@@ -245,9 +245,9 @@ def test_a_study_that_names_no_machine_is_not_said_to_have_run_on_this_one(root)
 
 
 def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(mismatch, "DOCS", tmp_path)
-    monkeypatch.setattr(mismatch, "PAGE", tmp_path / "mismatch.md")
-    monkeypatch.setattr(mismatch, "RESULTS", tmp_path)
+    monkeypatch.setattr(mismatch_page, "DOCS", tmp_path)
+    monkeypatch.setattr(mismatch_page, "PAGE", tmp_path / "mismatch.md")
+    monkeypatch.setattr(mismatch_page, "RESULTS", tmp_path)
     (tmp_path / "mismatch.md").write_text(f"# Words\n\n{BEGIN}old\n{END}\nMore words\n")
     out = tmp_path / "runs/short"
     out.mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, 
         },
     }  # fmt: skip
     (out / "study.json").write_text(json.dumps(told))
-    assert mismatch.main([str(out)]) == 0
+    assert mismatch_page.main([str(out)]) == 0
     text = (tmp_path / "mismatch.md").read_text()
     assert text.startswith(f"# Words\n\n{BEGIN}\n### Tiny\n\n3 steps")
     assert text.endswith(f"\n{END}\nMore words\n") and "old" not in text
@@ -270,28 +270,28 @@ def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, 
     alone = tmp_path / "runs/alone"
     alone.mkdir()
     (alone / "study.json").write_text(json.dumps(told | {"study": "Alone"}))
-    assert mismatch.main([str(out), "--times", str(alone)]) == 0
+    assert mismatch_page.main([str(out), "--times", str(alone)]) == 0
     assert "### Tiny\n" in (tmp_path / "mismatch.md").read_text()
     assert json.loads((tmp_path / "mismatch_tiny.json").read_text())["timed"]["steps"] == 3
-    assert mismatch.main(["--times", str(alone)]) == 2
+    assert mismatch_page.main(["--times", str(alone)]) == 2
     assert "--times has seconds of mismatch_tiny; name" in capsys.readouterr().err
 
     (tmp_path / "mismatch.md").write_text("# Words\n")
-    assert mismatch.main([]) == 2
+    assert mismatch_page.main([]) == 2
     assert "lacks the lines" in capsys.readouterr().err
 
 
 def test_a_study_that_does_not_tell_its_name_has_that_of_the_folder_as_it_is_given(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(mismatch, "RESULTS", tmp_path)
+    monkeypatch.setattr(mismatch_page, "RESULTS", tmp_path)
     kept_as = []
-    monkeypatch.setattr(mismatch, "write_whole", lambda path, _: kept_as.append(path.name))
-    monkeypatch.setattr(mismatch, "record", lambda *_: {"rows": []})
+    monkeypatch.setattr(mismatch_page, "write_whole", lambda path, _: kept_as.append(path.name))
+    monkeypatch.setattr(mismatch_page, "record", lambda *_: {"rows": []})
     (tmp_path / "short").mkdir()
     (tmp_path / "short/study.json").write_text('{"groups": {}}')
     (tmp_path / "mismatch_linked").symlink_to(tmp_path / "short")
-    mismatch.main([str(tmp_path / "mismatch_linked")])
+    mismatch_page.main([str(tmp_path / "mismatch_linked")])
     assert kept_as[0] == "mismatch_linked.json"
 
 
@@ -306,7 +306,7 @@ def test_a_study_that_does_not_tell_its_name_has_that_of_the_folder_as_it_is_giv
 def test_a_folder_that_is_no_study_of_this_is_named(told, message, tmp_path, capsys):
     if told is not None:
         (tmp_path / "study.json").write_text(json.dumps(told))
-    assert mismatch.main([str(tmp_path)]) == 2
+    assert mismatch_page.main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 

@@ -135,14 +135,14 @@ def test_experts_are_refused_in_a_model_without(owner):
         hf_tensor(replace(ARCH, experts=None), f"model.layers.0.mlp.{owner}.weight")
 
 
-LOADER = ["sglang.loader", "transport.files", "transport.group", "transport.memory"]
+LOADER = ["engines.sglang.loader", "wire.files", "wire.group", "wire.shared_memory"]
 
 
 @pytest.mark.parametrize(
     "modules,heavy",
     [
         (["tensors.arch", "tensors.slice", "tensors.table"], {"torch"}),
-        ([f"rollout.{module}" for module in LOADER], {"megatron", "transformers"}),
+        (LOADER, {"megatron", "transformers"}),
     ],
     ids=["tensors", "the loader of engines"],
 )

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from qurl_megatron.rollout.client import EngineError
-from qurl_megatron.rollout.collect import Interrupted
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import Interrupted
 from qurl_megatron.training.ahead import Ahead
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -20,7 +20,7 @@ from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
 from qurl_megatron.training.start import _prepare
 from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
-from qurl_megatron.weights.sums import damaged, read_record, write_record
+from qurl_megatron.weights.integrity import damaged, read_record, write_record
 from tests.unit.test_damaged_files import RECIPE_TEXT
 from tests.unit.test_observe_samples import example, keep
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.observe.metrics import values
-from qurl_megatron.rollout.client import EngineError
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.types import Prompt, Sample

@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 
 from qurl_megatron.config import SyncConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.transport import facts, open_receiver
-from qurl_megatron.rollout.transport.files import FilesSender
-from qurl_megatron.rollout.transport.memory import MemorySender
-from qurl_megatron.rollout.transport.receipts import collect, leave
-from qurl_megatron.rollout.version import MANIFEST, Manifest, manifest_of, read_version
-from qurl_megatron.rollout.wire import (
+from qurl_megatron.runtime import undertaker
+from qurl_megatron.wire import facts
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.manifest import MANIFEST, Manifest, manifest_of, read_version
+from qurl_megatron.wire.message import (
     Message,
     Receipt,
     Room,
@@ -28,7 +27,9 @@ from qurl_megatron.rollout.wire import (
     piece_of,
     word_sum,
 )
-from qurl_megatron.runtime import undertaker
+from qurl_megatron.wire.receipts import collect, leave
+from qurl_megatron.wire.shared_memory import MemorySender
+from qurl_megatron.wire.transports import open_receiver
 from tests.shards import shard
 from tests.unit.remote import Remote
 from tests.waiting import PATIENCE_S, wait_until

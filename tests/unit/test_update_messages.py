@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
-from qurl_megatron.rollout.wire import FORMAT, Blob, Message, Piece, encoded, payload
-from qurl_megatron.sync.publisher import _blobs_for
+from qurl_megatron.publish.publisher import _blobs_for
+from qurl_megatron.wire.message import FORMAT, Blob, Message, Piece, encoded, payload
 
 PIECE = Piece("model.layers.0.mlp.up_proj.weight", "int8", (4, 8), 0, 12, 64, "0a1b")
 BLOBS = (

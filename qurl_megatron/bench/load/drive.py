@@ -10,12 +10,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from qurl_megatron.bench.load.answers import Answer, Look, Outcome, Publication
+from qurl_megatron.bench.load.outcome import Answer, Look, Outcome, Publication
 from qurl_megatron.bench.load.protocols import Protocol
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.client import EngineClient, EngineError, Session
-from qurl_megatron.rollout.loop import run
+from qurl_megatron.fleet.client import EngineClient, EngineError, Session
+from qurl_megatron.runtime.event_loop import run
 
 LOOK_S = 0.25  # between two looks at the engine
 TICK_S = 0.01  # between two looks at this side's event loop, and at whether to publish

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qurl_megatron.bench.load.answers import Look
 from qurl_megatron.bench.load.drive import Looking, Publish
 from qurl_megatron.bench.load.model import Version
+from qurl_megatron.bench.load.outcome import Look
 from qurl_megatron.bench.load.protocols import PROTOCOLS, Protocol, read_look, read_metrics
 from qurl_megatron.config import RolloutConfig
+from qurl_megatron.engines.sglang.command_line import given_key
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.answer import parsed
-from qurl_megatron.rollout.client import EngineClient, EngineError, Session
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.process import SERVE_COMMAND
-from qurl_megatron.rollout.sglang.launch import given_key
+from qurl_megatron.fleet.answer import parsed
+from qurl_megatron.fleet.client import EngineClient, EngineError, Session
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.process import SERVE_COMMAND
 
 TOLD = ("version", "engine", "tp_size", "scheme", "quantization", "dtype", "device", "threads")
 """What ``/server_info`` says of the engine that must not change between repeats."""

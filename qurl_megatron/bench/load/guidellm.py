@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.bench.load.answers import Answer, Look, Outcome
 from qurl_megatron.bench.load.drive import LOOK_S, Looking
+from qurl_megatron.bench.load.outcome import Answer, Look, Outcome
 from qurl_megatron.bench.load.requests import Ask, Clients
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.observe.clock import now
-from qurl_megatron.rollout.client import EngineClient, EngineError, Session
-from qurl_megatron.rollout.loop import run
+from qurl_megatron.runtime.event_loop import run
 
 VERSION = "0.8.1"  # whose scenario files and reports these are
 AROUND_S = 300.0  # to start, to find the engine and to write its report, on a busy machine

@@ -13,17 +13,17 @@ from qurl_megatron.bench.load.words import write_tokenizer
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.config import SyncConfig
 from qurl_megatron.convert.source import folding, read_tensors
+from qurl_megatron.engines.embedded.decoder import DTYPES
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.publish.update import Update
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
-from qurl_megatron.rollout.embedded.model import DTYPES
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.transport.files import FilesSender
-from qurl_megatron.rollout.update import Update
-from qurl_megatron.rollout.version import manifest_of
-from qurl_megatron.rollout.wire import Blob
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.weights.checkpoint import Checkpoint, open_checkpoint
+from qurl_megatron.weights.source import Checkpoint, open_checkpoint
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.manifest import manifest_of
+from qurl_megatron.wire.message import Blob
 
 BUCKET = 256 << 20  # bytes
 

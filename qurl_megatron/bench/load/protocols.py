@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_megatron.bench.load.answers import Answer, Look
+from qurl_megatron.bench.load.outcome import Answer, Look
 from qurl_megatron.bench.load.requests import Ask
-from qurl_megatron.rollout.shorten import shortened
+from qurl_megatron.wire.shorten import shortened
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from itertools import combinations
 
 import numpy as np
 
-from qurl_megatron.bench.load import timeline
-from qurl_megatron.bench.load.answers import Answer, Outcome
+from qurl_megatron.bench.load import load_figures
+from qurl_megatron.bench.load.outcome import Answer, Outcome
 
 BUSY = 0.8  # of one core, that Python on this side may use
 TOO_LATE = 0.5  # of the median gap between tokens, that this side's event loop may be late
@@ -26,10 +26,10 @@ ALIKE = 8  # first tokens that samples of one prompt do not have in common by ch
 def client_bound(outcome: Outcome, allowed: int) -> str:
     if outcome.client is None:
         return ""
-    share = outcome.client.cpu_s / timeline.makespan(outcome.answers)
+    share = outcome.client.cpu_s / load_figures.makespan(outcome.answers)
     if share > BUSY:
         return f"the client used {share:.0%} of a core; it may use {BUSY:.0%}"
-    gaps = timeline.gaps(outcome.answers)
+    gaps = load_figures.gaps(outcome.answers)
     if gaps and outcome.client.lags:
         late, gap = np.percentile(outcome.client.lags, 90), np.median(gaps)
         if late > TOO_LATE * gap:
@@ -41,7 +41,7 @@ def client_bound(outcome: Outcome, allowed: int) -> str:
 
 
 def wrong_lengths(outcome: Outcome, allowed: int) -> str:
-    wrong = timeline.wrong_lengths(outcome.answers)
+    wrong = load_figures.wrong_lengths(outcome.answers)
     if not wrong:
         return ""
     first = wrong[0]
@@ -75,7 +75,7 @@ def failed(outcome: Outcome, allowed: int) -> str:
 
 
 def preempted(outcome: Outcome, allowed: int) -> str:
-    count = timeline.preemptions(outcome)
+    count = load_figures.preemptions(outcome)
     return f"{count} times; {MORE_ROOM}" if count else ""
 
 

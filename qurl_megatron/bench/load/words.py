@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models
 
+from qurl_megatron.engines.embedded.text_codec import FILE, TextCodec
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.rollout.embedded.text import FILE, TextCodec
-from qurl_megatron.weights.checkpoint import write_json
+from qurl_megatron.weights.source import write_json
 
 MOST = 4096  # words are enough
 FEWEST = 32  # make prompts that differ

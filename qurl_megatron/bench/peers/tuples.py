@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.rollout.wire import FORMAT, Message
 from qurl_megatron.types import Prompt
+from qurl_megatron.wire.message import FORMAT, Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What runs inside an engine: SGLang's server with our loader, and the embedded engine."""

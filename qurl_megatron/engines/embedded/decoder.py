@@ -1,0 +1,254 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, and the named buffers its weights live in.
+
+q, k, v and gate, up are one matrix each: one activation quantization and one product instead of
+three and two. ``slots`` maps every Hugging Face name to the rows of the buffer that it fills, so an
+update is a series of copies into memory that never moves.
+
+Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O and I a matrix's
+sides.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from qurl_megatron.engines.embedded import kernels, native
+from qurl_megatron.engines.embedded.rope import inverse_frequencies
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant.products import has_fp8_hardware
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.table import hf_tensor
+
+SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")
+# Largest activation code of the schemes with int8 products: below 127, bits are simulated.
+CODES = {"int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FLOATS = (torch.bfloat16, torch.float32)
+
+# attend(layer, q [T, heads, D], kv [T, 2 * kv_heads, D]) -> [T, heads * D]; keys before values.
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one named tensor goes, and what it must look like."""
+
+    target: Tensor  # a view; its shape is what ``copy_`` broadcasts to
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass
+class Matrix:
+    """One (possibly fused) weight matrix and the way to multiply by it."""
+
+    scheme: str
+    weight_OI: Tensor
+    scale_O: Tensor | None
+    packed: kernels.Packed | native.Blocks | None = None
+
+    def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
+        if self.scheme in CODES:
+            return kernels.int8_linear(
+                x_TI, self.weight_OI, self.scale_O, addend, CODES[self.scheme], self.packed
+            )
+        if self.scheme == "fp8":
+            return kernels.fp8_linear(x_TI, self.weight_OI, self.scale_O, addend)
+        return kernels.float_linear(x_TI, self.weight_OI, addend)
+
+    def pack(self) -> None:
+        """Take in what was written into the weights."""
+        if self.scheme in CODES:
+            self.packed = kernels.pack(self.weight_OI, self.scale_O, self.packed)
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Tensor
+    qkv: Matrix
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [heads + kv_heads, D]
+    out: Matrix
+    post_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+class Decoder:
+    """Weights and forward pass; it knows neither requests nor a cache (see ``attend``)."""
+
+    @torch.inference_mode()
+    def __init__(self, arch: Arch, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
+        if scheme not in SCHEMES:
+            raise ConfigError(f"scheme must be one of {list(SCHEMES)}, got {scheme!r}")
+        _refuse_unserved(arch)
+        self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
+        self.largest_code = CODES.get(scheme)
+        self.slots: dict[str, Slot] = {}
+        self.embedding = self._float("model.embed_tokens.weight")
+        self.layers = [self._layer(f"model.layers.{index}.") for index in range(arch.num_layers)]
+        self.norm = self._float("model.norm.weight")
+        self.head = self.embedding if arch.tied else self._float("lm_head.weight")
+        self.inverse_frequencies = inverse_frequencies(arch).to(device)
+
+    @torch.inference_mode()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy a whole set of weights in; all of it is checked before the first copy.
+
+        Raises:
+            ConfigError: a tensor is missing, extra or misshapen; nothing changed.
+        """
+        self.check(tensors)
+        for name, slot in self.slots.items():
+            slot.target.copy_(tensors[name])
+        self.pack()
+
+    @torch.inference_mode()
+    def pack(self) -> None:
+        """Take in what was written into the slots."""
+        for layer in self.layers:
+            for matrix in layer.matrices:
+                matrix.pack()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that a forward pass reads on a GPU."""
+        yield from (self.embedding, self.norm, self.head, self.inverse_frequencies)
+        for layer in self.layers:
+            beside = (layer.input_norm, layer.qkv_bias, layer.qk_norm, layer.post_norm)
+            matrices = (part for m in layer.matrices for part in (m.weight_OI, m.scale_O))
+            yield from (tensor for tensor in (*beside, *matrices) if tensor is not None)
+
+    def check(self, tensors: dict[str, Tensor]) -> None:
+        for word, names in (
+            ("missing", self.slots.keys() - tensors.keys()),
+            ("unexpected", tensors.keys() - self.slots.keys()),
+        ):
+            if names:
+                shown = ", ".join(sorted(names)[:5])
+                raise ConfigError(
+                    f"{len(names)} tensors are {word} (scheme {self.scheme}): {shown}"
+                )
+        for name, slot in self.slots.items():
+            tensor = tensors[name]
+            if tuple(tensor.shape) != slot.shape or tensor.dtype not in slot.dtypes:
+                raise ConfigError(
+                    f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, the engine's is "
+                    f"{' or '.join(map(str, slot.dtypes))} {list(slot.shape)}"
+                )
+            if name.endswith("_scale") and not bool((tensor.isfinite() & (tensor > 0)).all()):
+                raise ConfigError(f"tensor {name} holds scales that are not positive and finite")
+
+    @torch.inference_mode()
+    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, H] before the final norm."""
+        arch = self.arch
+        cos_T1D, sin_T1D = self._rotary(positions_T)
+        x_TH = self.embedding[ids_T]
+        rotated = arch.heads + arch.kv_heads
+        for index, layer in enumerate(self.layers):
+            y_TH = kernels.rms_norm(x_TH, layer.input_norm, arch.rms_eps)
+            qkv = layer.qkv(y_TH, layer.qkv_bias).view(len(ids_T), -1, arch.head_dim)
+            qk = qkv[:, :rotated]
+            if layer.qk_norm is not None:
+                qk = kernels.rms_norm(qk, layer.qk_norm, arch.rms_eps)
+            # Into qkv itself: keys and values then lie side by side, one copy away from the cache.
+            qkv[:, :rotated] = (qk * cos_T1D).addcmul_(qk.roll(arch.head_dim // 2, -1), sin_T1D)
+            mixed = attend(index, qkv[:, : arch.heads], qkv[:, arch.heads :])
+            x_TH = layer.out(mixed, x_TH)
+            y_TH = kernels.rms_norm(x_TH, layer.post_norm, arch.rms_eps)
+            gate, up = layer.gate_up(y_TH).chunk(2, dim=-1)
+            x_TH = layer.down(silu(gate).mul_(up), x_TH)
+        return x_TH
+
+    @torch.inference_mode()
+    def logits(self, x_TH: Tensor) -> Tensor:
+        return kernels.float_linear(kernels.rms_norm(x_TH, self.norm, self.arch.rms_eps), self.head)
+
+    def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, and sin signed such that ``x * cos + roll(x, D/2) * sin`` is the rotation."""
+        angle = positions_T[:, None, None].float() * self.inverse_frequencies
+        cos, sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def _layer(self, prefix: str) -> Layer:
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv = [f"{attention}{x}_proj" for x in "qkv"]
+        return Layer(
+            input_norm=self._float(prefix + "input_layernorm.weight"),
+            qkv=self._matrix(*qkv),
+            qkv_bias=self._bias(*qkv) if self.arch.qkv_bias else None,
+            qk_norm=self._qk_norm(attention) if self.arch.qk_norm else None,
+            out=self._matrix(attention + "o_proj"),
+            post_norm=self._float(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._matrix(mlp + "gate_proj", mlp + "up_proj"),
+            down=self._matrix(mlp + "down_proj"),
+        )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return hf_tensor(self.arch, name).shape
+
+    def _matrix(self, *modules: str) -> Matrix:
+        """Allocate one matrix for several named ones, stacked along the output."""
+        shapes = {module: self._shape(f"{module}.weight") for module in modules}
+        total, inputs = sum(rows for rows, _ in shapes.values()), shapes[modules[0]][1]
+        stored = {"none": self.dtype, "fp8": torch.float8_e4m3fn}.get(self.scheme, torch.int8)
+        sent = FLOATS if self.scheme == "none" else (stored,)
+        if self.scheme == "fp8" and not has_fp8_hardware(self.device):
+            stored = torch.float32  # same values, ready to multiply
+        weight = torch.empty(total, inputs, dtype=stored, device=self.device)
+        scale = None if self.scheme == "none" else torch.empty(total, device=self.device)
+        start = 0
+        for module, shape in shapes.items():
+            part = slice(start, start + shape[0])
+            self.slots[f"{module}.weight"] = Slot(weight[part], shape, sent)
+            if scale is not None:
+                name = f"{module}.weight_scale"
+                self.slots[name] = Slot(scale[part, None], self._shape(name), (torch.float32,))
+            start += shape[0]
+        return Matrix(self.scheme, weight, scale)
+
+    def _bias(self, *modules: str) -> Tensor:
+        names = [f"{module}.bias" for module in modules]
+        rows = [self._shape(name)[0] for name in names]
+        bias = torch.empty(sum(rows), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, bias.split(rows), strict=True):
+            self.slots[name] = Slot(part, self._shape(name), FLOATS)
+        return bias
+
+    def _qk_norm(self, prefix: str) -> Tensor:
+        arch = self.arch
+        norm = torch.empty(
+            arch.heads + arch.kv_heads, arch.head_dim, dtype=self.dtype, device=self.device
+        )
+        for name, part in (("q_norm", norm[: arch.heads]), ("k_norm", norm[arch.heads :])):
+            name = f"{prefix}{name}.weight"
+            self.slots[name] = Slot(part, self._shape(name), FLOATS)
+        return norm
+
+    def _float(self, name: str) -> Tensor:
+        shape = self._shape(name)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.slots[name] = Slot(tensor, shape, FLOATS)
+        return tensor
+
+
+def _refuse_unserved(arch: Arch) -> None:
+    unserved = {
+        "experts": arch.experts is not None,
+        "zero-centred norms": arch.zero_centred_norm,
+        f"{arch.activation} gates": arch.activation != "silu",
+        "scaled embeddings": arch.embedding_scale != 1.0,
+    }
+    if any(unserved.values()):
+        raise ConfigError(
+            f"the embedded engine does not serve {arch.family} models: it has no "
+            f"{', '.join(what for what, there in unserved.items() if there)}; "
+            "name servers that do in rollout.urls"
+        )

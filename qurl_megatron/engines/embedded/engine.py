@@ -1,0 +1,374 @@
+"""Continuous batching: sequences join and leave the batch between decode steps.
+
+``step()`` either prefills waiting sequences or decodes one token for every running one. The engine
+is synchronous and single-threaded; ``thread`` gives it a thread of its own.
+
+The schedule is a function of the order of arrival alone: first come, first served, and a waiting
+sequence that fits joins before the next decode step. Only prefills of retracted sequences take
+turns with decode steps, so that those that are back do not stand still until all are.
+
+One HTTP request is one command; submitted to an idle engine it gives the same bits every time.
+Requests that arrive while others run are batched differently from run to run, and floating-point
+sums (attention, norms, the head; not the INT8 products) may then differ in the last bits, which a
+sampled token can amplify.
+
+Shapes: B running sequences, P prompts of one prefill.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.engines.embedded import native
+from qurl_megatron.engines.embedded.batch_rows import Drawn, Rows
+from qurl_megatron.engines.embedded.cache import Cache
+from qurl_megatron.engines.embedded.decoder import Decoder
+from qurl_megatron.engines.embedded.sampling import sample
+from qurl_megatron.engines.embedded.static import StaticSteps
+from qurl_megatron.errors import ConfigError
+
+MAX_ROWS = 512
+PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
+RECOMPUTE_TOKENS = 512
+"""Likewise of sequences that go on after an update: those of a step wait for each other, and are
+padded to its longest; yet much fewer tokens at a time would take longer."""
+
+
+class Listener(Protocol):
+    """Hears of a sequence's tokens as they come. The engine calls it: it must not wait or fail."""
+
+    def token(self, token: int, log_prob: float, version: str) -> None:
+        """One that the sequence goes on after."""
+
+    def ended(self) -> None:
+        """The sequence has its results, the last token among them."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One response in the making. Results are filled in when it ends."""
+
+    rid: str
+    prompt: list[int]
+    max_new_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_ids: frozenset[int] = frozenset()
+    job: "Job | None" = None
+    listener: Listener | None = None
+
+    output_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # (version, first token beyond it)
+    retractions: int = 0
+    finish_reason: dict | None = None
+
+    @property
+    def total(self) -> int:
+        return len(self.prompt) + self.max_new_tokens
+
+
+class Job:
+    """The sequences of one HTTP request; ``future`` resolves when the last has ended."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.future: Future = Future()
+        self._pending = len(sequences)
+        for sequence in sequences:
+            sequence.job = self
+
+    def one_ended(self) -> None:
+        self._pending -= 1
+        if self._pending == 0 and not self.future.done():
+            self.future.set_result(self.sequences)
+
+
+class Engine:
+    """A decoder, its cache, the queue and the batch. Not thread-safe."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache_gb: float = 2.0,
+        max_rows: int = MAX_ROWS,
+        *,
+        static: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            static: decode by ``static`` steps, which a GPU replays as CUDA graphs; None: on a GPU
+                alone. A CPU has nothing to replay, and computes them more slowly than its own.
+        """
+        self.decoder = decoder
+        self.cache = Cache(decoder.arch, decoder.dtype, decoder.device, cache_gb, max_rows)
+        if self.cache.capacity == 0:
+            raise ConfigError(f"a cache of {cache_gb} GiB holds not even one block of tokens")
+        self.version = "default"
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.generated = 0
+        self.retractions = 0
+        self._listeners = 0  # of running sequences
+        self._recomputed = False  # by the latest step
+        self._batch = Rows(max_rows, decoder.device)
+        wanted = decoder.device.type == "cuda" if static is None else static
+        self._static = StaticSteps(decoder, self.cache, self._batch) if wanted else None
+
+    @property
+    def decode_step(self) -> str:
+        """What computes one: "CUDA graphs", "native", or why it is torch's kernels one by one."""
+        if self._static is not None:
+            return self._static.name
+        return native.refusal(self.decoder) or "native"
+
+    @property
+    def max_total_tokens(self) -> int:
+        return min(self.cache.capacity, self.decoder.arch.max_position)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        self.waiting.extend(sequences)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the running sequences, whose keys and values the cache holds."""
+        return int(self._batch.length[: len(self.running)].sum())
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Prefill what fits, or else decode one token for every running sequence."""
+        decodes = self._recomputed and self.running
+        joining = [] if decodes else self._admit()
+        self._recomputed = any(s.output_ids for s in joining)
+        if joining:
+            self._prefill(joining)
+        elif self.running:
+            self._decode()
+
+    def abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
+        """End matching sequences now, with the tokens they have. Returns how many."""
+        chosen = [s for s in self.waiting if matches(s)]
+        self.waiting = deque(s for s in self.waiting if not matches(s))
+        for row in reversed(range(len(self.running))):
+            if matches(self.running[row]):
+                chosen.append(self._remove(row))
+        for sequence in chosen:
+            self._end(sequence, {"type": "abort", "message": message})
+        return len(chosen)
+
+    def retract(self) -> None:
+        """Send the running sequences back to the head of the queue, to be prefilled anew.
+
+        The shortest come first: they need the least work, and next to each other hardly any
+        padding. With a decode step after each prefill, their tokens flow again long before the
+        longest are done.
+        """
+        retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
+        self.retractions += len(retracted)
+        for sequence in retracted:
+            sequence.retractions += 1
+        self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
+
+    def update(self, tensors: dict[str, Tensor], version: str, *, recompute: bool = False) -> None:
+        """Switch to other weights between two steps; running sequences go on with them.
+
+        Args:
+            tensors: a whole set of weights; a bad one raises ConfigError and changes nothing.
+            version: name of the new weights, stamped on every token they generate.
+            recompute: recompute the keys and values of running sequences with the new weights.
+        """
+        self.decoder.load(tensors)
+        if self._static is not None:
+            self._static.look_at_weights()
+        for row, sequence in enumerate(self.running):
+            _stamp(sequence, self.version, self._batch.produced(row))
+        for sequence in self.waiting:
+            _stamp(sequence, self.version, len(sequence.output_ids))
+        self.version = version
+        if recompute:
+            self.retract()
+
+    def _admit(self) -> list[Sequence]:
+        """Waiting sequences, in order, that fit into rows of the cache and one prefill."""
+        if not self.running and self.waiting:
+            # An empty cache can be cut for free: once, for the longest of all that wait.
+            self.cache.cut(max(s.total for s in self.waiting), live_rows=0)
+        joining: list[Sequence] = []
+        longest, prompts, previous = 0, 0, None
+        while self.waiting:
+            sequence = self.waiting[0]
+            rows = len(self.running) + len(joining) + 1
+            length = max(self.cache.length, sequence.total)
+            longest = max(longest, _prefix_length(sequence))
+            prompts += not _shares_prefill(previous, sequence)
+            most = RECOMPUTE_TOKENS if sequence.output_ids else PREFILL_TOKENS
+            if rows > self.cache.rows_at(length) or (joining and longest * prompts > most):
+                break
+            if length > self.cache.length:
+                self.cache.cut(length, live_rows=len(self.running))
+            joining.append(self.waiting.popleft())
+            previous = sequence
+        return joining
+
+    def _prefill(self, joining: list[Sequence]) -> None:
+        first_row, cache, device = len(self.running), self.cache, self.decoder.device
+        self.running += joining
+        self._rows_changed()
+        self._listeners += sum(s.listener is not None for s in joining)
+        self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
+        # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
+        owner, prefixes, prompt_rows = [], [], []
+        for offset, sequence in enumerate(joining):
+            if offset == 0 or not _shares_prefill(joining[offset - 1], sequence):
+                prefixes.append(sequence.prompt + sequence.output_ids)
+                prompt_rows.append(first_row + offset)
+            owner.append(len(prefixes) - 1)
+        length = max(map(len, prefixes))
+        cache.reach(first_row, len(joining), length)
+        ids_PL = torch.tensor([p + [0] * (length - len(p)) for p in prefixes], device=device)
+        rows_P = torch.tensor(prompt_rows, device=device)
+        position_T = torch.arange(length, device=device).repeat(len(prefixes))
+        hidden_TH = self.decoder.forward(
+            ids_PL.view(-1), position_T, cache.attend_prefill(rows_P, length)
+        )
+        last_P = torch.tensor([len(p) - 1 for p in prefixes], device=device)
+        last_P += torch.arange(len(prefixes), device=device) * length
+        cache.tokens[rows_P, :length] = ids_PL
+        for row, sequence in enumerate(joining, start=first_row):
+            if sequence.output_ids:  # retracted: it had log-probs already
+                span = slice(len(sequence.prompt), len(sequence.prompt) + len(sequence.output_ids))
+                cache.log_probs[row, span] = torch.tensor(sequence.log_probs, device=device)
+        owner_B = torch.tensor(owner, device=device)
+        target_B = torch.arange(first_row, first_row + len(joining), device=device)
+        copied_B = rows_P[owner_B] != target_B
+        if copied_B.any():
+            cache.spread(rows_P[owner_B][copied_B], target_B[copied_B], length)
+        logits_BV = self.decoder.logits(hidden_TH[last_P])[owner_B]
+        self._extend(logits_BV, first_row)
+
+    def _decode(self) -> None:
+        batch, cache, count = self._batch, self.cache, len(self.running)
+        if self._static is not None and self._static.serves(count):
+            drawn, any_ended = self._static(count)
+            self._settle(0, drawn, any_ended=any_ended)
+            return
+        position_B = batch.length[:count] - 1
+        ids_B = cache.tokens[batch.row[:count], position_B]
+        longest = int(position_B.max()) + 1
+        cache.reach(count, 0, longest)
+        if self._step is not None:
+            hidden_BH = self._step(self.decoder.embedding[ids_B], position_B)
+        else:
+            attend = cache.attend_decode(position_B, longest)
+            hidden_BH = self.decoder.forward(ids_B, position_B, attend)
+        self._extend(self.decoder.logits(hidden_BH), 0)
+
+    @functools.cached_property
+    def _step(self) -> native.NativeStep | None:
+        """Made at the first step, when there are weights."""
+        return None if native.refusal(self.decoder) else native.NativeStep(self.decoder, self.cache)
+
+    def _extend(self, logits_BV: Tensor, first_row: int) -> None:
+        """Sample a token for the rows from ``first_row`` on; end the sequences it completes."""
+        batch, rows = self._batch, slice(first_row, len(self.running))
+        token_B, log_prob_B = sample(logits_BV, batch.sampling(rows))
+        self.cache.tokens[batch.row[rows], batch.length[rows]] = token_B
+        self.cache.log_probs[batch.row[rows], batch.length[rows]] = log_prob_B
+        batch.length[rows] += 1
+        drawn = batch.drawn(rows, token_B, log_prob_B)
+        self._settle(first_row, drawn, any_ended=bool(drawn.ended_B.any()))
+
+    def _settle(self, first_row: int, drawn: Drawn, *, any_ended: bool) -> None:
+        """Tell what was drawn for the rows from ``first_row`` on; end what ends with it."""
+        self.generated += len(drawn.token_B)
+        if self._listeners:
+            self._tell(first_row, drawn)
+        if not any_ended:
+            return
+        for offset in reversed(drawn.ended_B.nonzero()[:, 0].tolist()):
+            row = first_row + offset
+            if drawn.broken_B[offset]:
+                self._batch.length[row] -= 1  # a token drawn from nan means nothing
+            sequence = self._remove(row)
+            if drawn.broken_B[offset]:
+                reason = {"type": "abort", "message": "The model's logits are not finite."}
+            elif drawn.stopped_B[offset]:
+                reason = {"type": "stop", "matched": sequence.output_ids[-1]}
+            else:
+                reason = {"type": "length", "length": len(sequence.output_ids)}
+            self._end(sequence, reason)
+
+    def _tell(self, first_row: int, drawn: Drawn) -> None:
+        """Tell the new tokens; the last of a sequence comes with its end."""
+        told = zip(
+            self.running[first_row:],
+            drawn.token_B.tolist(),
+            drawn.log_prob_B.tolist(),
+            drawn.ended_B.tolist(),
+            strict=True,
+        )
+        for sequence, token, log_prob, ended in told:
+            if sequence.listener is not None and not ended:
+                sequence.listener.token(token, log_prob, self.version)
+
+    @torch.inference_mode()
+    def _remove(self, row: int) -> Sequence:
+        """Take a sequence out, with what it generated; the last row moves into its place."""
+        sequence = self.running[row]
+        written = slice(len(sequence.prompt), int(self._batch.length[row]))
+        sequence.output_ids = self.cache.tokens[row, written].tolist()
+        sequence.log_probs = self.cache.log_probs[row, written].tolist()
+        last = len(self.running) - 1
+        if row != last:
+            self.cache.move(last, row, int(self._batch.length[last]))
+            self._batch.move(last, row)
+            self.running[row] = self.running[last]
+        self.running.pop()
+        self._rows_changed()
+        self._listeners -= sequence.listener is not None
+        return sequence
+
+    def _rows_changed(self) -> None:
+        if self._static is not None:
+            self._static.rows_changed()
+
+    def _end(self, sequence: Sequence, reason: dict) -> None:
+        _stamp(sequence, self.version, len(sequence.output_ids))
+        sequence.finish_reason = reason
+        if sequence.job is not None:
+            sequence.job.one_ended()
+        if sequence.listener is not None:
+            sequence.listener.ended()
+
+
+def _prefix_length(sequence: Sequence) -> int:
+    return len(sequence.prompt) + len(sequence.output_ids)
+
+
+def _shares_prefill(previous: Sequence | None, sequence: Sequence) -> bool:
+    return (
+        previous is not None
+        and not previous.output_ids
+        and not sequence.output_ids
+        and previous.prompt == sequence.prompt
+    )
+
+
+def _stamp(sequence: Sequence, version: str, end: int) -> None:
+    """Note that tokens up to ``end`` that carry no version yet were generated by ``version``."""
+    if end > (sequence.versions[-1][1] if sequence.versions else 0):
+        sequence.versions.append((version, end))

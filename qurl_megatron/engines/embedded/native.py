@@ -1,0 +1,211 @@
+"""The decode step in C++, called from Python.
+
+The install builds ``decode.cpp`` where there is a compiler. It is used on processors with AVX-512
+VNNI, for INT8 products of float32 activations; everything else, and every other machine, takes the
+same computation in torch, which is its reference. ``QURL_NATIVE=0`` turns it off.
+
+Shapes: B rows, T tokens, H hidden, I inputs and O outputs of a matrix.
+"""
+
+import ctypes
+import functools
+import os
+import re
+import sysconfig
+import zlib
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qurl_megatron.engines.embedded.cache import Cache
+    from qurl_megatron.engines.embedded.decoder import Decoder
+
+SOURCE = Path(__file__).with_name("decode.cpp")
+BUILT = SOURCE.with_name("_decode" + sysconfig.get_config_var("EXT_SUFFIX"))
+# What setup.py lets the compiler use: the file may have been built on another machine.
+INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"}
+BLOCK = 32  # outputs of a block of weights
+BUILT_BY = (
+    "with a C++ compiler, `python setup.py build_ext --inplace --force` in the checkout builds it"
+)
+THREAD_PAYS_FROM = 1 << 20  # products of a layer: a barrier takes as long as some 20,000
+
+
+class Unavailable(Exception):
+    """Why the computation is torch's."""
+
+
+def _load() -> ctypes.CDLL:
+    if os.environ.get("QURL_NATIVE") == "0":
+        raise Unavailable("QURL_NATIVE=0")
+    if missing := INSTRUCTIONS - instructions():
+        raise Unavailable(f"the processor has no {', '.join(sorted(missing))}")
+    if not BUILT.exists():
+        raise Unavailable(f"{BUILT.name} is not built; {BUILT_BY}")
+    try:
+        # Its OpenMP is the one that torch has loaded, and so are its threads.
+        library = ctypes.CDLL(str(BUILT))
+    except OSError as error:
+        raise Unavailable(f"{BUILT.name} cannot be loaded: {error}") from None
+    if library.source() & 0xFFFFFFFF != zlib.crc32(SOURCE.read_bytes()):
+        raise Unavailable(f"{BUILT.name} is built from another {SOURCE.name}; {BUILT_BY}")
+    library.pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
+    library.linear.argtypes = [
+        *(POINTER(_Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int)
+    ]
+    library.decode.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int64, c_void_p, c_int]
+    return library
+
+
+@functools.cache
+def instructions() -> frozenset[str]:
+    """The processor's, by the names of Linux; elsewhere none is known."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    return frozenset(found[1].split() if found else ())
+
+
+@functools.cache
+def _found() -> ctypes.CDLL | Unavailable:
+    try:
+        return _load()
+    except Unavailable as why:
+        return why
+
+
+def library() -> ctypes.CDLL | None:
+    found = _found()
+    return None if isinstance(found, Unavailable) else found
+
+
+def refusal(decoder: "Decoder") -> str | None:
+    """Why a decoder's steps are torch's; None where they are native."""
+    if decoder.largest_code is None or decoder.device.type != "cpu":
+        return f"scheme {decoder.scheme} on {decoder.device.type} has no native step"
+    if isinstance(found := _found(), Unavailable):
+        return str(found)
+    if decoder.dtype is not torch.float32:
+        return "native steps need float32 activations (--dtype float32)"
+    return None
+
+
+class _Matrix(Structure):
+    _fields_ = [
+        ("blocks", c_void_p),
+        ("scale", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+    ]
+
+
+class _Layer(Structure):
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("qkv", _Matrix),
+        ("qkv_bias", c_void_p),
+        ("qk_norm", c_void_p),
+        ("out", _Matrix),
+        ("post_norm", c_void_p),
+        ("gate_up", _Matrix),
+        ("down", _Matrix),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    ]
+
+
+class _Model(Structure):
+    _fields_ = [
+        ("layer", POINTER(_Layer)),
+        ("frequencies", c_void_p),
+        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim")),
+        ("intermediate", c_int64),
+        ("eps", c_float),
+        ("largest", c_float),
+    ]
+
+
+class Blocks:
+    """INT8 weights [O, I] in the layout of ``decode.cpp``, and their scales [O]."""
+
+    def __init__(self, w_OI: Tensor, scale_O: Tensor) -> None:
+        outputs, inputs = w_OI.shape
+        self._blocks = torch.empty(
+            -(-outputs // BLOCK) * BLOCK, -(-inputs // 4) * 4, dtype=torch.uint8
+        )
+        self._scale_O = scale_O  # kept alive: C++ knows addresses only
+        self.matrix = _Matrix(self._blocks.data_ptr(), scale_O.data_ptr(), inputs, outputs)
+        self.fill(w_OI)
+
+    def fill(self, w_OI: Tensor) -> None:
+        """Take in other weights, at the same address."""
+        library().pack(
+            *(w_OI.data_ptr(), *w_OI.shape, self._blocks.data_ptr(), torch.get_num_threads())
+        )
+
+    def linear(self, x_TI: Tensor, addend: Tensor | None, largest: float) -> Tensor:
+        """[T, O] float32: ``kernels.int8_linear``, to the last bit."""
+        x_TI = x_TI.contiguous().float()
+        y_TO = torch.empty(len(x_TI), self.matrix.outputs)
+        more, step = None, 0  # of one row for all, or of a row each
+        if addend is not None:
+            more = addend.contiguous().float()
+            step = more.stride(0) if more.ndim == 2 else 0
+        library().linear(
+            *(self.matrix, x_TI.data_ptr(), len(x_TI), largest),
+            *(None if more is None else more.data_ptr(), step),
+            *(y_TO.data_ptr(), torch.get_num_threads()),
+        )
+        return y_TO
+
+
+class NativeStep:
+    """All layers of a decode step, for a decoder and a cache whose memory never moves."""
+
+    def __init__(self, decoder: "Decoder", cache: "Cache") -> None:
+        arch = decoder.arch
+        self._decoder, self._cache = decoder, cache  # C++ knows addresses only
+        layers = [
+            _Layer(
+                input_norm=layer.input_norm.data_ptr(),
+                qkv=layer.qkv.packed.matrix,
+                qkv_bias=_address(layer.qkv_bias),
+                qk_norm=_address(layer.qk_norm),
+                out=layer.out.packed.matrix,
+                post_norm=layer.post_norm.data_ptr(),
+                gate_up=layer.gate_up.packed.matrix,
+                down=layer.down.packed.matrix,
+                keys=keys.data_ptr(),
+                values=values.data_ptr(),
+            )
+            for layer, keys, values in zip(decoder.layers, cache.keys, cache.values, strict=True)
+        ]
+        self._model = _Model(
+            layer=(_Layer * len(layers))(*layers),
+            frequencies=decoder.inverse_frequencies.data_ptr(),
+            layers=len(layers),
+            hidden=arch.hidden,
+            heads=arch.heads,
+            kv_heads=arch.kv_heads,
+            dim=arch.head_dim,
+            intermediate=arch.intermediate,
+            eps=arch.rms_eps,
+            largest=decoder.largest_code,
+        )
+        self._products = sum(m.weight_OI.numel() for m in decoder.layers[0].matrices)
+
+    def __call__(self, x_BH: Tensor, position_B: Tensor) -> Tensor:
+        """Hidden states [B, H] before the final norm, in the place of the embeddings."""
+        work = len(x_BH) * self._products
+        library().decode(
+            *(self._model, position_B.data_ptr(), len(x_BH), self._cache.length, x_BH.data_ptr()),
+            min(torch.get_num_threads(), 1 + work // THREAD_PAYS_FROM),
+        )
+        return x_BH
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

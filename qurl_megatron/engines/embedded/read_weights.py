@@ -1,0 +1,122 @@
+"""Weights from outside: a published version, a checkpoint of either kind, or safetensors bytes.
+
+Everything is read and joined first and checked by ``Decoder.check`` before the first copy, so a
+broken file leaves the engine on the version it has. Files are memory-mapped: reading a version
+whose tensors have one slice each costs page cache, not a second copy of the model. Nothing is
+unpickled.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_bytes
+from torch import Tensor
+
+from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.weights.places import find_torch_dist
+from qurl_megatron.weights.source import open_checkpoint
+from qurl_megatron.wire.manifest import MANIFEST, Manifest, read_version
+
+
+def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int | None]:
+    """Read a folder of any kind and check it against the decoder.
+
+    Returns:
+        All tensors, and the version number that a manifest gives (None for a checkpoint).
+
+    Raises:
+        ConfigError: the folder does not hold exactly the weights of this engine.
+    """
+    if (folder / MANIFEST).is_file():
+        manifest = Manifest.read(folder)
+        if manifest.scheme != decoder.scheme:
+            raise ConfigError(
+                f"{folder} is quantized as {manifest.scheme!r}, "
+                f"this engine serves {decoder.scheme!r}"
+            )
+        tensors = _collect(read_version(folder, manifest), folder)
+        decoder.check(tensors)
+        return tensors, manifest.version
+    found = _megatron_tensors if find_torch_dist(folder) else _hugging_face_tensors
+    tensors = _from_hugging_face(_collect(found(folder), folder), decoder)
+    decoder.check(tensors)
+    return tensors, None
+
+
+def decode_tensors(parts: Iterable[str], decoder: Decoder) -> dict[str, Tensor]:
+    """Tensors from base64 texts of safetensors bytes, checked against the decoder."""
+    named = []
+    for part in parts:
+        try:
+            named += load_bytes(base64.b64decode(part, validate=True)).items()
+        except (SafetensorError, binascii.Error, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"serialized_named_tensors is not base64 of safetensors: {error}"
+            ) from None
+    tensors = _collect(named, "serialized_named_tensors")
+    decoder.check(tensors)
+    return tensors
+
+
+def _collect(named: Iterable[tuple[str, Tensor]], source: object) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    try:
+        for name, tensor in named:
+            if name in tensors:
+                raise ConfigError(f"tensor {name} is there twice in {source}")
+            tensors[name] = tensor
+    except SafetensorError as error:
+        raise ConfigError(f"{source} holds a broken safetensors file: {error}") from None
+    return tensors
+
+
+def _megatron_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    checkpoint = open_checkpoint(folder)
+    for op in checkpoint.ops():
+        yield from checkpoint.reader.shards(op).items()
+
+
+def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [folder / name for name in names]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"{folder} has neither {MANIFEST} nor *.safetensors files")
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing, though {index.name} names it")
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, file.get_tensor(name)
+
+
+def _from_hugging_face(found: dict[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
+    """Drop what a tied model repeats, take FP16 as FP32, quantize what is not quantized yet."""
+    tensors = {}
+    for name, tensor in found.items():
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.arch.tied):
+            continue
+        if tensor.dtype is torch.float16:
+            tensor = tensor.float()
+        quantize_it = decoder.scheme != "none" and is_quantized(name)
+        if quantize_it and tensor.dtype in FLOATS:
+            # Imported here: an engine that only ever receives published versions needs no
+            # quantizer.
+            from qurl_megatron.quant import quantize
+
+            quantized = quantize(tensor, decoder.scheme)
+            tensors[name] = quantized.values
+            tensors[name + "_scale"] = quantized.scale.reshape(-1, 1)
+        else:
+            tensors[name] = tensor
+    return tensors

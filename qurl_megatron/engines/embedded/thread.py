@@ -1,0 +1,135 @@
+"""The thread that owns an engine: it runs commands between steps and sleeps when there is no work.
+
+Everything that touches the engine is such a command, so none of its state needs a lock, and
+whatever a command does (a weight update, an abort) happens between two decode steps.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from qurl_megatron.engines.embedded.engine import Engine, Job, Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    version: str
+    running: int
+    waiting: int
+    retracted: int  # of those that wait
+    generated: int  # tokens since it started
+    retractions: int  # since it started
+    cached_tokens: int
+    paused: bool
+
+
+class EngineThread:
+    """Runs an engine in a thread; ``call`` executes a function there, between two steps."""
+
+    def __init__(self, engine: Engine, threads: int = 0) -> None:
+        self.engine = engine
+        self.failure: BaseException | None = None
+        self._paused = False
+        self._threads = threads
+        self._commands: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Engine], object]) -> Future:
+        future: Future = Future()
+        self._commands.put((function, future))
+        if self.failure is not None:
+            self._fail_commands()
+        return future
+
+    def submit(self, sequences: list[Sequence]) -> Future:
+        """Queue the sequences of one request together; resolves to them when all have ended."""
+        job = Job(sequences)
+        self.call(lambda engine: engine.add(sequences)).add_done_callback(
+            lambda added: added.exception() and job.future.set_exception(added.exception())
+        )
+        return job.future
+
+    def pause(self, mode: str) -> Future:
+        """Stop: running sequences end (abort), are requeued (retract) or wait (in_place)."""
+
+        def run(engine: Engine) -> None:
+            self._paused = True
+            if mode == "abort":
+                engine.abort(lambda _: True, "Aborted by pause_generation.")
+            elif mode == "retract":
+                engine.retract()
+
+        return self.call(run)
+
+    def resume(self) -> Future:
+        def run(engine: Engine) -> None:
+            self._paused = False
+
+        return self.call(run)
+
+    def info(self) -> Future:
+        return self.call(
+            lambda engine: EngineInfo(
+                version=engine.version,
+                running=len(engine.running),
+                waiting=len(engine.waiting),
+                retracted=sum(s.retractions > 0 for s in engine.waiting),
+                generated=engine.generated,
+                retractions=engine.retractions,
+                cached_tokens=engine.cached_tokens,
+                paused=self._paused,
+            )
+        )
+
+    def close(self) -> None:
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            while self._obey():
+                if self.engine.busy and not self._paused:
+                    self.engine.step()
+        except BaseException as error:
+            # A failed step leaves the batch half written: no answer from it could be trusted.
+            log.exception("the engine failed")
+            self.failure = error
+            for sequence in [*self.engine.running, *self.engine.waiting]:
+                if sequence.job is not None and not sequence.job.future.done():
+                    sequence.job.future.set_exception(error)
+            self._fail_commands()
+
+    def _obey(self) -> bool:
+        """Run what is queued; with nothing to generate, sleep until it comes. False: the end."""
+        while True:
+            idle = self._paused or not self.engine.busy
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            function, future = command
+            try:
+                future.set_result(function(self.engine))
+            except Exception as error:  # the caller's to handle; the engine is as it was
+                future.set_exception(error)
+
+    def _fail_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                command[1].set_exception(RuntimeError(f"the engine failed: {self.failure!r}"))

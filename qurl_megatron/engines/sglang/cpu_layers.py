@@ -1,0 +1,169 @@
+"""What SGLang 0.5.23 lacks on a machine without a GPU: W8A8 layers in plain torch.
+
+SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it still runs, on plain
+torch, once three gaps are filled:
+
+    sgl_kernel     imported everywhere; here a stub, whose functions fail when they are called
+    torchvision    PyPI's wheel expects two operators of the CUDA build (``vision``)
+    W8A8 layers    w8a8_int8, w8a8_fp8 and compressed-tensors with a scale per channel, as
+                   ``engines.embedded.kernels``: INT8 products are exact, FP8 is emulated in FP32
+
+Beside these, a paused scheduler sleeps instead of spinning, and flushing the cache does not walk
+over all of Python's objects: here the trainer computes on the same cores.
+
+Both functions do nothing unless ``SGLANG_USE_CPU_ENGINE=1``, and nothing where there is CUDA.
+
+Limits: dense models only (no experts); no speculative decoding, LoRA, quantized KV cache, grammars
+or images; FP8 multiplies in FP32, so it shows what FP8 does to a model, not how fast it is; scales
+per tensor or block, and static activation scales, are not there; attention is torch's, and takes
+a batch's sequences one after another.
+"""
+
+import functools
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qurl_megatron.engines.embedded.kernels import fp8_linear, int8_linear
+from qurl_megatron.engines.sglang.vision import define_operators
+
+
+def wanted() -> bool:
+    """True where SGLang is asked to run without a GPU, and there is none."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not torch.cuda.is_available()
+
+
+def registered() -> bool:
+    """True where ``register`` has done its work in this process."""
+    module = sys.modules.get("sglang.srt.layers.quantization.w8a8_int8")
+    return module is not None and module.W8A8Int8LinearMethod.apply is _apply_int8
+
+
+def install() -> None:
+    """Fill the gaps that show while SGLang is imported: before that, in each of its processes."""
+    if not wanted():
+        return
+    # One helper of the embedding is compiled otherwise: half a minute, and a C++ compiler.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if "sgl_kernel" not in sys.modules:
+        sys.modules["sgl_kernel"] = _Stub("sgl_kernel")
+    define_operators()
+
+
+def register() -> None:
+    """SGLang's plugin entry point (``sglang.srt.plugins``): put the W8A8 layers in."""
+    if not wanted():
+        return
+    install()
+    import sglang.srt.configs.update_config  # noqa: F401
+    from sglang.srt.layers.quantization import w8a8_fp8, w8a8_int8
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_w8a8_fp8,
+        compressed_tensors_w8a8_int8,
+    )
+    from sglang.srt.platforms import cpu as cpu_platform
+
+    w8a8_int8.W8A8Int8LinearMethod.process_weights_after_loading = _transpose
+    w8a8_int8.W8A8Int8LinearMethod.apply = _apply_int8
+    w8a8_fp8.W8A8Fp8LinearMethod.apply = _apply_fp8
+    compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8.apply_weights = _apply_int8
+    compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.apply_weights = _apply_fp8
+
+    for module in ("sglang.srt.configs.update_config", "sglang.srt.model_executor.model_runner"):
+        if module in sys.modules:
+            sys.modules[module].adjust_config_with_unaligned_cpu_tp = _as_on_gpus
+
+    # SGLang empties the device's cache with every flush: here a walk over all of Python's objects,
+    # a third of a second on each rank, that finds nothing.
+    cpu_platform.CpuDeviceMixin.empty_cache = _nothing_cached
+    scheduler = sys.modules.get("sglang.srt.managers.scheduler")
+    if scheduler is not None:  # in the processes that have one
+        record = scheduler.Scheduler._record_scheduler_state_for_paused_engine
+        if not hasattr(record, "__wrapped__"):
+            scheduler.Scheduler._record_scheduler_state_for_paused_engine = _then_sleep(record)
+
+    config = compressed_tensors.CompressedTensorsConfig
+    config._check_scheme_supported = _up_to_hopper
+    # FP32 activations make exact comparisons possible.
+    for each in (config, w8a8_int8.W8A8Int8Config, w8a8_fp8.W8A8Fp8Config):
+        each.get_supported_act_dtypes = classmethod(_activation_dtypes)
+
+
+class _Stub(types.ModuleType):
+    """Has any name that is asked for, and fails when one is called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "Stand-in for kernels that exist for GPUs only.")
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args: object, **kwargs: object) -> None:
+            raise NotImplementedError(f"{self.__name__}.{name} needs a GPU")
+
+        return missing
+
+
+def _transpose(self, layer: nn.Module) -> None:
+    """As SGLang does on GPUs; on CPU it would demand AMX."""
+    layer.weight = nn.Parameter(layer.weight.data.t(), requires_grad=False)
+    layer.weight_scale = nn.Parameter(layer.weight_scale.data, requires_grad=False)
+
+
+def _apply_int8(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    x_TI, weight_OI = x.reshape(-1, x.shape[-1]), layer.weight.t()
+    y_TO = int8_linear(x_TI, weight_OI, _per_channel(layer), bias)
+    return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
+
+
+def _apply_fp8(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    x_TI, weight_OI = x.reshape(-1, x.shape[-1]), layer.weight.t()
+    y_TO = fp8_linear(x_TI, weight_OI.float(), _per_channel(layer), bias)
+    return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
+
+
+def _per_channel(layer: nn.Module) -> Tensor:
+    scale = layer.weight_scale.view(-1)
+    if len(scale) != layer.weight.shape[1]:
+        raise NotImplementedError("without a GPU there are W8A8 layers with a scale per channel")
+    return scale
+
+
+def _nothing_cached(self) -> None:
+    pass
+
+
+def _then_sleep(record: Callable[[Any], None]) -> Callable[[Any], None]:
+    """SGLang's loop spins while it is paused, on the cores that the trainer quantizes with. It
+    sleeps until the next request instead, as it does when idle; its other ranks wait for it.
+    """
+
+    @functools.wraps(record)
+    def record_and_sleep(scheduler: Any) -> None:
+        record(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    return record_and_sleep
+
+
+def _as_on_gpus(model_config: object, load_config: object, tp_size: int) -> object:
+    """SGLang pads heads and MLPs for AMX's tiles; here they are split and copied as on GPUs."""
+    return model_config
+
+
+def _up_to_hopper(self, min_capability: int, error: bool = True, **_: object) -> bool:
+    """SGLang asks a GPU for its compute capability, and chooses the scheme by it."""
+    return min_capability <= 90
+
+
+def _activation_dtypes(cls) -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]

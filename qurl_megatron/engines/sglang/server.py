@@ -1,0 +1,148 @@
+"""SGLang's server as one engine of a run: ``python -P -m qurl_megatron.engines.sglang.server``.
+
+Takes SGLang's own options, and two more. Our weight loader is always in it. Where there is no CUDA,
+the options that SGLang needs there are added, unless they are given.
+
+The API key comes in the environment (``QURL_API_KEY``), so no process list shows it. SGLang logs
+its arguments when it starts, and hands them to its other processes; the key is therefore put in
+after that, into the process that answers HTTP, and appears in neither. Requests without it get 401;
+``/health`` wants none.
+
+Importing this module is part of the design: SGLang's other processes are spawned, a spawned process
+imports the main module first, and this one fills the gaps of a machine without a GPU on the way.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from qurl_megatron.engines.sglang import cpu_layers
+from qurl_megatron.engines.sglang.command_line import API_KEY, given_key, server_arguments
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.wire.lease import ENDPOINT, Lease
+
+cpu_layers.install()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
+    parser.add_argument("--exit-with-stdin", action="store_true")
+    parser.add_argument("--port-file", type=Path)
+    own, rest = parser.parse_known_args(argv)
+    try:
+        key = given_key(os.environ)
+    except ConfigError as error:
+        sys.exit(f"qurl: {error}")
+    os.environ.pop(API_KEY, None)
+    if own.exit_with_stdin:
+        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+
+    from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    if cpu_layers.wanted() and not cpu_layers.registered():
+        sys.exit(
+            "SGLang did not find the plugin of qurl-megatron, needed without a GPU: install "
+            "the package in this environment with `pip install --no-deps -e .`, and start with "
+            "`python -P`, which leaves out what the working folder says of it"
+        )
+    kept = _keep_port()
+    args = prepare_server_args(
+        server_arguments(rest, cuda=torch.cuda.is_available(), port=kept.getsockname()[1])
+    )
+    if cpu_layers.wanted():
+        # One entry a rank is demanded; only the kernels that are not there would bind to it.
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * args.tp_size))
+    args.resolve_once()
+    app.add_route(ENDPOINT, leases(), methods=["POST"])
+    try:
+        launch_server(
+            args,
+            init_tokenizer_manager_func=partial(_init_tokenizer_manager, key),
+            launch_callback=partial(_announce, args.port, own.port_file),
+        )
+    finally:
+        _end_children()
+
+
+def leases() -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint that keeps the engine's lease."""
+    lease = Lease()
+
+    async def ask(request: Request) -> Response:
+        try:
+            return JSONResponse(lease.ask(await request.json()))
+        except (ConfigError, ValueError) as error:
+            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
+    return ask
+
+
+def _init_tokenizer_manager(key: str | None, *args, **kwargs):
+    """SGLang's own, at the first moment after it has logged its arguments."""
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.runtime_context import get_context
+
+    if key is not None:
+        get_context().override("qurl.api_key", api_key=key)
+    return init_tokenizer_manager(*args, **kwargs)
+
+
+def _announce(port: int, file: Path | None) -> None:
+    """The server is healthy: tell the fleet where, in a file that appears whole."""
+    if file is None:
+        return
+    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    aside.write_text(str(port), encoding="utf-8")
+    aside.replace(file)
+
+
+def _exit_with_stdin() -> None:
+    """Standard input is a pipe whose other end the trainer holds: it closes when the trainer dies.
+
+    Read past Python's buffer, whose lock would keep the interpreter from ending.
+    """
+    while os.read(0, 4096):
+        pass
+    _end_children()
+    os._exit(0)
+
+
+def _end_children() -> None:
+    """SIGKILL: a stopped or stuck scheduler would not hear anything else."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:  # ended by itself meanwhile
+            continue
+
+
+def _keep_port() -> socket.socket:
+    """Bound to a free port, which nobody else is given in the minutes until SGLang listens there.
+
+    It can, for this socket does not listen, and both allow an address to be used again.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", 0))
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

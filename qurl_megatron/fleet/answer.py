@@ -1,0 +1,349 @@
+"""What an engine says, parsed in one place: a value within its ranges, or one BadAnswer.
+
+A wrong token or log-prob crashes nothing, it biases the gradient; so nothing is rounded, cut or
+guessed here. Ids are integers of the vocabulary, a log-prob is one that a sampled token can have,
+and every token tells which version of this run's weights it came from.
+
+There are millions of tokens a step: each passes through C loops alone, and is looked at one by one
+only to say what was wrong.
+"""
+
+import contextlib
+import gc
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from qurl_megatron.observe.text import how_many
+from qurl_megatron.types import Versions, in_a_row
+from qurl_megatron.wire.naming import MIXED, Names
+from qurl_megatron.wire.schema import count, list_of, or_none, record, seconds, text
+from qurl_megatron.wire.shorten import shortened
+
+ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
+LOWEST = -104.0
+"""The log of the smallest float32 is -103.3: a token less likely than that has probability 0 in
+every sampler there is, so whoever reports it has not sampled it."""
+
+TOKEN_BYTES, ANSWER_BYTES = 512, 1 << 16
+"""More than any answer needs per token, and beside its tokens; SGLang sends about 50 per token."""
+
+_MALFORMED = (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+class BadAnswer(ValueError):
+    """What an engine said that it must never say, in a few words."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, as far as its answer is held against it."""
+
+    rid: str
+    budget: int  # tokens
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all answers of an engine are held against."""
+
+    vocabulary: int  # ids are below it
+    names: Names  # of this run's versions
+    confirmed: int | None = None  # version before the engine was asked; None: any will do
+    newest: int | None = None  # that this run has published; None: nothing yet
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one answer adds to a response."""
+
+    ids: np.ndarray  # int32
+    log_probs: np.ndarray  # float32
+    versions: Versions
+    finish: Literal["stop", "length", "abort"]
+    message: str = ""  # of an abort
+
+
+@dataclass(frozen=True)
+class Info:
+    """What an engine is."""
+
+    kind: Literal["embedded", "sglang"]
+    tp: int
+    loaders: tuple[str, ...] | None  # SGLang's custom weight loaders; None: it does not tell
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is doing, for the eye."""
+
+    version: str
+    running: int
+    waiting: int
+    generated: int | None  # tokens since it started
+    tokens_per_s: float | None  # as the engine itself last measured it
+    paused: bool | None
+    model: str
+
+
+def parsed(content: bytes) -> Any:
+    """
+    Raises:
+        BadAnswer: it is not JSON.
+    """
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(content)  # knows NaN, which says more of an engine than "not JSON"
+    except (ValueError, RecursionError):
+        text = shortened(content[:200].decode(errors="replace"))
+        raise BadAnswer(f"the answer is not JSON: {text}") from None
+
+
+def answer_limit(budgets: Sequence[int]) -> int:
+    """Bytes that answers to requests for so many tokens each have at most."""
+    return ANSWER_BYTES * (1 + len(budgets)) + TOKEN_BYTES * sum(budgets)
+
+
+def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[Part | BadAnswer]:
+    """Each answer of a batch, or what is wrong with that one.
+
+    Raises:
+        BadAnswer: they do not answer these requests.
+    """
+    answers = parsed(content)
+    if not isinstance(answers, list):
+        raise BadAnswer(f"the answer is not a list: {shortened(answers)}")
+    if len(answers) != len(asked):
+        raise BadAnswer(f"{how_many(len(answers), 'answer')} to {how_many(len(asked), 'request')}")
+    found: list[Part | BadAnswer] = []
+    for answer, request in zip(answers, asked, strict=True):
+        try:
+            found.append(read_answer(answer, request, rules))
+        except BadAnswer as error:
+            found.append(error)
+    return found
+
+
+def read_answer(answer: Any, asked: Asked, rules: Rules) -> Part:
+    """
+    Raises:
+        BadAnswer: it cannot be trained on.
+    """
+    try:
+        return _part(answer, asked, rules)
+    except BadAnswer:
+        raise
+    except (*_MALFORMED, ValueError) as error:
+        raise BadAnswer(f"malformed answer ({shortened(error)})") from None
+
+
+def read_info(info: dict) -> Info:
+    """What ``/server_info`` says of the engine itself.
+
+    Raises:
+        BadAnswer: it says nonsense.
+    """
+    kind = "embedded" if info.get("engine") == "qurl-embedded" else "sglang"
+    tp, loaders = info.get("tp_size") or 1, info.get("custom_weight_loader")
+    if not count(tp) or tp > 1024:
+        raise BadAnswer(f"tp_size {shortened(tp)} is not a number of ranks")
+    if text(loaders):
+        loaders = [loaders]
+    if not or_none(list_of(text))(loaders):
+        raise BadAnswer(f"custom_weight_loader {shortened(loaders)} is not a list of names")
+    told = "custom_weight_loader" in info
+    return Info(kind, tp, tuple(loaders or ()) if told else None)
+
+
+def read_load(info: dict) -> Load:
+    """What an embedded engine is doing, by ``/server_info``.
+
+    Raises:
+        BadAnswer: it says nonsense.
+    """
+    numbers = [info.get(f"num_{what}") for what in ("running_reqs", "waiting_reqs")]
+    generated, paused = info.get("num_generated_tokens"), info.get("is_paused")
+    counts = [*numbers, generated]
+    if not all(map(or_none(count), counts)):
+        raise BadAnswer(f"malformed numbers of requests and tokens: {shortened(counts)}")
+    return Load(
+        version=shortened(str(info.get("weight_version"))),
+        running=numbers[0] or 0,
+        waiting=numbers[1] or 0,
+        generated=generated,
+        tokens_per_s=None,
+        paused=None if paused is None else bool(paused),
+        model=shortened(str(info.get("model_path"))),
+    )
+
+
+def read_loads(info: dict, version: str, loads: Any) -> Load:
+    """The same of SGLang, whose ranks say for themselves what they have to do."""
+    speeds = [each.get("last_gen_throughput") or 0.0 for each in _objects(info, "internal_states")]
+    queues = [
+        [each.get(f"num_{what}_reqs", 0) for each in _objects(loads, "loads")]
+        for what in ("running", "waiting")
+    ]
+    if not all(map(seconds, speeds)) or not all(map(list_of(count), queues)):
+        raise BadAnswer(f"malformed speeds and queues: {shortened([speeds, queues])}")
+    return Load(
+        version=version,
+        running=sum(queues[0]),
+        waiting=sum(queues[1]),
+        generated=None,
+        tokens_per_s=sum(speeds),
+        paused=None,
+        model=shortened(str(info.get("model_path"))),
+    )
+
+
+def _objects(holder: dict, name: str) -> list[dict]:
+    found = holder.get(name, [])
+    if not list_of(record)(found):
+        raise BadAnswer(f"{name} is not a list of objects: {shortened(found)}")
+    return found
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, for answers: every token is a list of its own, and it
+    would search them all again and again. They hold no cycles.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
+    given, meta = answer["output_ids"], answer["meta_info"]
+    finish = meta["finish_reason"]
+    reason = finish["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise BadAnswer(f"unknown finish_reason {shortened(reason)}")
+    if meta["id"] != asked.rid:
+        raise BadAnswer(f"it answers request {shortened(meta['id'])}, not {asked.rid}")
+    if reason == "abort" and _cut_by_an_update(meta, rules):
+        given = []
+    if type(given) is not list:
+        raise BadAnswer(f"output_ids is not a list: {shortened(given)}")
+    triples = meta["output_token_logprobs"] if given else []
+    versions = _versions(meta, len(given), rules) if given else ()
+    if reason == "abort":  # it may have come between a token and its log-prob
+        whole = min(len(given), len(triples))
+        given, triples, versions = given[:whole], triples[:whole], _first(versions, whole)
+    elif not given:
+        raise BadAnswer("the response is empty")
+    if len(given) > asked.budget:
+        raise BadAnswer(f"{len(given)} tokens, where {asked.budget} were asked for")
+    given_log_probs, owners, *_ = zip(*triples, strict=True) if triples else ((), ())
+    if owners != tuple(given):
+        raise BadAnswer(f"{len(triples)} log-probs do not belong to the {len(given)} tokens")
+    ids, log_probs = _ids(given, rules.vocabulary), _log_probs(given_log_probs)
+    message = shortened(finish.get("message") or "")
+    return Part(ids, log_probs, versions, reason, message)
+
+
+def _cut_by_an_update(meta: dict, rules: Rules) -> bool:
+    """True where the one version that older SGLang tells is of an update that came in between.
+
+    That is the name of the moment, and says nothing of the tokens: they are older.
+    """
+    alone = "weight_versions" not in meta
+    return alone and rules.names.number(meta.get("weight_version")) is MIXED
+
+
+def _ids(given: list, vocabulary: int) -> np.ndarray:
+    """int32, of JSON numbers that are integers of the vocabulary."""
+    try:
+        ids = np.frombuffer(array("q", given), np.int64)
+    except (TypeError, OverflowError):
+        ids = None
+    if ids is None or _has_bool(given, np.flatnonzero((ids == 0) | (ids == 1))):
+        wrong = next(x for x in given if type(x) is not int or not -(2**63) <= x < 2**63)
+        raise BadAnswer(f"token id {shortened(wrong)} is not a 64-bit integer")
+    outside = (ids < 0) | (ids >= vocabulary)
+    if outside.any():
+        raise BadAnswer(
+            f"token id {ids[outside][0]} is outside the vocabulary of {vocabulary} tokens"
+        )
+    return ids.astype(np.int32)
+
+
+def _log_probs(given: Sequence) -> np.ndarray:
+    """float32, of JSON numbers that a token which was sampled can have."""
+    try:
+        log_probs = np.frombuffer(array("f", given), np.float32)
+    except (TypeError, OverflowError):
+        log_probs = None
+    if log_probs is None or _has_bool(given, np.flatnonzero((log_probs == 0) | (log_probs == 1))):
+        wrong = next(x for x in given if type(x) not in (int, float) or abs(x) > 1e300)
+        raise BadAnswer(f"log-prob {shortened(wrong)} is not a number that fits a float")
+    bad = ~((log_probs >= LOWEST) & (log_probs <= ROUNDING))  # NaN as well
+    if bad.any():
+        raise BadAnswer(
+            f"log-prob {given[int(np.flatnonzero(bad)[0])]} is not between {LOWEST:g} and 0: no "
+            "token that was sampled has it"
+        )
+    return log_probs
+
+
+def _has_bool(given: Sequence, places: np.ndarray) -> bool:
+    """JSON's true and false count as 1 and 0 in Python, so only there can they hide."""
+    return any(type(given[place]) is bool for place in places.tolist())
+
+
+def _versions(meta: dict, count: int, rules: Rules) -> Versions:
+    """Of an answer's tokens, from the spans of a request that may have seen several."""
+    if "weight_versions" not in meta:  # older SGLang tells the last one only
+        spans = [{"version": meta["weight_version"], "start": 0, "end": count}]
+    else:
+        spans = meta["weight_versions"]
+    versions, end = [], 0
+    for span in spans:
+        start, stop = span["start"], span["end"]
+        if type(start) is not int or type(stop) is not int or start != end or stop < start:
+            raise BadAnswer(f"version spans leave a gap at token {end}")
+        versions.append((_number(span["version"], rules), stop - start))
+        end = stop
+    if end != count:
+        raise BadAnswer(f"version spans cover {end} of {count} tokens")
+    numbers = [number for number, _ in versions]
+    if numbers != sorted(numbers):
+        raise BadAnswer(f"weights go back from version {max(numbers)} to {numbers[-1]}")
+    return in_a_row(versions)
+
+
+def _number(name: Any, rules: Rules) -> int:
+    """A version by its name; one that this engine may have."""
+    number, confirmed, newest = rules.names.number(name), rules.confirmed, rules.newest
+    if number is MIXED:
+        raise BadAnswer(f"tokens from mixed weights, in the middle of an update ({name})")
+    if number is None:
+        raise BadAnswer(f"weights {shortened(name)}: another run publishes to this engine")
+    if confirmed is not None and number < confirmed:
+        raise BadAnswer(f"weights of version {number}, where it had confirmed {confirmed}")
+    if newest is not None and number > newest:
+        raise BadAnswer(f"weights of version {number}, where {newest} is the newest")
+    return number
+
+
+def _first(versions: Versions, count: int) -> Versions:
+    """Of the first ``count`` tokens alone."""
+    ends = accumulate(tokens for _, tokens in versions)
+    return in_a_row(
+        (version, max(0, min(tokens, tokens + count - end)))
+        for (version, tokens), end in zip(versions, ends, strict=True)
+    )

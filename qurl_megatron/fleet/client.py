@@ -1,0 +1,524 @@
+"""One client for SGLang's HTTP protocol: embedded engines and real SGLang servers alike.
+
+Control is blocking and thread-safe; generation also comes as a coroutine, so that hundreds of
+requests can wait, and be given up, without a thread each. Every failure is an EngineError that
+names the engine, the endpoint and the cause.
+
+Both go over an event loop, because only there one limit holds for a whole exchange: a socket's own
+begins anew with every byte, and whoever sends one now and then would be waited for without end.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import orjson
+
+from qurl_megatron.fleet.answer import (
+    BadAnswer,
+    Info,
+    Load,
+    answer_limit,
+    parsed,
+    read_info,
+    read_load,
+    read_loads,
+    uncollected,
+)
+from qurl_megatron.runtime import event_loop
+from qurl_megatron.wire.lease import ENDPOINT, Owner, Verdict
+from qurl_megatron.wire.shorten import shortened
+
+CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
+CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
+
+Read = TypeVar("Read")
+
+_DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)
+
+
+class EngineError(RuntimeError):
+    """An engine did not do what it was asked: which one, at which endpoint, with what answer."""
+
+    def __init__(self, message: str, *, status: int | None = None, faulty: bool = False) -> None:
+        super().__init__(message)
+        self.status = status  # of the HTTP answer, where there was one
+        self.faulty = faulty  # it answered, and what it said cannot be: it is not to be believed
+
+    def of(self, purpose: str) -> "EngineError":
+        """The same, as the failure of something larger."""
+        return EngineError(f"{purpose} failed: {self}", status=self.status, faulty=self.faulty)
+
+    @property
+    def refused(self) -> bool:
+        """True where it does not take our key; another engine may."""
+        return self.status in (401, 403)
+
+    @property
+    def ours(self) -> bool:
+        """True where the request was wrong, if it is to be believed."""
+        usual = self.status is not None and 400 <= self.status < 500
+        return usual and not self.refused and self.status not in (408, 429)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """No request of this thread waits beyond ``seconds`` from now, whatever its own limit is."""
+    token = _DEADLINE.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _DEADLINE.reset(token)
+
+
+class EngineClient:
+    """Blocking and thread-safe. Every failure is an EngineError that names the engine."""
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+        self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
+        # What is packed may unpack to any size.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._options = {
+            "base_url": self.url,
+            "timeout": None,  # of each wait for bytes; a whole exchange has one
+            "headers": headers,
+            # A proxy configured for the internet must not get traffic for 127.0.0.1.
+            "trust_env": False,
+            # A restarted engine leaves no dead socket behind.
+            "limits": httpx.Limits(max_keepalive_connections=0),
+            "verify": _tls(self.url.startswith("https:")),
+        }
+        self._closed = False
+        try:
+            httpx.URL(self.url)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise EngineError(f"{url} is not an engine URL: {error}") from None
+
+    def close(self) -> None:
+        """Ask nothing more: the engine has left, or another process has its place."""
+        self._closed = True
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Ready for requests, as the engine sees it; SGLang says no while it is paused."""
+        try:
+            self._request("GET", "/health", timeout_s=timeout_s)
+        except EngineError:  # not up yet, or gone: that is the answer
+            return False
+        return True
+
+    def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
+        """Comes from the engine's own loop, paused or not: an answer proves that it runs."""
+        return self._first(("/server_info", "/get_server_info"), timeout_s)
+
+    def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
+        """What of ``server_info`` is relied on."""
+        try:
+            return read_info(self.server_info(timeout_s))
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
+
+    def weight_version(self) -> str:
+        # Not from server_info, where SGLang tells what it was started with.
+        info = self._first(("/model_info", "/get_model_info"), CONTROL_TIMEOUT_S)
+        version = info.get("weight_version")
+        if version is None:
+            raise EngineError(f"{self.url} reports no weight_version; this server is too old")
+        return shortened(str(version))
+
+    def get(self, endpoint: str, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
+        """What another server than ours may tell at an endpoint of its own."""
+        return self._object("GET", endpoint, None, timeout_s)
+
+    def load(self) -> Load:
+        """Version, queue and speed, for a table."""
+        info = self.server_info()
+        try:
+            if info.get("internal_states") is None:
+                return read_load(info)
+            loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S)
+            return read_loads(info, self.weight_version(), loads)
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
+
+    def generate(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: dict | Sequence[dict],
+        *,
+        rid: Sequence[str] | None = None,
+    ) -> list[dict]:
+        """Responses with log-probs, in the order of the prompts, then of their samples."""
+        body = _generation(input_ids, sampling_params, rid)
+        given = body["sampling_params"]
+        params = [given] * len(input_ids) if isinstance(given, dict) else given
+        limit = answer_limit([one.get("max_new_tokens", 128) * one.get("n", 1) for one in params])
+        answers = self._parsed("/generate", self._request("POST", "/generate", body, limit=limit))
+        if not isinstance(answers, list):
+            raise EngineError(f"{self.url}/generate answered a batch with {shortened(answers)!r}")
+        return answers
+
+    def score(self, input_ids: Sequence[int], *, start: int) -> list[float]:
+        """Log-probs of ``input_ids[start:]``, each given all tokens before it; SGLang only."""
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        content = self._request("POST", "/generate", body, limit=answer_limit([len(input_ids)]))
+        scored = self._parsed("/generate", content)["meta_info"]["input_token_logprobs"]
+        return [log_prob for log_prob, *_ in scored[start:]]
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator["Session"]:
+        """For many generations at once on the running event loop."""
+        async with httpx.AsyncClient(**self._options) as http:
+            yield Session(self, http)
+
+    def pause(self, mode: str = "retract") -> None:
+        self._request("POST", "/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
+
+    def resume(self) -> None:
+        self._request("POST", "/continue_generation", {}, CONTROL_TIMEOUT_S)
+
+    def flush(self) -> None:
+        self._request("POST", "/flush_cache", {}, CONTROL_TIMEOUT_S)
+
+    def abort(self, rid: str = "", *, everything: bool = False) -> None:
+        """Abort the requests whose id starts with ``rid``, or all of them."""
+        body = {"rid": rid, "abort_all": everything}
+        self._request("POST", "/abort_request", body, CONTROL_TIMEOUT_S)
+
+    def update_weights_from_disk(
+        self, folder: Path | str, version: int | str, *, flush_cache: bool = True
+    ) -> None:
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "flush_cache": flush_cache,
+        }
+        self._succeed("/update_weights_from_disk", body)
+
+    def begin_weight_update(self) -> None:
+        """Open a session for weights; one that a dead trainer left open is taken over."""
+        try:
+            self._succeed("/begin_weight_update", {})
+        except EngineError as error:
+            if "already open" not in str(error):
+                raise
+
+    def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
+        """One call of the engine's weight loader.
+
+        Args:
+            serialized: what each tensor-parallel rank of the engine gets (``wire.payload``).
+            load_format: dotted path of the loader, as the server was started with.
+        """
+        body = {
+            "serialized_named_tensors": list(serialized),
+            "load_format": load_format,
+            "flush_cache": False,
+        }
+        self._succeed("/update_weights_from_tensor", body)
+
+    def end_weight_update(self) -> None:
+        self._succeed("/end_weight_update", {})
+
+    def lease(
+        self, owner: Owner, seconds: float, *, take_over: bool = False, timeout_s: float
+    ) -> Verdict | None:
+        """Ask for the engine, or for more time with it; 0 seconds give it back.
+
+        Returns:
+            None where the engine keeps no leases: SGLang that our server did not start.
+        """
+        body = {
+            "run": owner.token,
+            "label": owner.label,
+            "seconds": seconds,
+            "take_over": take_over,
+        }
+        try:
+            return Verdict.read(self._object("POST", ENDPOINT, body, timeout_s))
+        except EngineError as error:
+            if error.status in (404, 405):
+                return None
+            raise
+        except ValueError as error:
+            raise EngineError(f"{self.url}{ENDPOINT}: {error}", faulty=True) from None
+
+    def set_weight_version(self, version: int | str) -> None:
+        """Stamp what is generated from now on; running requests keep their earlier spans."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._succeed("/update_weight_version", body)
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Free the device memory of ``tags`` ("weights", "kv_cache"; None: all), when idle."""
+        self._request("POST", "/release_memory_occupation", {"tags": tags and list(tags)})
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take the device memory back; its contents are to be written anew."""
+        self._request("POST", "/resume_memory_occupation", {"tags": tags and list(tags)})
+
+    def _first(self, endpoints: Sequence[str], timeout_s: float) -> dict:
+        """What the first endpoint that exists answers: SGLang renames them between releases."""
+        for endpoint in endpoints[:-1]:
+            try:
+                return self._object("GET", endpoint, None, timeout_s)
+            except EngineError as error:
+                if error.status != 404:
+                    raise
+        return self._object("GET", endpoints[-1], None, timeout_s)
+
+    def _succeed(self, endpoint: str, body: dict) -> None:
+        answer = self._object("POST", endpoint, body)
+        if not answer.get("success"):
+            raise EngineError(f"{self.url}{endpoint} failed: {answer.get('message')}")
+
+    def _object(
+        self, method: str, endpoint: str, body: dict | None, timeout_s: float | None = None
+    ) -> dict:
+        content = self._request(method, endpoint, body, timeout_s)
+        answer = self._parsed(endpoint, content)
+        if not isinstance(answer, dict):
+            raise EngineError(
+                f"{self.url}{endpoint}: the answer is not an object: {shortened(answer)}",
+                faulty=True,
+            )
+        return answer
+
+    def _parsed(self, endpoint: str, content: bytes) -> Any:
+        try:
+            return parsed(content)
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
+
+    def _request(
+        self,
+        method: str,
+        endpoint: str,
+        body: dict | None = None,
+        timeout_s: float | None = None,
+        *,
+        limit: int = CONTROL_BYTES,
+    ) -> bytes:
+        """The body of an answer that says yes."""
+        timeout = self.timeout_s if timeout_s is None else timeout_s
+        if (end := _DEADLINE.get()) is not None:
+            timeout = min(timeout, end - time.monotonic())
+            if timeout <= 0:
+                raise EngineError(f"{self.url}{endpoint} was not asked: the deadline has passed")
+        if self._closed:
+            raise EngineError(f"{self.url}{endpoint} was not asked: the engine has left")
+        content = None if body is None else orjson.dumps(body)
+
+        async def ask() -> _Body:
+            async with httpx.AsyncClient(**self._options) as http:
+                return await self._exchange(http, method, endpoint, content, timeout, limit)
+
+        return event_loop.run(ask()).whole()
+
+    async def _exchange(
+        self,
+        http: httpx.AsyncClient,
+        method: str,
+        endpoint: str,
+        content: bytes | None,
+        timeout_s: float,
+        limit: int,
+    ) -> "_Body":
+        """An answer, whole after ``timeout_s`` from now, connection and headers included."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                http.stream(method, endpoint, content=content) as response,
+            ):
+                answer = _Body(self, endpoint, response, limit)
+                async for chunk in response.aiter_raw():
+                    answer.take(chunk)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise self._silent(endpoint, error, timeout_s) from error
+        return answer
+
+    def _silent(self, endpoint: str, error: Exception, timeout_s: float) -> EngineError:
+        if isinstance(error, TimeoutError):
+            limit = f"{timeout_s:.0f}" if timeout_s >= 10 else f"{timeout_s:.2g}"
+            return EngineError(f"{self.url}{endpoint} did not answer within {limit} s")
+        return EngineError(f"{self.url}{endpoint} did not answer: {shortened(_why(error))}")
+
+
+class _Body:
+    """What comes of an answer, as far as there is room for it."""
+
+    def __init__(
+        self, client: EngineClient, endpoint: str, response: httpx.Response, limit: int
+    ) -> None:
+        self._where, self._response, self._limit = client.url + endpoint, response, limit
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def take(self, chunk: bytes) -> None:
+        """
+        Raises:
+            EngineError: it is more than any true answer has.
+        """
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size > self._limit:
+            raise EngineError(
+                f"{self._where} answered with more than {self._limit} bytes", faulty=True
+            )
+
+    def whole(self) -> bytes:
+        """
+        Raises:
+            EngineError: it was refused.
+        """
+        content, status = b"".join(self._chunks), self._response.status_code
+        if status != 200:
+            raise EngineError(
+                f"{self._where} answered {status}: {shortened(_message(content))}", status=status
+            )
+        return content
+
+    def of_json(self) -> bytes:
+        """The same, where it is said to be JSON.
+
+        Raises:
+            EngineError: it was refused, or is something else.
+        """
+        content = self.whole()
+        for header, meant in (("content-type", "application/json"), ("content-encoding", "")):
+            told = self._response.headers.get(header, "")
+            if told.partition(";")[0].strip().lower() != meant:
+                raise EngineError(
+                    f"{self._where} answered with {header} {shortened(told)!r}: "
+                    f"{shortened(content[:200].decode(errors='replace'))}",
+                    faulty=True,
+                )
+        return content
+
+
+class Session:
+    """Generation on an event loop; cancelling a call drops its connection, and the request."""
+
+    def __init__(self, client: EngineClient, http: httpx.AsyncClient) -> None:
+        self._client, self._http = client, http
+
+    async def generate(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        params: Sequence[dict],
+        rid: Sequence[str],
+        read: Callable[[bytes], Read],
+        *,
+        limit: int,
+        cache_key: str | None = None,
+    ) -> Read:
+        """What ``read`` makes of the body of an answer.
+
+        Args:
+            read: must keep nothing of what it parses: those are millions of small objects.
+            limit: bytes that the body has at most.
+            cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
+        """
+        body = _generation(input_ids, params, rid)
+        if cache_key is not None:
+            body["extra_key"] = cache_key
+        client, content = self._client, orjson.dumps(body)
+        answer = await client._exchange(
+            self._http, "POST", "/generate", content, client.timeout_s, limit
+        )
+        with uncollected():
+            try:
+                return read(answer.of_json())
+            except BadAnswer as error:
+                raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
+
+    async def get(self, endpoint: str) -> bytes:
+        client = self._client
+        answer = await client._exchange(
+            self._http, "GET", endpoint, None, CONTROL_TIMEOUT_S, CONTROL_BYTES
+        )
+        return answer.whole()
+
+    async def events(self, endpoint: str, body: dict) -> AsyncIterator[Any]:
+        """What a server-sent stream brings, event by event, up to its ``[DONE]``.
+
+        Raises:
+            EngineError: it was refused, broke off, or took longer than the client's limit.
+        """
+        client, content, rest = self._client, orjson.dumps(body), b""
+        try:
+            async with (
+                asyncio.timeout(client.timeout_s),
+                self._http.stream("POST", endpoint, content=content) as response,
+            ):
+                answer = _Body(client, endpoint, response, CONTROL_BYTES)
+                async for chunk in response.aiter_raw():
+                    if response.status_code != 200:
+                        answer.take(chunk)
+                        continue
+                    *whole, rest = (rest + chunk).split(b"\n\n")
+                    for event in whole:
+                        if (data := event.removeprefix(b"data:").strip()) == b"[DONE]":
+                            return
+                        if event.startswith(b"data:"):  # the rest keeps a connection alive
+                            yield client._parsed(endpoint, data)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise client._silent(endpoint, error, client.timeout_s) from error
+        answer.whole()  # raises what a refusal says
+        raise EngineError(f"{client.url}{endpoint} ended its stream before [DONE]")
+
+
+def _generation(
+    input_ids: Sequence[Sequence[int]],
+    sampling_params: dict | Sequence[dict],
+    rid: Sequence[str] | None,
+) -> dict:
+    params = sampling_params if isinstance(sampling_params, dict) else list(sampling_params)
+    body = {
+        "input_ids": [list(ids) for ids in input_ids],
+        "sampling_params": params,
+        "return_logprob": True,
+    }
+    return body if rid is None else {**body, "rid": list(rid)}
+
+
+@functools.cache
+def _tls(used: bool) -> ssl.SSLContext:
+    return httpx.create_ssl_context(verify=used)  # reading certificates takes tens of milliseconds
+
+
+def _why(error: BaseException) -> str:
+    """What the system said, where that is beneath: "all connection attempts failed" says less."""
+    root = error
+    while (beneath := root.__cause__ or root.__context__) is not None:
+        # A group is of all addresses of a name.
+        root = beneath.exceptions[0] if isinstance(beneath, ExceptionGroup) else beneath
+    by_system = isinstance(root, OSError) and not isinstance(root, ssl.SSLError)
+    if by_system and (root.errno or 0) > 0:  # below are those of name servers
+        return os.strerror(root.errno)
+    return str(error) or type(error).__name__
+
+
+def _message(content: bytes) -> str:
+    """What an engine says of its refusal."""
+    try:
+        body = parsed(content)
+    except BadAnswer:
+        body = None
+    if not isinstance(body, dict):
+        return content[:500].decode(errors="replace")
+    error = body.get("error")
+    return str(error.get("message") if isinstance(error, dict) else body.get("message", body))

@@ -1,0 +1,505 @@
+"""Prompts in, samples out, whatever happens to the engines on the way.
+
+Requests are groups: the samples of one prompt travel together and share its prefill. Each group is
+with one engine at a time; if that fails, what is unfinished of the group goes to another, so that
+no sample is lost and none comes twice. A response that was aborted is not thrown away: its prompt
+and the tokens it has are sent on, and the sample joins the parts, each token with the log-prob and
+the weight version it was generated with.
+
+Where there is an environment, a response that ended goes to it, and with what it says back to the
+engines, as often as the conversation has turns. The samples of a prompt do so independently.
+
+Embedded engines get all of their groups in one request, prompt i at engine i modulo their number,
+and every sample carries its own seed: while nothing fails, such a run repeats bit for bit. For that
+they also get the next turns of all their conversations in one request. SGLang engines get one
+request per group, and later one per conversation, the least loaded engine first, and no more than
+they can hold.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.errors import Unscored
+from qurl_megatron.fleet.answer import (
+    Asked,
+    BadAnswer,
+    Part,
+    Rules,
+    answer_limit,
+    read_answers,
+)
+from qurl_megatron.fleet.client import EngineError, Session
+from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.observe.text import how_many
+from qurl_megatron.runtime import event_loop
+from qurl_megatron.types import Prompt, Sample
+
+POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
+ATTEMPTS = 3  # without one new token, before a request is taken for impossible
+
+Finished = Callable[[list[Sample]], None]
+"""What is told of a prompt's samples; it must return at once, for the engines wait meanwhile."""
+
+
+class Interrupted(Exception):
+    """``stop()`` became true while engines were generating; their requests have been aborted."""
+
+
+def collect(
+    fleet: Fleet,
+    prompts: Sequence[Prompt],
+    config: RolloutConfig,
+    *,
+    seed: int,
+    step: int,
+    stop: Callable[[], bool] | None = None,
+    top_p: float = 1.0,
+    finished: Finished | None = None,
+    turns: Turns | None = None,
+) -> list[Sample]:
+    """``samples_per_prompt`` samples for every prompt, prompt-major; several threads may call it.
+
+    Args:
+        top_p: share of the probability that tokens are drawn from. For evaluation alone: below 1
+            the log-probs are not those of what was sampled.
+        finished: called with the samples of each prompt when the last of them is there.
+        turns: with an environment, which says what follows on a response that ended.
+
+    Raises:
+        Interrupted: ``stop()`` became true.
+        EngineError: no engine is left, or a request is one that no engine can answer.
+        ConfigError: the environment cannot be used.
+    """
+    groups = [
+        [
+            _Item(
+                prompt,
+                {
+                    "temperature": config.temperature,
+                    "max_new_tokens": config.max_new_tokens,
+                    "sampling_seed": sample_seed(seed, step, prompt.index, sample),
+                    **({"top_p": top_p} if top_p < 1 else {}),
+                },
+            )
+            for sample in range(config.samples_per_prompt)
+        ]
+        for prompt in prompts
+    ]
+    return event_loop.run(_Collection(fleet, groups, stop, finished, turns).run())
+
+
+def greedy(
+    fleet: Fleet,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    stop: Callable[[], bool] | None = None,
+    finished: Finished | None = None,
+    turns: Turns | None = None,
+) -> list[Sample]:
+    """One greedily decoded sample per prompt, for evaluation."""
+    params = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
+    groups = [[_Item(prompt, params)] for prompt in prompts]
+    return event_loop.run(_Collection(fleet, groups, stop, finished, turns).run())
+
+
+def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
+    """Seed of one sample: the first 63 bits of BLAKE2b over "seed/step/prompt_index/sample".
+
+    Stable across machines, Python versions and engines, unlike ``hash``.
+    """
+    return _hash63(f"{seed}/{step}/{prompt_index}/{sample}")
+
+
+def _hash63(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(eq=False)
+class _Item:
+    """One response in the making."""
+
+    prompt: Prompt
+    params: dict
+    parts: list[Part] = field(default_factory=list)  # of engines, and of the environment
+    finish: str = ""
+    failures: list[str] = field(default_factory=list)  # since the last new token
+    turn: list[Part] = field(default_factory=list)  # parts of the policy's turn at hand
+    turns: int = 1  # of the policy, this one included
+    messages: list[dict] = field(default_factory=list)  # of the turns before it
+    ended: bool = False  # the turn is; the environment has the word
+    failure: Unscored | None = None  # of the environment
+    left_out: bool = False  # what it said last
+
+    @property
+    def received(self) -> int:
+        return sum(len(part.ids) for part in self.parts)
+
+    @property
+    def budget(self) -> int:
+        return self.params["max_new_tokens"] - self.received
+
+    @property
+    def tokens(self) -> int:
+        """At most this many will be in the engine's cache for it."""
+        return len(self.prompt.input_ids) + self.params["max_new_tokens"]
+
+    def request(self) -> tuple[list[int], dict]:
+        params = {**self.params, "max_new_tokens": self.budget}
+        if self.received and "sampling_seed" in params:
+            # Engines draw by seed and position in the response: the same seed would draw the first
+            # tokens' random numbers again.
+            params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{self.received}")
+        return [*self.prompt.input_ids, *(i for p in self.parts for i in p.ids.tolist())], params
+
+    def take(self, part: Part, *, most: int) -> None:
+        """
+        Args:
+            most: turns that the conversation may have.
+        """
+        self.parts.append(part)
+        self.turn.append(part)
+        if part.finish == "stop" and self.turns < most:
+            self.ended = True
+        elif part.finish != "abort":
+            self.finish = part.finish
+        elif not self.budget:
+            self.finish = "length"
+        if len(part.ids):
+            self.failures = []
+        elif not (self.finish or self.ended):
+            self.failed(f"it was aborted by the engine: {part.message}")
+
+    async def converse(self, turns: Turns) -> None:
+        """Go on to the next turn, or finish.
+
+        Raises:
+            ConfigError, RuntimeError: as ``Turns.after``.
+        """
+        ids = [token for part in self.turn for token in part.ids.tolist()]
+        said = await turns.after(self.prompt, self.messages, ids)
+        self.ended = False
+        if said is None or isinstance(said, Unscored):
+            self.finish, self.failure = "stop", said
+        elif len(said.ids) >= self.budget:  # not one token would be left to answer with
+            self.finish, self.left_out = "length", True
+        else:
+            self.messages += said.messages
+            self.parts.append(_told(said.ids))
+            self.turn = []
+            self.turns += 1
+
+    def failed(self, reason: str) -> None:
+        """
+        Raises:
+            EngineError: it has failed too often to be the engines' fault.
+        """
+        self.failures.append(reason)
+        if len(self.failures) >= ATTEMPTS:
+            reasons = "; ".join(dict.fromkeys(self.failures))
+            raise EngineError(
+                f"prompt {self.prompt.index} failed {ATTEMPTS} times without a token: {reasons}"
+            )
+
+    def sample(self) -> Sample:
+        return Sample(
+            prompt=self.prompt,
+            response_ids=np.concatenate([part.ids for part in self.parts]),
+            behaviour_log_probs=np.concatenate([part.log_probs for part in self.parts]),
+            finish_reason=self.finish,
+            versions=tuple(chain.from_iterable(part.versions for part in self.parts)),
+            written=np.concatenate([np.full(len(p.ids), bool(p.versions)) for p in self.parts]),
+            failure=self.failure,
+            left_out=self.left_out,
+        )
+
+
+def _told(ids: Sequence[int]) -> Part:
+    """What an environment said, which no version of the weights has written."""
+    return Part(np.array(ids, np.int32), np.zeros(len(ids), np.float32), (), "stop")
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One request on its way: items, the engine that has them, and since when."""
+
+    items: list[_Item]
+    engine: Engine
+    rid: str
+    failures: int  # of the engine when it took off: more now means that it crashed
+    version: int | None  # that the engine had confirmed then: it cannot answer from an older one
+    patience: float  # seconds until it counts as a straggler
+    age: float = 0.0
+    aborted: bool = False
+
+    @property
+    def lost(self) -> bool:
+        return self.engine.failures != self.failures
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.tokens for item in self.items)
+
+
+class _Collection:
+    """The requests of one call, on an event loop of its own."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        groups: list[list[_Item]],
+        stop: Callable[[], bool] | None,
+        finished: Finished | None,
+        turns: Turns | None,
+    ) -> None:
+        self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
+        self.turns, self.most_turns = turns, turns.most if turns else 1
+        # With the environment: items, and the engine to go on with.
+        self.talks: dict[asyncio.Task, tuple[list[_Item], Engine | None]] = {}
+        self.group_of = {item: group for group in groups for item in group}
+        self.config = fleet.config
+        self.tag = uuid.uuid4().hex
+        self.limit: int | None = self.config.requests_per_engine  # responses in flight per engine
+        # What waits for an engine: items, seconds of patience, engine (None: the least loaded).
+        self.waiting: deque[tuple[list[_Item], float, Engine | None]] = deque()
+        self.flights: dict[asyncio.Task, _Flight] = {}
+        self.sessions: dict[Engine, Session] = {}
+        self.sent = 0
+        self.moved: Counter[Engine] = Counter()  # requests that left an engine since the last look
+
+    async def run(self) -> list[Sample]:
+        async with contextlib.AsyncExitStack() as self.stack:
+            try:
+                self._deal()
+                while self.waiting or self.flights or self.talks:
+                    await self._launch()
+                    await self._settle()
+                    await self._look()
+            finally:
+                await self._give_up()
+        return [item.sample() for group in self.groups for item in group]
+
+    def _deal(self) -> None:
+        """Who gets what: one share per embedded engine, or group by group where there is room."""
+        serving, patience = self.fleet.serving(), self.config.straggler_s or math.inf
+        if not all(engine.kind == "embedded" for engine in serving):
+            self.waiting.extend((group, patience, None) for group in self.groups)
+            return
+        self.limit = None  # they queue by themselves
+        for index, engine in enumerate(serving):
+            share = [item for group in self.groups[index :: len(serving)] for item in group]
+            if share:
+                self.waiting.append((share, patience, engine))
+        if not serving:
+            self.waiting.extend((group, patience, None) for group in self.groups)
+
+    async def _launch(self) -> None:
+        """Send what waits to engines that have room."""
+        while self.waiting:
+            items, patience, engine = self.waiting[0]
+            tokens = sum(item.tokens for item in items)
+            if engine is not None and engine.state == "serving":
+                self.fleet.occupy(engine, tokens, len(items))
+            else:
+                engine = self.fleet.take(tokens, len(items), limit=self.limit)
+            if engine is None:
+                if not self.fleet.serving():
+                    raise EngineError(f"no engine is serving: {self.fleet.why_not()}")
+                return  # all are full
+            self.waiting.popleft()
+            flight = _Flight(
+                items=items,
+                engine=engine,
+                rid=f"{self.tag}-{self.sent}-",
+                failures=engine.failures,
+                version=engine.version,
+                patience=patience,
+            )
+            self.sent += 1
+            session = await self._session(engine)
+            self.flights[asyncio.create_task(self._fly(flight, session))] = flight
+
+    async def _session(self, engine: Engine) -> Session:
+        client = engine.client
+        if client not in self.sessions:  # a restarted engine has a new one
+            self.sessions[client] = await self.stack.enter_async_context(client.session())
+        return self.sessions[client]
+
+    async def _fly(self, flight: _Flight, session: Session) -> list[Part | BadAnswer]:
+        fleet, requests = self.fleet, [item.request() for item in flight.items]
+        asked = [
+            Asked(f"{flight.rid}{index}", item.budget) for index, item in enumerate(flight.items)
+        ]
+
+        def read(content: bytes) -> list[Part | BadAnswer]:
+            rules = Rules(fleet.vocabulary, fleet.names, flight.version, fleet.newest)
+            return read_answers(content, asked, rules)
+
+        return await session.generate(
+            [ids for ids, _ in requests],
+            [params for _, params in requests],
+            [one.rid for one in asked],
+            read,
+            limit=answer_limit([one.budget for one in asked]),
+            # Prefixes that other weights computed are not to be shared, flushed or not.
+            cache_key=str(flight.version) if flight.engine.kind == "sglang" else None,
+        )
+
+    async def _settle(self) -> None:
+        """Take what has been answered; send the rest of it on."""
+        if not (self.flights or self.talks):
+            await asyncio.sleep(POLL_S)  # full engines of other callers
+            return
+        start = time.monotonic()
+        done, _ = await asyncio.wait(
+            [*self.flights, *self.talks], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not self.fleet.publishing:
+            for flight in self.flights.values():
+                flight.age += time.monotonic() - start
+        for task in done & self.talks.keys():
+            items, engine = self.talks.pop(task)
+            task.result()
+            self._tell(items)
+            self._wait_for_engine(items, self.config.straggler_s or math.inf, engine)
+        for task in done & self.flights.keys():
+            flight = self.flights.pop(task)
+            before = sum(item.received for item in flight.items)
+            try:
+                # An engine that crashed may have answered from weights that nobody confirmed.
+                if not flight.lost:
+                    await self._land(flight, task)
+                else:
+                    task.exception()  # looked at, or Python prints it when the task is dropped
+            finally:
+                received = sum(item.received for item in flight.items) - before
+                self.fleet.vacate(
+                    flight.engine, flight.tokens, len(flight.items), received=received
+                )
+            self._tell(flight.items)
+            self._converse(flight)
+            self._send_on(flight)
+
+    def _tell(self, items: list[_Item]) -> None:
+        """Of the groups that are whole now. A finished item travels no more, so a group is whole
+        for the first time when its last item comes in: it is told once."""
+        if self.finished is None:
+            return
+        for group in {id(group): group for group in map(self.group_of.get, items)}.values():
+            if all(item.finish for item in group):
+                self.finished([item.sample() for item in group])
+
+    async def _land(self, flight: _Flight, task: asyncio.Task) -> None:
+        try:
+            parts = task.result()
+        except EngineError as error:
+            if error.ours and len(self.fleet.serving()) < 2:
+                raise  # an engine that is wrong about it would be alone with that
+            await self._fail(flight, error)
+            return
+        bad = None
+        for item, part in zip(flight.items, parts, strict=True):
+            if isinstance(part, Part):
+                item.take(part, most=self.most_turns)
+            elif bad is None:
+                url, prompt = flight.engine.url, item.prompt.index
+                bad = EngineError(f"{url} answered prompt {prompt}: {part}", faulty=True)
+        if bad is not None:
+            await self._fail(flight, bad)
+
+    async def _look(self) -> None:
+        """Stop if asked; leave engines that failed; abort what takes too long."""
+        at_work = self.flights or self.waiting or self.talks
+        if self.stop is not None and at_work and self.stop():
+            raise Interrupted("stopped while engines were generating")
+        for task, flight in list(self.flights.items()):
+            if flight.lost:
+                del self.flights[task]
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
+                self._send_on(flight)
+            elif flight.age > flight.patience and not flight.aborted:
+                await self._abort(flight)
+        for engine, number in self.moved.items():
+            self.fleet.count("retries", number)
+            self.fleet.note(
+                "retried", engine, f"{how_many(number, 'response')} to be finished elsewhere"
+            )
+        self.moved.clear()
+
+    def _converse(self, flight: _Flight) -> None:
+        """Have the environment answer where a turn ended."""
+        ended = [item for item in flight.items if item.ended]
+        together = flight.engine.kind == "embedded" and not flight.lost
+        for items in [ended] if together else [[item] for item in ended]:
+            if items:
+                task = asyncio.create_task(self._talk(items))
+                self.talks[task] = items, flight.engine if together else None
+
+    async def _talk(self, items: list[_Item]) -> None:
+        await asyncio.gather(*(item.converse(self.turns) for item in items))
+
+    def _wait_for_engine(
+        self, items: list[_Item], patience: float, engine: Engine | None = None
+    ) -> None:
+        """Before all others, those that are not finished."""
+        if rest := [item for item in items if not item.finish]:
+            self.waiting.appendleft((rest, patience, engine))
+
+    def _send_on(self, flight: _Flight) -> None:
+        rest = [item for item in flight.items if not (item.finish or item.ended)]
+        if not rest:
+            return
+        if flight.lost:
+            self.moved[flight.engine] += len(rest)
+        # Twice the time for the rest of a straggler: else one that waits in a queue would be
+        # aborted again and again.
+        patience = flight.patience * 2 if flight.aborted else flight.patience
+        self._wait_for_engine(rest, patience)
+
+    async def _fail(self, flight: _Flight, error: EngineError) -> None:
+        # One that says what cannot be, or does not let us in, says nothing of the request. But
+        # where nothing is published it is back at once, and would get it again without end.
+        if self.fleet.fixed or not (error.faulty or error.refused):
+            for item in flight.items:
+                if not (item.finish or item.ended):
+                    item.failed(str(error))
+        await asyncio.to_thread(self.fleet.fail, flight.engine, error)
+
+    async def _abort(self, flight: _Flight) -> None:
+        flight.aborted = True
+        self.fleet.count("aborted", len(flight.items))
+        why = f"{how_many(len(flight.items), 'response')}, after {flight.age:.0f} s"
+        self.fleet.note("aborted", flight.engine, why)
+        try:
+            await asyncio.to_thread(flight.engine.client.abort, flight.rid)
+        except EngineError as error:
+            await asyncio.to_thread(self.fleet.fail, flight.engine, error)
+
+    async def _give_up(self) -> None:
+        """Leave nothing behind: requests that nobody waits for would go on being computed."""
+        flights = list(self.flights.items())
+        for task in [*self.flights, *self.talks]:
+            task.cancel()
+        await asyncio.gather(*self.flights, *self.talks, return_exceptions=True)
+        for _, flight in flights:
+            self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
+        for engine in {flight.engine for _, flight in flights if not flight.lost}:
+            # Dead or deaf: the error that brought us here says more.
+            with contextlib.suppress(EngineError):
+                await asyncio.to_thread(engine.client.abort, f"{self.tag}-")

@@ -1,0 +1,81 @@
+"""Which engines a batch system offers: a file of JSON lines, or a folder with one file per engine.
+
+    {"url": "http://10.0.0.7:30000", "api_key_file": "key"}
+
+What is written there joins the fleet, what is gone from there leaves it. A key file is looked up
+beside the rendezvous, so that both can live in one folder that only the user can read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.wire import schema
+
+
+@dataclass(frozen=True)
+class Member:
+    url: str
+    api_key_file: Path | None
+
+    def api_key(self) -> str | None:
+        """
+        Raises:
+            ConfigError: the key file cannot be read.
+        """
+        if self.api_key_file is None:
+            return None
+        try:
+            return self.api_key_file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:  # the latter: no text, or no name of a file
+            raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
+
+
+def read_members(rendezvous: Path) -> dict[str, Member]:
+    """The engines offered now, by URL; none where there is nothing yet.
+
+    Raises:
+        ConfigError: an entry is malformed; names it. (A writer may be in the middle of it: ask
+            again before believing it.)
+    """
+    if rendezvous.is_dir():
+        files = sorted(rendezvous.glob("*.json"))
+        lines = [(str(file), text) for file in files if (text := _text(file)) is not None]
+    else:
+        text = _text(rendezvous) or ""
+        lines = [
+            (f"{rendezvous}, line {number}", line)
+            for number, line in enumerate(text.splitlines(), start=1)
+            if line.strip()
+        ]
+    folder = rendezvous if rendezvous.is_dir() else rendezvous.parent
+    members = [_member(where, line, folder) for where, line in lines]
+    return {member.url: member for member in members}
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:  # not written yet, or its engine has just left
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rendezvous {file} cannot be read: {error}") from None
+
+
+def _member(where: str, text: str, folder: Path) -> Member:
+    try:
+        entry = schema.parse(text)
+        given = {key: entry.get(key) for key in _MEMBER} if schema.record(entry) else entry
+        given = schema.fields(given, _MEMBER)
+    except schema.Malformed as error:
+        raise ConfigError(
+            f'rendezvous {where} is not {{"url": ..., "api_key_file": ...}}: {error}'
+        ) from None
+    key_file = given["api_key_file"]
+    return Member(given["url"].rstrip("/"), None if key_file is None else folder / key_file)
+
+
+_MEMBER: dict[str, schema.Range] = {
+    "url": lambda value: schema.text(value) and value.startswith(("http://", "https://")),
+    "api_key_file": schema.or_none(schema.text),
+}

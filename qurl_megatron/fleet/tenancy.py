@@ -1,0 +1,113 @@
+"""The run's end of leases: which adopted engines are its own, for as long as it renews them.
+
+A thread renews them, because nobody else has the time: publications take minutes, and the
+supervisor waits for them. Of one URL there is one request at a time, so that what is given back is
+not granted again by a claim or a renewal that was under way. An engine that leaves and returns is
+another one to the fleet, at the same URL: what the first still has to give back is the second's.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from qurl_megatron.fleet.client import EngineClient, EngineError
+from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.wire.lease import Owner
+
+if TYPE_CHECKING:
+    from qurl_megatron.fleet.fleet import Fleet
+
+LEASE_S = 30.0
+RENEW_S = 5.0
+ANSWER_S = 5.0  # for an engine to answer, which it does without a look at what it generates
+
+
+class Tenancy:
+    """Of one fleet. What it finds out about an engine it tells the fleet."""
+
+    def __init__(self, fleet: "Fleet", owner: Owner) -> None:
+        self._fleet, self._owner = fleet, owner
+        self._locks: dict[str, threading.Lock] = {}  # of each URL, held while it is asked
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tenancy", daemon=True)
+
+    def claim(self, engine: Engine, client: EngineClient) -> None:
+        """Make an adopted engine this run's; one whose run lives leaves the fleet.
+
+        Raises:
+            EngineError: it did not say, or its lease may yet lapse: to be asked again.
+        """
+        fleet = self._fleet
+        if fleet.fixed or engine.process is not None or engine.ours:
+            return
+        take_over = fleet.config.take_over
+        with self._asking(engine):
+            if self._stopping.is_set() or engine.state == "gone":
+                raise EngineError(f"{engine.url} is not wanted any more")
+            verdict = client.lease(self._owner, LEASE_S, take_over=take_over, timeout_s=ANSWER_S)
+            if verdict is None or verdict.granted:
+                engine.ours = verdict is not None
+                return
+        before, engine.leased_s = engine.leased_s, verdict.left_s
+        if before is None or verdict.left_s <= before:
+            raise EngineError(
+                f"{engine.url} belongs to {verdict.label} for {verdict.left_s:.0f} s more, unless "
+                "that run renews its lease"
+            )
+        fleet.leave(
+            engine,
+            "gave up",
+            f"{engine.url} belongs to a run that is at work ({verdict.label}); give this run "
+            "engines of its own, stop that one, or set rollout.take_over=true",
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give the engines back, so that the next run need not wait for leases to lapse."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._each(self._give_back, self._fleet.adopted)
+
+    def let_go(self, engine: Engine) -> None:
+        """Give one back that has left the fleet, without waiting for its answer."""
+        threading.Thread(target=self._give_back, args=(engine,), daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(RENEW_S):
+            self._each(self._renew, [engine for engine in self._fleet.engines() if engine.ours])
+
+    def _renew(self, engine: Engine) -> None:
+        with self._asking(engine), suppress(EngineError):  # silent, which its health checks tell
+            if not engine.ours:
+                return
+            verdict = engine.client.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
+            if verdict is not None and not verdict.granted:
+                engine.ours = False
+                taken = f"{engine.url} was taken over by another run ({verdict.label})"
+                self._fleet.leave(engine, "gave up", taken)
+
+    def _give_back(self, engine: Engine) -> None:
+        with self._asking(engine), suppress(EngineError):  # silent, or gone: its lease will end
+            if not engine.ours:
+                return
+            engine.ours = False
+            if not any(one.ours and one.url == engine.url for one in self._fleet.adopted):
+                engine.client.lease(self._owner, 0, timeout_s=ANSWER_S)
+
+    def _asking(self, engine: Engine) -> threading.Lock:
+        return self._locks.setdefault(engine.url, threading.Lock())
+
+    @staticmethod
+    def _each(act: Callable[[Engine], None], engines: Iterable[Engine]) -> None:
+        """``act`` on all at once; returns when it is done, or has had its time."""
+        threads = [threading.Thread(target=act, args=(engine,), daemon=True) for engine in engines]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 2 * ANSWER_S  # one of them may wait for a request under way
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))

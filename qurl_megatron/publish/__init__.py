@@ -1,0 +1,1 @@
+"""The training ranks' weights become one new version that every engine serves."""

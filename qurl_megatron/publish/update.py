@@ -1,0 +1,199 @@
+"""One new version on its way into the engines of a fleet, driven from one place.
+
+    pause -> "updating-7@run" -> begin -> bucket, ... -> check -> finish, end, flush -> "7@run"
+    -> go on
+
+In between, an engine calls its weights "updating-7@run": were it to answer, the answer would show
+that it came from mixed weights. Every engine rank leaves a receipt; only an engine whose ranks all
+have every tensor, exactly once and unharmed, gets the new name and traffic. One that fails stays
+paused and is named; the others go on without it.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qurl_megatron.config.sections import SyncConfig
+from qurl_megatron.engines.sglang.command_line import LOADER
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.fleet import Engine, Fleet
+from qurl_megatron.wire.message import Action, Blob, Encoded, Message, Receipt, payload
+
+BlobsFor = Callable[[Engine, int], Encoded | Sequence[Blob]]
+"""(engine, its rank) -> what the training ranks have for it in one bucket."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """How the engines took a version in."""
+
+    bytes: int  # copied into live parameters, over all engine ranks
+    load_s: float  # in the loader, of the slowest engine rank
+    paused_s: float  # from the first pause until the last engine went on
+
+
+class Update:
+    """Use once per version. All methods are called from one thread; a bucket loads in the
+    background while the caller prepares the next.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        engines: Sequence[Engine],
+        version: int,
+        config: SyncConfig,
+        describe: Callable[[str], dict[str, Any]],
+    ) -> None:
+        """
+        Args:
+            engines: that shall take part; SGLang servers with our loader.
+            describe: ``Sender.describe``.
+        """
+        self.fleet, self.version, self.config = fleet, version, config
+        self.engines = list(engines)  # still taking part
+        self._describe = describe
+        self._settled = {engine.name for engine in engines if engine.state == "serving"}
+        token = secrets.token_hex(4)
+        self._session = {engine.name: f"v{version}-{engine.name}-{token}" for engine in engines}
+        self._buckets = 0
+        self._begun: float | None = None
+        self._committed = False
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="update")
+        self._loading: Future | None = None
+
+    def __enter__(self) -> "Update":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._background.shutdown()
+        if self._begun is not None and not self._committed:
+            # Paused, with weights of both versions: nobody must wait for an answer from them.
+            for engine in self.engines:
+                if engine.state == "serving":
+                    self.fleet.fail(engine, f"version {self.version} was given up: {error}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The engines that still take part, with their tensor-parallel sizes."""
+        return {engine.name: engine.tp for engine in self.engines}
+
+    def drop(self, name: str, reason: str) -> None:
+        """A training rank cannot reach this engine: the others go on without it."""
+        for engine in self.engines:
+            if engine.name == name:
+                self.fleet.fail(engine, reason)
+        self.engines = [engine for engine in self.engines if engine.name != name]
+
+    def connect(self) -> None:
+        """Have the engines open their end of the transport, while the ranks open theirs."""
+        self._begin_once()
+        self._start(lambda engine: self._call(engine, "connect", 0), "connecting")
+
+    def bucket(self, blobs: BlobsFor) -> None:
+        """Have the engines load one more bucket; returns when they are done with the one before.
+
+        Raises:
+            EngineError: no engine is left.
+        """
+        self.wait()
+        self._begin_once()
+        index, self._buckets = self._buckets, self._buckets + 1
+        self._start(lambda engine: self._call(engine, "bucket", index, blobs), "loading")
+
+    def wait(self) -> None:
+        """Until the engines are done with the last bucket."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.result()
+
+    def commit(self, receipts: Callable[[str, int], list[Receipt]]) -> Taken:
+        """Make the version the one that every engine that has all of it serves.
+
+        Args:
+            receipts: ``Sender.receipts``.
+
+        Raises:
+            EngineError: no engine has all of it; names what each lacks.
+        """
+        self.wait()
+        found: dict[str, list[Receipt]] = {}
+
+        def commit(engine: Engine) -> None:
+            self._call(engine, "check", self._buckets)
+            found[engine.name] = receipts(self._session[engine.name], engine.tp)
+            self._approve(engine, found[engine.name])
+            self._call(engine, "finish", self._buckets)
+            self._approve(engine, receipts(self._session[engine.name], engine.tp))
+            client = engine.client
+            client.end_weight_update()
+            if self.config.pause == "retract":
+                client.flush()
+            name = self.fleet.names.of(self.version)
+            client.set_weight_version(name)
+            served = client.weight_version()
+            if served != name:
+                raise EngineError(f"{engine.url} serves version {served!r} after the update")
+            client.resume()
+
+        self._each(commit, "committing")
+        self.fleet.confirm(self.engines, self.version)
+        self._committed = True
+        done = [receipt for engine in self.engines for receipt in found[engine.name]]
+        return Taken(
+            bytes=sum(receipt.bytes for receipt in done),
+            load_s=max(receipt.seconds for receipt in done),
+            paused_s=time.monotonic() - self._begun,
+        )
+
+    def _start(self, act: Callable[[Engine], object], doing: str) -> None:
+        self._loading = self._background.submit(self._each, act, doing)
+
+    def _begin_once(self) -> None:
+        if self._begun is None:
+            self._begun = time.monotonic()
+            self._each(self._begin, "beginning")
+
+    def _begin(self, engine: Engine) -> None:
+        engine.client.pause(self.config.pause)
+        engine.client.set_weight_version(self.fleet.names.updating(self.version))
+        engine.client.begin_weight_update()
+
+    def _call(
+        self, engine: Engine, action: Action, index: int, blobs: BlobsFor | None = None
+    ) -> None:
+        plain = Message(
+            action=action,
+            session=self._session[engine.name],
+            version=self.version,
+            index=index,
+            transport=self._describe(engine.name),
+        )
+        if blobs is None:
+            messages = [plain] * engine.tp
+        else:
+            parts = [blobs(engine, rank) for rank in range(engine.tp)]
+            # Ranks that get the same bytes share a message, so that it is pickled once.
+            distinct = {id(part): replace(plain, blobs=part) for part in parts}
+            messages = [distinct[id(part)] for part in parts]
+        engine.client.update_weights_from_tensor(payload(messages), LOADER)
+
+    def _approve(self, engine: Engine, receipts: Sequence[Receipt]) -> None:
+        """Raise EngineError unless every rank has everything where it always was."""
+        errors = [f"rank {r.rank}: {r.error}" for r in receipts if r.error is not None]
+        if errors:
+            raise EngineError(f"{engine.url} rejects version {self.version}: {'; '.join(errors)}")
+        pointers = tuple(receipt.pointers for receipt in receipts)
+        if engine.name in self._settled and engine.pointers not in ((), pointers):
+            raise EngineError(
+                f"{engine.url} moved its parameters; captured CUDA graphs would read old weights"
+            )
+        engine.pointers = pointers
+
+    def _each(self, act: Callable[[Engine], object], doing: str) -> None:
+        purpose = f"{doing} version {self.version}"
+        done = self.fleet.each(act, purpose, self.engines)
+        self.engines = [engine for engine in self.engines if engine in done]

@@ -1,1 +1,0 @@
-"""Rollouts: engines and their client, published versions, and the collection of samples."""

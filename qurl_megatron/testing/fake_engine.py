@@ -1,0 +1,329 @@
+"""An engine without a model, that fails when told to: SGLang's protocol over plain HTTP.
+
+The token at position p of a sequence is ``token_at(p)``, with a log-prob that follows from it: a
+response that was interrupted and continued anywhere equals one that was not. In a test's own
+process it is scripted by its attributes; ``python -m qurl_megatron.testing.fake_engine`` is the
+same as a process, which can be stopped, killed and started again.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.wire.lease import ENDPOINT, Lease
+
+FAULTS = ("500", "cut", "hang", "mixed", "nan", "nothing")
+
+
+def token_at(position: int) -> int:
+    return 10 + position % 50
+
+
+class FakeEngine:
+    """Answers in a thread until closed. Faults are served once each, in order, to generations.
+
+    500      refuses
+    cut      drops the connection in the middle of the answer
+    hang     never answers
+    mixed    tokens tagged with a version in the middle of an update
+    nan      a log-prob that is none
+    nothing  aborts without a token
+    """
+
+    def __init__(
+        self,
+        *,
+        embedded: bool = False,
+        version: str = "default",
+        token_s: float = 0.0,
+        tp: int = 1,
+        api_key: str | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.embedded, self.version, self.token_s, self.tp = embedded, version, token_s, tp
+        self.api_key = api_key
+        self.stop_every = 0  # positions: where a sequence ends by itself
+        self.faults: list[str] = []
+        self.update_fault = ""  # "refuse" | "hang" | "lie": says yes, serves the old version
+        self.deaf = threading.Event()  # nothing at all is answered while it is set
+        self.paused = threading.Event()
+        self.closing = threading.Event()
+        self.calls: list[tuple[str, dict]] = []  # (endpoint, body) of every POST
+        self.looks = 0  # GETs
+        self.answered: list[str] = []  # rid of every response that went out whole
+        self.session_open = False
+        self.lease = Lease()
+        self.running = self.generated = 0
+        self._under_way: list[str] = []  # rids
+        self._aborted: list[str] = []  # and what begins like one of these
+        self._lock = threading.Lock()
+        self._server = QuietServer((host, 0), _Handler)
+        self._server.engine = self
+        self.port = self._server.server_address[1]
+        self.url = f"http://{host}:{self.port}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> "FakeEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def bodies(self, endpoint: str) -> list[dict]:
+        return [body for called, body in self.calls if called == endpoint]
+
+    # What the handler asks; each returns (status, JSON).
+
+    def get(self, endpoint: str) -> tuple[int, dict]:
+        self.looks += 1
+        if endpoint in ("/health", "/server_info", "/model_info", "/v1/loads"):
+            return 200, getattr(self, endpoint.strip("/").replace("/", "_"))()
+        return 404, {"error": {"message": "no such endpoint"}}
+
+    def health(self) -> dict:
+        return {}
+
+    def model_info(self) -> dict:
+        return {"weight_version": self.version}
+
+    def server_info(self) -> dict:
+        if self.embedded:
+            return {
+                "engine": "qurl-embedded",
+                "model_path": "fake",
+                "weight_version": self.version,
+                "num_running_reqs": self.running,
+                "num_waiting_reqs": 0,
+                "num_generated_tokens": self.generated,
+                "is_paused": self.paused.is_set(),
+            }
+        states = [{"last_gen_throughput": 123.0}]
+        return {
+            "tp_size": self.tp,
+            "model_path": "fake",
+            "weight_version": "default",
+            "internal_states": states,
+        }
+
+    def v1_loads(self) -> dict:
+        return {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 2}]}
+
+    def post(self, endpoint: str, body: dict) -> tuple[int, object]:
+        if endpoint == ENDPOINT:
+            return 200, self.lease.ask(body)
+        self.calls.append((endpoint, body))
+        act = getattr(self, endpoint.strip("/"), None)
+        return (404, {"message": "no such endpoint"}) if act is None else act(body)
+
+    def pause_generation(self, body: dict) -> tuple[int, dict]:
+        self.paused.set()
+        return 200, {"status": "ok"}
+
+    def continue_generation(self, body: dict) -> tuple[int, dict]:
+        self.paused.clear()
+        return 200, {"status": "ok"}
+
+    def flush_cache(self, body: dict) -> tuple[int, dict]:
+        return 200, {}
+
+    def abort_request(self, body: dict) -> tuple[int, dict]:
+        self._aborted += self._under_way if body.get("abort_all") else [body["rid"]]
+        return 200, {}
+
+    def release_memory_occupation(self, body: dict) -> tuple[int, dict]:
+        return 200, {}
+
+    def resume_memory_occupation(self, body: dict) -> tuple[int, dict]:
+        return 200, {}
+
+    def update_weight_version(self, body: dict) -> tuple[int, dict]:
+        self.version = body["new_version"]
+        return 200, {"success": True}
+
+    def begin_weight_update(self, body: dict) -> tuple[int, dict]:
+        if self.session_open:
+            return 400, {"success": False, "message": "a weight-update session is already open"}
+        self.session_open = True
+        return 200, {"success": True}
+
+    def end_weight_update(self, body: dict) -> tuple[int, dict]:
+        self.session_open = False
+        return 200, {"success": True}
+
+    def update_weights_from_tensor(self, body: dict) -> tuple[int, dict]:
+        status = 200 if self.session_open else 400
+        return status, {"success": self.session_open, "message": "no session is open"}
+
+    def update_weights_from_disk(self, body: dict) -> tuple[int, dict]:
+        if self.update_fault == "refuse":
+            return 400, {"success": False, "message": "these weights are not mine"}
+        if self.update_fault == "hang":
+            self.closing.wait()
+        if self.update_fault != "lie":
+            self.version = body["weight_version"]
+        return 200, {"success": True}
+
+    def generate(self, body: dict) -> tuple[int, object]:
+        with self._lock:
+            fault = self.faults.pop(0) if self.faults else ""
+            self.running += len(body["input_ids"])
+            self._under_way += body["rid"]
+        try:
+            if fault == "hang":
+                self.closing.wait()
+            if fault == "500":
+                return 500, {"error": {"message": "told to fail"}}
+            rows = zip(body["input_ids"], body["sampling_params"], body["rid"], strict=True)
+            sequences = [_Sequence(*row) for row in rows]
+            while any(not sequence.finish for sequence in sequences):
+                self._step(sequences, fault)
+            answers = [sequence.answer() for sequence in sequences]
+            if fault == "mixed":
+                for span in answers[0]["meta_info"]["weight_versions"]:
+                    span["version"] = f"updating-{self.version}"
+            if fault == "nan":
+                answers[0]["meta_info"]["output_token_logprobs"][0][0] = float("nan")
+            return (-1 if fault == "cut" else 200), answers
+        finally:
+            with self._lock:
+                self.running -= len(body["input_ids"])
+                self._under_way = [rid for rid in self._under_way if rid not in body["rid"]]
+
+    def _step(self, sequences: list["_Sequence"], fault: str) -> None:
+        while self.paused.is_set() and not self.closing.is_set() and not self._aborts(sequences):
+            time.sleep(0.005)
+        time.sleep(self.token_s)
+        for sequence in sequences:
+            if sequence.finish:
+                continue
+            if self.closing.is_set() or fault == "nothing" or self._aborts([sequence]):
+                sequence.finish = "abort"
+            else:
+                sequence.extend(self.version, self.stop_every)
+                self.generated += 1
+
+    def _aborts(self, sequences: list["_Sequence"]) -> bool:
+        return any(s.rid.startswith(rid) for s in sequences for rid in self._aborted)
+
+
+class _Sequence:
+    def __init__(self, prompt: list[int], params: dict, rid: str) -> None:
+        self.prompt, self.limit, self.rid = prompt, params["max_new_tokens"], rid
+        self.ids: list[int] = []
+        self.versions: list[str] = []
+        self.finish = ""
+
+    def extend(self, version: str, stop_every: int) -> None:
+        self.ids.append(token_at(len(self.prompt) + len(self.ids)))
+        self.versions.append(version)
+        if stop_every and (len(self.prompt) + len(self.ids)) % stop_every == 0:
+            self.finish = "stop"
+        elif len(self.ids) == self.limit:
+            self.finish = "length"
+
+    def answer(self) -> dict:
+        spans: list[dict] = []
+        for index, version in enumerate(self.versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": index})
+            spans[-1]["end"] = index + 1
+        return {
+            "text": "",
+            "output_ids": self.ids,
+            "meta_info": {
+                "id": self.rid,
+                "finish_reason": {"type": self.finish, "message": "told to"},
+                "weight_version": self.versions[-1] if self.versions else None,
+                "weight_versions": spans,
+                "output_token_logprobs": [[-token / 100, token, None] for token in self.ids],
+            },
+        }
+
+
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    engine: Any
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: QuietServer
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._respond(self.server.engine.get)
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = json.loads(text) if text else {}
+        self._respond(lambda endpoint: self.server.engine.post(endpoint, body))
+
+    def _respond(self, act) -> None:
+        engine = self.server.engine
+        while engine.deaf.is_set() and not engine.closing.is_set():
+            time.sleep(0.01)
+        endpoint = self.path.split("?")[0]
+        given = self.headers.get("authorization")
+        if engine.api_key and endpoint != "/health" and given != f"Bearer {engine.api_key}":
+            status, answer = 401, {"error": "Unauthorized"}
+        else:
+            status, answer = act(endpoint)
+        data = json.dumps(answer).encode()
+        self.send_response(200 if status == -1 else status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if status == -1 else data)
+        if endpoint == "/generate" and status == 200:
+            engine.answered += [one["meta_info"]["id"] for one in answer]
+
+
+def main() -> None:
+    """Takes the options of ``qurl serve``, and heeds those that the fleet needs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port-file", type=Path, required=True)
+    parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
+    parser.add_argument("--lives", type=Path, help="a line is added at each start")
+    parser.add_argument("--sglang", action="store_true", help="answer as SGLang does")
+    options, _ = parser.parse_known_args()
+    if options.lives is not None:
+        with options.lives.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+    engine = FakeEngine(
+        embedded=not options.sglang,
+        token_s=options.token_s,
+        api_key=os.environ.get("QURL_API_KEY"),
+    )
+    engine.faults = options.fault
+    aside = options.port_file.with_suffix(".tmp")
+    aside.write_text(str(engine.port))
+    aside.replace(options.port_file)
+    print("listening", flush=True)
+    while os.read(0, 4096):
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""An engine belongs to one run: it keeps a lease, which the run that adopted it renews.
+
+The engine itself decides, by its own clock that never jumps, so of two runs that ask at once one
+gets it. A run that ends gives its lease back, and that of a run that was killed lapses after half a
+minute; whoever asks meanwhile cannot tell a dead run from a living one, so it waits for the lease
+to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run is the
+same run and gets its engines at once.
+
+Engines that a run starts itself need none: they have a key that nobody else knows.
+"""
+
+import hashlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.wire.schema import flag, seconds, text
+from qurl_megatron.wire.shorten import shortened
+
+ENDPOINT = "/qurl_lease"
+OWNER = ".owner"  # in a run's folder: what its token is made from
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run, to its engines."""
+
+    token: str  # hexadecimal; of no other run
+    label: str  # where a person finds it
+
+    @staticmethod
+    def of(run_dir: Path) -> "Owner":
+        """The run of a folder; a copy of the folder is another run.
+
+        Raises:
+            ConfigError: nothing can be written there.
+        """
+        file, folder = run_dir / OWNER, str(run_dir.resolve())
+        try:
+            secret = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
+            if not secret:
+                secret = secrets.token_hex(16)
+                aside = file.with_suffix(".tmp")
+                aside.write_text(secret, encoding="ascii")
+                aside.rename(file)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read or written: {error.strerror}") from None
+        return Owner(_digest(f"{secret}{folder}"), f"{folder} on {socket.gethostname()}")
+
+    @staticmethod
+    def nobody_else() -> "Owner":
+        """A run without a folder, another one each time."""
+        return Owner(_digest(secrets.token_hex(16)), f"a process on {socket.gethostname()}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An engine's answer to a run that wants it."""
+
+    granted: bool
+    label: str  # of the run that has it
+    left_s: float  # until the lease of that run lapses, unless it is renewed
+
+    @staticmethod
+    def read(answer: dict) -> "Verdict":
+        """
+        Raises:
+            ValueError: it is malformed.
+        """
+        granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
+        if not (flag(granted) and text(label) and seconds(left)):
+            raise ValueError(f"a malformed answer to a request for a lease: {shortened(answer)}")
+        return Verdict(granted, shortened(label), float(left))
+
+
+class Lease:
+    """The engine's end. Its methods may be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._run, self._label, self._until = "", "", 0.0
+
+    def ask(self, body: Any) -> dict[str, Any]:
+        """Grant it to the run that asks, or say who has it.
+
+        Raises:
+            ConfigError: the request is malformed.
+        """
+        run, label, seconds = (
+            (body.get(key) for key in ("run", "label", "seconds"))
+            if isinstance(body, dict)
+            else (None,) * 3
+        )
+        numeric = type(seconds) in (int, float) and 0 <= seconds <= 3600
+        if not (isinstance(run, str) and run and isinstance(label, str) and numeric):
+            raise ConfigError("a lease needs run and label, and seconds from 0 to 3600")
+        with self._lock:
+            now = self._clock()
+            free = now >= self._until or self._run == run
+            if free or body.get("take_over") is True:
+                self._run, self._label, self._until = run, shortened(label), now + seconds
+            return {
+                "granted": self._run == run,
+                "label": self._label,
+                "left_s": max(0.0, self._until - now),
+            }

@@ -1,0 +1,85 @@
+"""Receipts as small files, for the transports that have no connection to send them back on."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.wire.message import Receipt
+from qurl_megatron.wire.shorten import shortened
+
+POLL_S = 0.01
+SLOWEST_POLL_S = 1.0  # a folder that is remembered for a minute is not asked for ever faster
+
+
+def leave(folder: Path, receipt: Receipt) -> None:
+    """Write one aside and rename it: whoever finds it finds all of it.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    path = folder / _name(receipt.session, receipt.rank)
+    aside = path.with_suffix(".tmp")
+    try:
+        aside.write_text(receipt.to_json(), encoding="utf-8")
+        aside.rename(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); trainer and engines must share that "
+            "folder"
+        ) from None
+
+
+def collect(folder: Path, session: str, ranks: int, wait_s: float) -> list[Receipt]:
+    """Take the receipts of a session; one that is not there after ``wait_s`` is an error.
+
+    Names are never used twice, so the first look for one asks the server of a network filesystem:
+    it is there, for an engine leaves it before it answers. A listing may be a minute old, and so
+    may the answer that a name is absent, unless the folder is opened again before the next look.
+    """
+    deadline = time.monotonic() + wait_s
+    found: dict[int, Receipt] = {}
+    pause_s = POLL_S
+    while True:
+        for rank in sorted(set(range(ranks)) - found.keys()):
+            path = folder / _name(session, rank)
+            with contextlib.suppress(FileNotFoundError):
+                found[rank] = received(path.read_bytes(), session, rank)
+                path.unlink()
+        if len(found) == ranks or time.monotonic() > deadline:
+            return [found.get(rank) or missing(session, rank) for rank in range(ranks)]
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, SLOWEST_POLL_S)
+        _refresh(folder)
+
+
+def _refresh(folder: Path) -> None:
+    """Have a network filesystem forget what it remembers of a folder's names."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some filesystems have nothing to do for a folder
+            os.fsync(opened)
+        os.fstat(opened)
+    finally:
+        os.close(opened)
+
+
+def received(text: bytes, session: str, rank: int) -> Receipt:
+    """What an engine rank left; nonsense is that engine's error, and no other's."""
+    try:
+        receipt = Receipt.from_json(text)
+    except ConfigError as error:
+        return Receipt(session, rank, str(error), 0, 0.0)
+    if (receipt.session, receipt.rank) != (session, rank):
+        whose = f"of rank {receipt.rank} in {shortened(receipt.session)}"
+        return Receipt(session, rank, f"engine rank {rank} left a receipt {whose}", 0, 0.0)
+    return receipt
+
+
+def missing(session: str, rank: int) -> Receipt:
+    return Receipt(session, rank, f"engine rank {rank} left no receipt", 0, 0.0)
+
+
+def _name(session: str, rank: int) -> str:
+    return f"{session}-{rank}.json"

@@ -1,0 +1,269 @@
+"""Buckets in memory that the trainer and the engines of one machine map: nothing is copied twice.
+
+Each training rank has two slots and fills them in turn. On a CPU a slot is a file in a folder of
+/dev/shm that nobody else can enter; on a GPU it is device memory, shared by a CUDA IPC handle. A
+slot grows to the largest bucket it has held and then stays.
+"""
+
+import base64
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.children import expandable_segments
+from qurl_megatron.runtime.undertaker import bury, remove
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.wire import SLOTS
+from qurl_megatron.wire.facts import check, own_facts
+from qurl_megatron.wire.files import RECEIPTS, mapped, refusing
+from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
+from qurl_megatron.wire.receipts import collect, leave
+from qurl_megatron.wire.transport import AtOnce, Rank
+
+
+def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:
+    return root / f"qurl-{token}"
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that nobody else can enter, where everybody may make folders.
+
+    Raises:
+        ConfigError: it cannot be made, or is another user's.
+    """
+    with refusing(path, size=0):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _own(path, os.stat(path, follow_symlinks=False), stat.S_ISDIR)
+
+
+class MemorySender(AtOnce):
+    kind = "memory"
+    cut = False
+
+    def __init__(
+        self,
+        token: str,
+        rank: int,
+        *,
+        leads: bool,
+        device: torch.device | str = "cpu",
+        root: Path = Path("/dev/shm"),
+        receipt_wait_s: float = 2.0,
+    ) -> None:
+        """
+        Args:
+            token: names the folder; all training ranks of a run give the same.
+            rank: of all training ranks.
+            leads: this rank removes the folder at the end.
+
+        Raises:
+            ConfigError: the folder cannot be made, or is another user's; torch's allocator makes
+                memory that cannot be shared.
+        """
+        self.folder = memory_folder(token, root)
+        self.leads, self.receipt_wait_s = leads, receipt_wait_s
+        self._facts = own_facts()
+        private_folder(self.folder)
+        if leads:
+            bury(self.folder)
+        with refusing(self.folder, size=0):
+            (self.folder / RECEIPTS).mkdir(exist_ok=True)
+        on_gpu = torch.device(device).type == "cuda"
+        if on_gpu and (setting := expandable_segments(os.environ)):
+            raise ConfigError(
+                "sync.transport=memory shares GPU memory by CUDA IPC, which engines cannot open "
+                f"with {setting}; leave expandable_segments out, or set sync.transport=files"
+            )
+        slot = _CudaSlot if on_gpu else _FileSlot
+        self._slots = [slot(self.folder / f"rank{rank}-{i}", device) for i in range(SLOTS)]
+
+    def describe(self, engine: str) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "receipts": str(self.folder / RECEIPTS),
+            "facts": self._facts,
+        }
+
+    def begin(self, version: int) -> None:
+        pass  # its first buckets overwrite whatever is there
+
+    def room(self, index: int, size: int) -> Tensor | None:
+        try:
+            return self._slots[index % SLOTS].of(size)
+        except ConfigError:  # raised again by ``put``, when no rank waits for this one's scales
+            return None
+
+    def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
+        pieces, size = lay_out(parts)
+        slot = self._slots[index % SLOTS]
+        pieces = fill(slot.of(size), pieces, [part.value for part in parts])
+        return Blob(slot.where(), size, pieces)
+
+    def receipts(self, session: str, ranks: int) -> list[Receipt]:
+        return collect(self.folder / RECEIPTS, session, ranks, self.receipt_wait_s)
+
+    def finish(self, *, keep: int) -> None:
+        pass
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        if self.leads:
+            remove(self.folder)
+
+
+class MemoryReceiver:
+    def __init__(self, transport: dict[str, Any], rank: int) -> None:
+        self._transport = transport
+        check("memory", transport["facts"])
+        self._receipts = Path(transport["receipts"])
+        self._open: dict[str, tuple[dict[str, Any], Tensor]] = {}
+
+    def follow(self, transport: dict[str, Any]) -> bool:
+        return transport == self._transport
+
+    def fetch(self, blob: Blob) -> Tensor:
+        key = blob.where["slot"]
+        where, memory = self._open.get(key, (None, None))
+        if where != blob.where:  # it grew, or a trainer was started anew
+            self._open.pop(key, None)
+            if "cuda" in blob.where:
+                memory = _open_cuda(blob.where, self._transport["facts"])
+            else:
+                memory = _open_file(blob.where)
+            self._open[key] = (blob.where, memory)
+        if blob.bytes > len(memory):
+            raise ConfigError(f"{key} holds {len(memory)} bytes, the blob says {blob.bytes}")
+        return memory[: blob.bytes]
+
+    def report(self, receipt: Receipt) -> None:
+        leave(self._receipts, receipt)
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+class _FileSlot:
+    def __init__(self, path: Path, device: torch.device | str) -> None:
+        self._path = path
+        self._memory: Tensor | None = None
+        self._where: dict[str, Any] = {}
+
+    def of(self, size: int) -> Tensor:
+        if self._memory is None or len(self._memory) < size:
+            self._grow(max(size, 1))
+        return self._memory
+
+    def where(self) -> dict[str, Any]:
+        return self._where
+
+    def close(self) -> None:
+        self._memory = None
+        self._path.unlink(missing_ok=True)
+
+    def _grow(self, size: int) -> None:
+        """A new file: who still maps the old one keeps it, and sees by the inode that it is old."""
+        self.close()
+        with refusing(self._path, size=size, half_written=self._path):
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            try:
+                # Reserved, not only sized: a write to memory that is not there ends the process.
+                os.posix_fallocate(file, 0, size)
+                self._where = {
+                    "slot": str(self._path),
+                    "inode": os.fstat(file).st_ino,
+                    "size": size,
+                }
+                self._memory = mapped(file, size, writable=True)
+            finally:
+                os.close(file)
+
+
+class _CudaSlot:
+    """Shared as torch.multiprocessing shares a CUDA tensor, its arguments sent as JSON."""
+
+    def __init__(self, path: Path, device: torch.device | str) -> None:
+        self._path, self._device = path, torch.device(device)
+        self._memory: Tensor | None = None
+        self._where: dict[str, Any] = {}
+
+    def of(self, size: int) -> Tensor:
+        if self._memory is None or len(self._memory) < size:
+            self.close()
+            self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
+            index, *shared = self._memory.untyped_storage()._share_cuda_()
+            self._where = {
+                "slot": str(self._path),
+                "cuda": str(torch.cuda.get_device_properties(index).uuid),
+                "shared": [_text(x) if isinstance(x, bytes) else x for x in shared],
+                "size": len(self._memory),
+            }
+        return self._memory
+
+    def where(self) -> dict[str, Any]:
+        return self._where
+
+    def close(self) -> None:
+        self._memory = None
+
+
+def _open_file(where: dict[str, Any]) -> Tensor:
+    path = where["slot"]
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be opened ({error.strerror}): the trainer is gone, or on another "
+            "machine; set sync.transport to files or group"
+        ) from None
+    try:
+        found = os.fstat(file)
+        _own(Path(path), found, stat.S_ISREG)
+        if found.st_size < where["size"] or found.st_ino != where["inode"]:
+            raise ConfigError(
+                f"{path} has {found.st_size} bytes, inode {found.st_ino}, instead of "
+                f"{where['size']}, inode {where['inode']}: another trainer writes there"
+            )
+        return mapped(file, where["size"])
+    finally:
+        os.close(file)
+
+
+def _open_cuda(where: dict[str, Any], trainer: Mapping[str, str]) -> Tensor:
+    uuids = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
+    if where["cuda"] not in uuids:
+        raise ConfigError(
+            f"GPU {where['cuda']}, which holds the trainer's weights, is not visible to this "
+            "engine; show it in CUDA_VISIBLE_DEVICES, or set sync.transport to group"
+        )
+    index = uuids.index(where["cuda"])
+    torch.cuda._lazy_init()
+    shared = [base64.b64decode(x) if isinstance(x, str) else x for x in where["shared"]]
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
+    except (RuntimeError, TypeError) as error:
+        # Each torch knows the handles of its own version, and most others.
+        raise ConfigError(
+            f"the trainer's GPU memory (torch {trainer['torch']}, CUDA {trainer['cuda']}) cannot "
+            f"be opened in the engine (torch {torch.__version__}, CUDA {torch.version.cuda}): "
+            f"{str(error).partition(chr(10))[0]}; install the same torch in both environments, or "
+            "set sync.transport=files"
+        ) from None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _own(path: Path, found: os.stat_result, is_kind) -> None:
+    if not is_kind(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{path} is not what this user's trainer makes there; remove it")
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
