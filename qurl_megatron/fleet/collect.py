@@ -294,9 +294,9 @@ class _Collection:
         return [item.sample() for group in self.groups for item in group]
 
     def _deal(self) -> None:
-        """Who gets what: one share per embedded engine, or group by group where there is room."""
+        """Who gets what: a share per engine that repeats, or group by group where there is room."""
         serving, patience = self.fleet.serving(), self.config.straggler_s or math.inf
-        if not all(engine.kind == "embedded" for engine in serving):
+        if not all(engine.kind.repeats for engine in serving):
             self.waiting.extend((group, patience, None) for group in self.groups)
             return
         self.limit = None  # they queue by themselves
@@ -356,7 +356,7 @@ class _Collection:
             read,
             limit=answer_limit([one.budget for one in asked]),
             # Prefixes that other weights computed are not to be shared, flushed or not.
-            cache_key=str(flight.version) if flight.engine.kind == "sglang" else None,
+            cache_key=str(flight.version) if flight.engine.kind.shares_prefixes else None,
         )
 
     async def _settle(self) -> None:
@@ -445,7 +445,7 @@ class _Collection:
     def _converse(self, flight: _Flight) -> None:
         """Have the environment answer where a turn ended."""
         ended = [item for item in flight.items if item.ended]
-        together = flight.engine.kind == "embedded" and not flight.lost
+        together = flight.engine.kind.repeats and not flight.lost
         for items in [ended] if together else [[item] for item in ended]:
             if items:
                 task = asyncio.create_task(self._talk(items))

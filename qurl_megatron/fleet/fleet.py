@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.sglang.command_line import API_KEY, LOADER, Launch, given_key
+from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.starting import API_KEY, Launch, given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet import process
 from qurl_megatron.fleet.answer import Info
@@ -32,6 +33,7 @@ from qurl_megatron.fleet.tenancy import Tenancy
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.wire.lease import Owner
+from qurl_megatron.wire.message import LOADER
 from qurl_megatron.wire.naming import Names
 
 __all__ = ["Engine", "Fleet"]
@@ -263,31 +265,6 @@ class Fleet:
                 elif engine.state == "serving":
                     self.fail(engine, f"it was not brought to version {version}")
 
-    def publish(self, folder: Path | str, version: int) -> None:
-        """Bring the engines to the weights in ``folder``, under the name of ``version``.
-
-        Raises:
-            EngineError: none confirmed the version; names all. Those that fail stay paused and get
-                no traffic, the others continue.
-        """
-
-        name = self.names.of(version)
-
-        def update(engine: Engine) -> None:
-            client = engine.client
-            client.pause("retract")
-            if engine.kind == "sglang":  # the embedded engine changes name and weights in one step
-                client.set_weight_version(self.names.updating(version))
-            client.update_weights_from_disk(folder, name)
-            served = client.weight_version()
-            if served != name:
-                raise EngineError(f"{client.url} serves version {served!r} after the update")
-            client.resume()
-
-        with self.publication() as engines:
-            done = self.each(update, f"publishing version {version}", engines)
-            self.confirm(done, version)
-
     def each(
         self,
         act: Callable[[Engine], Result],
@@ -487,7 +464,7 @@ class Fleet:
 
     def adopt(self, member: Member, api_key: str | None) -> None:
         with self._lock:
-            engine = Engine(f"engine-{len(self._engines)}", kind="sglang")
+            engine = Engine(f"engine-{len(self._engines)}")
             engine.client = self._client(member.url, api_key)
             engine.started_at = time.monotonic()
             self._engines.append(engine)
@@ -501,9 +478,7 @@ class Fleet:
 
     def arrived(self, engine: Engine, info: Info) -> None:
         """It answers: ready, or serving where nothing has been published that it could lack."""
-        embedded = info.kind == "embedded"
-        updatable = embedded or info.loaders is None or LOADER in info.loaders
-        if not updatable and not self.fixed:
+        if not (self.fixed or info.loaders is None or LOADER in info.loaders):
             self.leave(
                 engine,
                 "gave up",
@@ -512,9 +487,8 @@ class Fleet:
             )
             return
         with self._lock:
-            engine.kind, engine.tp = info.kind, info.tp
-            # Started without weights.
-            empty = engine.process is not None and not embedded and not self.fixed
+            engine.kind, engine.tp, engine.scheme = info.kind, info.tp, info.scheme
+            empty = engine.process is not None and engine.kind.starts_empty and not self.fixed
             engine.state = "ready" if empty or self.version is not None else "serving"
             engine.version, engine.reason = None, ""
             self.note("restarted" if engine.restarts else "started", engine, f"at {engine.url}")
@@ -537,7 +511,7 @@ class Fleet:
         self._run_key = secrets.token_urlsafe(32)
         for name, launch in self._launches(self._scheme).items():
             started = EngineProcess(name, launch, self._log_dir)
-            engine = Engine(name, process=started, kind=self.config.backend)
+            engine = Engine(name, process=started, kind=KINDS[self.config.backend])
             self._engines.append(engine)
             engine.started_at = time.monotonic()
             started.start()

@@ -133,7 +133,7 @@ class Supervisor:
     def _ask(self, engine: Engine, client: EngineClient) -> None:
         """Send a health check where one is due; one that is out for too long is a silence."""
         pulse, now = engine.pulse, time.monotonic()
-        limit_s = self._config.health_limit_s(engine.kind)
+        limit_s = self._health_limit_s(engine)
         with self._fleet._lock:
             if pulse.sent is None and now >= pulse.due:
                 pulse.sent = now
@@ -153,7 +153,7 @@ class Supervisor:
                 info = client.info(limit_s)
                 if engine.state == "starting":
                     self._fleet.tenancy.claim(engine, client)
-                    if engine.process is not None and info.kind == "sglang":
+                    if engine.process is not None:
                         engine.process.look()
         except EngineError as failure:
             error = failure
@@ -202,9 +202,12 @@ class Supervisor:
                 if engine.process is not None:
                     engine.process.kill()
 
+    def _health_limit_s(self, engine: Engine) -> float:
+        return self._config.health_timeout_s or engine.kind.health_timeout_s
+
     def _hung(self, engine: Engine, now: float) -> bool:
         """No answer for too long, and no other sign of life."""
-        limit_s, silent = self._config.health_limit_s(engine.kind), engine.pulse.silent_since
+        limit_s, silent = self._health_limit_s(engine), engine.pulse.silent_since
         if now > silent + IN_ALL * limit_s:
             return True
         heard = engine.process.heard() if engine.process is not None else silent

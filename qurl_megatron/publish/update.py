@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qurl_megatron.config.sections import SyncConfig
-from qurl_megatron.engines.sglang.command_line import LOADER
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import Engine, Fleet
-from qurl_megatron.wire.message import Action, Blob, Encoded, Message, Receipt, payload
+from qurl_megatron.wire.message import LOADER, Action, Blob, Encoded, Message, Receipt, payload
 
 BlobsFor = Callable[[Engine, int], Encoded | Sequence[Blob]]
 """(engine, its rank) -> what the training ranks have for it in one bucket."""
@@ -50,7 +49,7 @@ class Update:
     ) -> None:
         """
         Args:
-            engines: that shall take part; SGLang servers with our loader.
+            engines: that shall take part.
             describe: ``Sender.describe``.
         """
         self.fleet, self.version, self.config = fleet, version, config

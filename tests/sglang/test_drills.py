@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
+from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Engine, Fleet
-from qurl_megatron.fleet.process import API_KEY
 from qurl_megatron.publish.update import Taken
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire.group import GroupSender, host_store

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 import torch
 
+from qurl_megatron.engines.session import pointers
 from qurl_megatron.engines.sglang.loader import Rank, handle
-from qurl_megatron.engines.sglang.targets import pointers, targets
+from qurl_megatron.engines.sglang.targets import targets
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of

@@ -33,7 +33,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from qurl_megatron.engines.sglang.command_line import LOADER
 from qurl_megatron.fleet.engine_record import Engine
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.model.policy import Policy
@@ -41,7 +40,7 @@ from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.message import Message, payload
+from qurl_megatron.wire.message import LOADER, Message, payload
 
 Way = Literal["loader", "from_tensor", "from_disk"]
 Named = list[tuple[str, Tensor]]
