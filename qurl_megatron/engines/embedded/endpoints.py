@@ -384,7 +384,7 @@ class _Handlers:
         body = await _json(request)
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str) or not Path(path).is_dir():
-            raise ConfigError(f"model_path {path!r} is not a folder on this machine")
+            return _outcome(f"model_path {path!r} is not a folder on this machine", success=False)
         async with self._updating:
             try:
                 tensors, found = await run_in_threadpool(read_weights, Path(path), self.decoder)
