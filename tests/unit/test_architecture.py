@@ -71,9 +71,7 @@ def test_imports_point_downwards(file):
         return
     for module in imports(file):
         if module.startswith("qurl_megatron."):
-            assert level(module) <= level(f"qurl_megatron.{name}"), (
-                f"{name} must not import {module}"
-            )
+            assert level(module) <= level(f"qurl_megatron.{own}"), f"{own} must not import {module}"
 
 
 def test_algorithms_and_quantizers_are_pure():
