@@ -1067,7 +1067,7 @@ class SyncConfig:
     transport: Literal["auto", "files", "memory", "group"] = "auto"
     """The way of the bytes: files on a folder that all machines share; memory of one machine that
     trainer and engines map; group, point to point over NCCL or gloo. auto: memory where trainer and
-    SGLang engines are on one machine, else files. Embedded engines take files."""
+    engines are on one machine, else files."""
 
     bucket_mb: float = 256.0
     """Largest bucket of one training rank, in MiB of what is sent (quantized bytes, not BF16). Two

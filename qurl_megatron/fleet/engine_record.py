@@ -33,7 +33,7 @@ class Pulse:
 
 
 @dataclass(eq=False)
-class Engine:
+class EngineRecord:
     """State and counters of one engine; equal only to itself."""
 
     name: str

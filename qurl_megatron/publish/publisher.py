@@ -19,7 +19,7 @@ from torch import Tensor
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.model.aligned import Align
 from qurl_megatron.model.policy import Policy
@@ -421,7 +421,7 @@ class _Lead:
             self._update.drop(engine, reason)
 
 
-def refuse_unlike(align: Align, backend: str, engines: Sequence[Engine]) -> None:
+def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -> None:
     """Raise where the policy quantizes tokens as other engines than these do."""
     if not align.activations:
         return

@@ -325,7 +325,7 @@ def test_an_engine_that_waits_for_its_restart_switches_at_once_and_one_that_left
         gone, waiting = fleet.serving()
         os.kill(gone.process.popen.pid, signal.SIGKILL)
         wait_until(lambda: gone.state == "gone")
-        with fleet._turn:
+        with fleet.turn:
             waiting.process.kill()
             waiting.state, waiting.start_at = "starting", time.monotonic() + 60
         fleet.switch("int8")

@@ -169,7 +169,7 @@ def test_an_engine_that_leaves_and_returns_is_not_given_back_late(late, monkeypa
         config = RolloutConfig(rendezvous=str(offered))
         options = {"scheme": "none", "log_dir": "unused", "vocabulary": 96, "owner": ONE}
         with Fleet(config, "unused", **options) as fleet:
-            fleet.tenancy.let_go = lambda one: threading.Thread(
+            fleet.on_leave = lambda one: threading.Thread(
                 target=let_go, args=(fleet, one), daemon=True
             ).start()
             offered.write_text("")

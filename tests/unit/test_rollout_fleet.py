@@ -70,7 +70,7 @@ def test_a_version_that_is_not_whole_leaves_engines_paused_until_a_whole_one_com
 
 
 def test_every_run_has_a_key_of_its_own_that_nobody_sees(fleet):
-    key = fleet._run_key
+    key = fleet.run_key
     assert len(key) >= 32
     for engine in fleet.engines():
         pid = engine.process.popen.pid
