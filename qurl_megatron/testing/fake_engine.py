@@ -7,8 +7,10 @@ same as a process, which can be stopped, killed and started again.
 """
 
 import argparse
+import base64
 import json
 import os
+import pickletools
 import sys
 import threading
 import time
@@ -170,8 +172,11 @@ class FakeEngine:
             return 400, {"success": False, "message": "these weights are not mine"}
         if self.update_fault == "hang":
             self.closing.wait()
-        status = 200 if self.session_open else 400
-        return status, {"success": self.session_open, "message": "no session is open"}
+        if not self.session_open:
+            return 400, {"success": False, "message": "no session is open"}
+        for rank, text in enumerate(body["serialized_named_tensors"]):
+            _leave_receipt(text, rank)
+        return 200, {"success": True}
 
     def generate(self, body: dict) -> tuple[int, object]:
         with self._lock:
@@ -259,6 +264,22 @@ class QuietServer(ThreadingHTTPServer):
     def handle_error(self, request, client_address) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
             super().handle_error(request, client_address)
+
+
+def _leave_receipt(serialized: str, rank: int) -> None:
+    """Where a message of an update asks for one: all is there. By hand, as torch starts slowly."""
+    try:
+        words = pickletools.genops(base64.b64decode(serialized))
+        message = json.loads(next(word for _, word, _ in words if isinstance(word, str)))
+    except (StopIteration, ValueError):
+        return  # another loader's
+    if message["action"] not in ("check", "finish") or "receipts" not in message["transport"]:
+        return
+    path = Path(message["transport"]["receipts"]) / f"{message['session']}-{rank}.json"
+    receipt = {"session": message["session"], "rank": rank, "error": None, "pointers": ""}
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps({**receipt, "bytes": 0, "seconds": 0.0}), encoding="utf-8")
+    aside.rename(path)
 
 
 class _Handler(BaseHTTPRequestHandler):
