@@ -13,7 +13,7 @@ import torch.distributed as dist
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import cpu, filesystem, launch, megatron
-from qurl_megatron.runtime.megatron import RankLost, by_lead, megatron_runtime, share
+from qurl_megatron.runtime.megatron import RankLost, megatron_runtime, share
 from qurl_megatron.testing.ranks import run_on_ranks
 
 CUDA = torch.device("cuda", 0)
