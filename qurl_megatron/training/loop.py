@@ -450,13 +450,10 @@ class _Run:
         owed = self.state.unevaluated
         if self.config.train.eval_prompts:
             self._evaluate()
-        state = replace(self.state, unevaluated=False)
-        if state.step == state.begun:
-            state = replace(state, accuracy_before=state.accuracy)
-        self.state = state
+        self.state = replace(self.state, unevaluated=False)
         if owed:
             run_dir = Path(self.config.train.run_dir)
-            self._on_lead(lambda: checkpoint.evaluated(run_dir, state))
+            self._on_lead(lambda: checkpoint.evaluated(run_dir, self.state))
 
     def _save(self) -> None:
         run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep

@@ -104,8 +104,11 @@ class TrainState:
         return self.step >= steps and not self.unevaluated
 
     def scored(self, step: int, score: float) -> "TrainState":
-        """The state once the evaluation of ``step`` is done."""
-        return replace(self, accuracy=score, accuracy_step=step, unevaluated=False)
+        """The state once ``step`` is evaluated."""
+        before = score if step == self.begun else self.accuracy_before
+        return replace(
+            self, accuracy=score, accuracy_step=step, accuracy_before=before, unevaluated=False
+        )
 
     def summary(self, *, right_or_wrong: bool) -> str:
         """How far the run has come, for a person.
