@@ -42,6 +42,7 @@ from qurl_megatron.bench.load.words import Words
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.planning import machine
@@ -135,9 +136,14 @@ class Subject:
     @property
     def dtype(self) -> str:
         """Of what is not quantized; an embedded engine on a CPU is fastest with FP32 there."""
-        on_cpu = self.engine == "embedded" and not torch.cuda.is_available()
+        on_cpu = self.planned_on == "cpu" and not torch.cuda.is_available()
         beside_codes = on_cpu and SCHEMES[self.scheme] != "none"
         return "float32" if self.scheme == "fp32" or beside_codes else "bfloat16"
+
+    @property
+    def planned_on(self) -> str:
+        """Where its speed is predicted; "" for an engine at a URL."""
+        return ENGINE_KINDS[self.engine].planned_on if self.engine in ENGINE_KINDS else ""
 
     @property
     def elsewhere(self) -> str:
@@ -251,13 +257,14 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
         )
     found = []
     for engine in options.engine:
-        if engine not in ("embedded", "sglang") and "://" not in engine:
-            raise ConfigError(f"--engine {engine} is neither embedded, sglang nor a URL")
+        if engine not in ENGINE_KINDS and "://" not in engine:
+            raise ConfigError(f"--engine {engine} is neither {', '.join(ENGINE_KINDS)} nor a URL")
         if "://" in engine and len(options.schemes) > 1:
             raise ConfigError(
                 f"--engine {engine} serves one scheme; say which one with --schemes, for its limit"
             )
-        tensors = options.tensor if engine != "embedded" else [_alone(options)]
+        split = engine not in ENGINE_KINDS or ENGINE_KINDS[engine].takes_gpus
+        tensors = options.tensor if split else [_alone(options)]
         found += [Subject(engine, s, t) for s in options.schemes for t in tensors]
     return found
 
@@ -480,7 +487,7 @@ def bounds_of(
     share = 1 if on_gpu else subject.tensor
     load = {"prompt": plan.prompt, "slots": plan.slots}
     least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
-    if not on_gpu and subject.engine != "embedded":
+    if not on_gpu and subject.planned_on != "cpu":
         why = "on CPUs, only embedded engines that this command started are predicted"
         return Bounds(least, unplanned=why)
     known = limits.gpu_named(gpu, scheme) if on_gpu else cpu(subject.dtype).of_rank(1)

@@ -116,22 +116,22 @@ class RunConfig:
 
     def _check_engines(self) -> None:
         """What engines must be able to do."""
+        kind = self.rollout.kind
         require(
             self.sync.pause == "retract"
-            or self.rollout.backend == "sglang"
-            and "--disable-overlap-schedule" in self.rollout.engine_args,
+            or kind.exact_pause != ""
+            and kind.exact_pause in self.rollout.engine_args,
             "sync.pause=in_place needs rollout.backend=sglang and --disable-overlap-schedule among "
             "rollout.engine_args: the token that SGLang overlaps with the pause would be said to "
             "come from the wrong version",
         )
         require(
-            not (self.model.fp32_output and self.model.dtype == "bfloat16")
-            or self.rollout.backend == "sglang",
+            not (self.model.fp32_output and self.model.dtype == "bfloat16") or kind.wide_output,
             "model.fp32_output: embedded engines round logits to model.dtype; leave it out, or set "
             "rollout.backend=sglang or model.dtype=float32",
         )
         adopted = self.rollout.urls or self.rollout.rendezvous
-        started = self.rollout.backend == "sglang" and not adopted
+        started = kind.wide_output and not adopted
         require(
             not started
             or self.model.fp32_output == ("--enable-fp32-lm-head" in self.rollout.engine_args),
@@ -151,7 +151,7 @@ class RunConfig:
             "ends would be on one GPU, which NCCL refuses; set sync.transport=auto",
         )
         require(
-            self.quant.scheme not in ("int6", "int5", "int4") or self.rollout.backend == "embedded",
+            self.quant.scheme not in ("int6", "int5", "int4") or kind.few_bits,
             f"quant.scheme={self.quant.scheme} is simulated by the embedded engine alone; set "
             "rollout.backend=embedded, or quant.scheme to int8 or fp8",
         )
@@ -217,7 +217,7 @@ class RunConfig:
     @property
     def engine_tensor(self) -> int:
         """Over how many ranks an engine splits its layers."""
-        return self.rollout.engine_tensor if self.rollout.backend == "sglang" else 1
+        return self.rollout.engine_tensor if self.rollout.kind.takes_gpus else 1
 
     @property
     def responses_per_step(self) -> int:

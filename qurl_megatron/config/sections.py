@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from qurl_megatron.engines.kinds import KINDS, EngineKind
+from qurl_megatron.engines.kinds import ENGINE_KINDS, EngineKind
 from qurl_megatron.errors import ConfigError
 
 OnResume = Literal["free", "change", "fork", "never"]
@@ -646,7 +646,7 @@ class RolloutConfig:
     @property
     def kind(self) -> EngineKind:
         """What is known of the engines started here."""
-        return KINDS[self.backend]
+        return ENGINE_KINDS[self.backend]
 
 
 ONE_FILE = (

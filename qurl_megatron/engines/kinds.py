@@ -44,6 +44,9 @@ class EngineKind:
     wide_output: bool
     """Can compute logits in FP32 where the model is BF16."""
 
+    planned_on: str
+    """Where ``qurl plan`` predicts its speed: "cpu" or "gpu"."""
+
     quantizes: bool
     """Quantizes what it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""
 
@@ -58,7 +61,7 @@ class EngineKind:
     """Silence after which one has hung, where the recipe gives none."""
 
 
-KINDS = {
+ENGINE_KINDS = {
     kind.name: kind
     for kind in (
         EngineKind(
@@ -72,6 +75,7 @@ KINDS = {
             arithmetic="exact",
             few_bits=True,
             wide_output=False,
+            planned_on="cpu",
             quantizes=True,
             exact_pause="",
             start_timeout_s=300.0,
@@ -88,6 +92,7 @@ KINDS = {
             arithmetic="sglang",
             few_bits=False,
             wide_output=True,
+            planned_on="gpu",
             quantizes=False,
             exact_pause="--disable-overlap-schedule",
             start_timeout_s=900.0,  # it may compile kernels and capture graphs first
@@ -96,10 +101,10 @@ KINDS = {
     )
 }
 
-UNKNOWN = KINDS["sglang"]
+UNKNOWN = ENGINE_KINDS["sglang"]
 """Taken for an adopted engine until it answers: the patient one."""
 
 
 def kind_of(says: object) -> EngineKind:
     """The kind of an engine by what it says of itself; SGLang says nothing."""
-    return next((kind for kind in KINDS.values() if kind.says == says), UNKNOWN)
+    return next((kind for kind in ENGINE_KINDS.values() if kind.says == says), UNKNOWN)

@@ -17,6 +17,7 @@ from typing import Any
 from qurl_megatron import __version__
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
@@ -385,7 +386,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
     rollout = _rollout(arguments, defaults.rollout, sampling)
     scheme = "" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model)
     out = defaults.out if arguments.model is None else None
-    variant = f"-{scheme}" if rollout.backend == "embedded" and scheme not in ("", "none") else ""
+    variant = f"-{scheme}" if rollout.kind.quantizes and scheme not in ("", "none") else ""
     out = out or Path("runs/eval") / f"{_by_its_path(model)}{variant}"
     return Plan(
         model=model,
@@ -440,8 +441,7 @@ def _rollout(
     if arguments.urls and (starts or arguments.scheme):
         option = (starts or ["--scheme"])[0]
         raise ConfigError(f"{option} is for engines that are started here; leave it or --url out")
-    backend = arguments.backend or base.backend
-    if backend == "embedded":
+    if not ENGINE_KINDS[arguments.backend or base.backend].takes_gpus:
         if (arguments.tensor or 1) > 1 or arguments.engine_args:
             raise ConfigError("--tensor and --engine-arg are for --backend sglang")
         changed |= {"engine_tensor": 1, "engine_args": ()}
@@ -469,7 +469,7 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     wanted = given or defaults.scheme
     megatron = find_torch_dist(model) is not None
     config = read_config(description_of(model))
-    if backend == "embedded":
+    if ENGINE_KINDS[backend].quantizes:
         if not megatron and config.get("quantization_config"):
             raise ConfigError(
                 f"{model} is quantized, and embedded engines quantize by themselves: give the "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 
 ADOPTED_S = 30.0  # for engines that should already be there to answer
 
@@ -72,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         help="an engine that already runs, over SGLang's protocol; may be given several times; its "
         "API key is taken from QURL_API_KEY",
     )
-    which.add_argument("--backend", choices=("embedded", "sglang"), help="default embedded")
+    which.add_argument("--backend", choices=tuple(ENGINE_KINDS), help="default embedded")
     which.add_argument(
         "--scheme",
         choices=schemes,

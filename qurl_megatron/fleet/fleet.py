@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import Launch, given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet import process
@@ -271,7 +271,7 @@ class Fleet(Roster):
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for name, launch in self._launches(self._scheme).items():
             started = EngineProcess(name, launch, self._log_dir)
-            engine = EngineRecord(name, process=started, kind=KINDS[self.config.backend])
+            engine = EngineRecord(name, process=started, kind=ENGINE_KINDS[self.config.backend])
             self._engines.append(engine)
             engine.started_at = time.monotonic()
             started.start()

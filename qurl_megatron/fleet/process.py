@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import Launch, Start
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
@@ -196,7 +196,7 @@ def launches(
         ConfigError: such engines cannot be started here.
     """
     names = [f"engine-{index}" for index in range(config.engines)]
-    ranks, kind = config.engines * config.engine_tensor, KINDS[config.backend]
+    ranks, kind = config.engines * config.engine_tensor, ENGINE_KINDS[config.backend]
     start = Start(
         config=config,
         model_dir=Path(model_dir),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from qurl_megatron.config import RolloutConfig, RunConfig
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.machine import CPU
 from qurl_megatron.tensors.arch import Arch
@@ -216,8 +217,9 @@ def check_backend(rollout: RolloutConfig, kind: str) -> None:
     Raises:
         ConfigError: they are not SGLang's on GPUs, or not embedded ones on CPUs.
     """
-    wanted = "embedded" if kind == CPU else "sglang"
-    if rollout.backend != wanted:
+    place = "cpu" if kind == CPU else "gpu"
+    if rollout.kind.planned_on != place:
+        wanted = next(name for name, one in ENGINE_KINDS.items() if one.planned_on == place)
         raise ConfigError(
             f"qurl plan predicts SGLang engines on GPUs and embedded ones with --gpu {CPU}, and "
             f"rollout.backend={rollout.backend}: set rollout.backend={wanted}, or give another "

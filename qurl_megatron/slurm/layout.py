@@ -58,7 +58,7 @@ def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) 
     training = _training(parallel, node)
     if rollout.rendezvous:
         return _with_rollout_nodes(training, rollout, node)
-    if rollout.backend == "sglang" and not rollout.urls:
+    if rollout.kind.takes_gpus and not rollout.urls:
         return Allocation(_with_own_engines(training, rollout, node), None)
     return Allocation(training, None)
 

@@ -31,7 +31,7 @@ def due(study: Study, cell: Cell, out: Path) -> bool:
     SGLang cannot load it at all before it is converted, and an embedded engine in its place, which
     may take hours for a large model, must be asked for.
     """
-    loadable = cell.embedded or study.settings.trained_by_embedded
+    loadable = cell.loads_runs or study.settings.trained_by_embedded
     if not (cell.evaluated and loadable) or accuracy(cell, out) is not None:
         return False
     newest = latest(run_dir(out, cell))
@@ -53,7 +53,7 @@ def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list
     asked = folder / f"{BENCHMARK}.jsonl"
     asked.write_text("".join(rows), encoding="utf-8")
     run = ["--run", str(run_dir(out, cell)), "--out", str(folder)]
-    engine = [] if cell.embedded else ["--backend", "embedded", "--engines", "1"]
+    engine = [] if cell.loads_runs else ["--backend", "embedded", "--engines", "1"]
     keys = ["--prompt-key", "prompt", "--answer-key", "answer"]
     return [*qurl, "eval", str(asked), *keys, *run, *engine, "--scheme", "none", "--k", "1"]
 

@@ -98,7 +98,7 @@ class Cell:
     overrides: tuple[str, ...]  # all but train.run_dir
     steps: int
     evaluated: bool
-    embedded: bool  # its engines
+    loads_runs: bool  # its engines load a checkpoint of a run as it is
     model_path: Path
     warmstarted: bool  # the run makes its model where there is none
     ranks: int
@@ -226,7 +226,7 @@ def _cell(recipe: Path, method: str, scheme: str, seed: int, overrides: tuple[st
         overrides=overrides,
         steps=config.train.steps,
         evaluated=config.train.eval_prompts > 0,
-        embedded=config.rollout.backend == "embedded",
+        loads_runs=config.rollout.kind.quantizes,
         model_path=Path(config.model.path),
         warmstarted=config.warmstart.steps > 0,
         ranks=config.parallel.world_size,

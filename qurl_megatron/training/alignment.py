@@ -14,10 +14,9 @@ def alignment(config: RunConfig, device: torch.device) -> Align | None:
     """
     if config.train.align == "none":
         return None
-    on_gpus = config.rollout.backend == "sglang" and device.type == "cuda"
     return Align(
         scheme=config.quant.scheme,
         activations=config.train.align == "full",
-        arithmetic="sglang" if on_gpus else "exact",
+        arithmetic=config.rollout.kind.arithmetic if device.type == "cuda" else "exact",
         engine_tensor=config.engine_tensor,
     )

@@ -217,7 +217,7 @@ def add_up(
     ]
     gpu = int(gpu_gib * GIB)
     engine = None
-    if config.rollout.backend == "sglang":
+    if config.rollout.kind.takes_gpus:
         engine = _engine(config, models.policy, max(stage.at_rest for stage in stages), gpu)
     found = Footprint(
         config=config,
@@ -341,7 +341,7 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
 def _mapping_engines(config: RunConfig) -> int:
     """Engine ranks that map, by the memory transport, a trainer's slots on a GPU not their own."""
     rollout = config.rollout
-    elsewhere = rollout.urls or rollout.rendezvous or rollout.backend != "sglang"
+    elsewhere = rollout.urls or rollout.rendezvous or not rollout.kind.takes_gpus
     if elsewhere or config.sync.transport not in ("auto", "memory"):
         return 0
     return min(NODE, rollout.engines * rollout.engine_tensor) - rollout.colocate

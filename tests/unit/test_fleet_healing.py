@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import process, supervisor
@@ -238,7 +238,7 @@ def test_limits_follow_the_kind_of_engine_unless_they_are_given():
     plain, sglang = RolloutConfig(), RolloutConfig(backend="sglang")
     assert (plain.start_limit_s, sglang.start_limit_s) == (300, 900)
     assert RolloutConfig(backend="sglang", start_timeout_s=7.0).start_limit_s == 7
-    assert [KINDS[name].health_timeout_s for name in ("embedded", "sglang")] == [60, 300]
+    assert [ENGINE_KINDS[name].health_timeout_s for name in ("embedded", "sglang")] == [60, 300]
 
 
 def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():

@@ -15,7 +15,7 @@ from qurl_megatron.bench.load.model import Version
 from qurl_megatron.bench.load.outcome import Look
 from qurl_megatron.bench.load.protocols import PROTOCOLS, Protocol, read_look, read_metrics
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import parsed
@@ -58,7 +58,7 @@ def started(
     """An engine of its own, with ``version`` published to it.
 
     Args:
-        kind: a name in ``engines.kinds.KINDS``.
+        kind: a name in ``engines.kinds.ENGINE_KINDS``.
         folder: the model's, from which it starts.
         logs: gets engine-0.log.
         threads: of each rank; 0 takes the cores of the machine.
@@ -96,7 +96,7 @@ def started(
             client,
             PROTOCOLS["sglang"],
             "",
-            _look_at_server if KINDS[kind].says else _look_at_loads,
+            _look_at_server if ENGINE_KINDS[kind].says else _look_at_loads,
             identity,
             lambda: version.publish(fleet, next(numbers)),
         )
@@ -116,7 +116,7 @@ def engine_config(
         engine_threads=threads,
         engine_memory_gb=cache_gb,
         timeout_s=timeout_s,
-        engine_args=(INCREMENTAL,) if KINDS[kind].takes_gpus else (),
+        engine_args=(INCREMENTAL,) if ENGINE_KINDS[kind].takes_gpus else (),
     )
     return config, (*SERVE_COMMAND, INCREMENTAL)
 

@@ -38,7 +38,7 @@ from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.embedded.stream import Bell, Progress, Stream
 from qurl_megatron.engines.embedded.text_codec import TextCodec
 from qurl_megatron.engines.embedded.thread import EngineInfo, EngineThread
-from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
@@ -225,7 +225,7 @@ class _Handlers:
         info = await asyncio.wrap_future(self.worker.info())
         return JSONResponse(
             {
-                "engine": KINDS["embedded"].says,
+                "engine": ENGINE_KINDS["embedded"].says,
                 "custom_weight_loader": [LOADER],
                 "version": __version__,
                 "model_path": self.model_path,
