@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qurl_megatron.bench.environment import limits
+from qurl_megatron.bench.options import quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -191,7 +192,7 @@ def bounds(
         one_call: the step is a native one.
     """
     wide = scheme if scheme in DTYPE else ("fp32" if device == "cpu" else "bf16")
-    kind = "none" if scheme in DTYPE else scheme
+    kind = quant_scheme(scheme)
     machine = of_limits(limits(device), wide)
     if device == "cpu":
         native_for = frozenset({kind} if one_call else ())
@@ -213,7 +214,7 @@ def bounds(
 def random_decoder(arch: Arch, scheme: str, device: torch.device) -> Decoder:
     """A decoder whose values do not matter, but are small enough to stay finite."""
     torch.manual_seed(0)
-    kind = "none" if scheme in DTYPE else scheme
+    kind = quant_scheme(scheme)
     beside = "float32" if device.type == "cpu" else "bfloat16"  # quantized products
     decoder = Decoder(arch, kind, DTYPES[DTYPE.get(scheme, beside)], device)
     for name, slot in decoder.slots.items():

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from qurl_megatron.bench.options import chosen
+from qurl_megatron.bench.options import chosen, quant_scheme
 from qurl_megatron.bench.publish_model import TRANSPORTS, Rates, Setting, predict
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
@@ -50,8 +50,6 @@ from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.weights.shapes import parameter_count
 
-OWN = {"bf16": "none"}  # quant.scheme of a name that users give
-SHOWN = {"none": "bf16", "int8": "int8", "fp8": "fp8"}
 OURS = ("memory", "files", "files, staged", "files on disk", "group")
 GATHERED = {
     "gathered": ("loader", None),
@@ -395,6 +393,7 @@ def _case(
 ) -> Case:
     first = turns[0]
     scheme, tp, candidate = (first[key] for key in ("scheme", "engine_tp", "candidate"))
+    shown = "bf16" if scheme == "none" else scheme
     cost = None
     if candidate in TRANSPORTS:
         setting = Setting(
@@ -413,10 +412,10 @@ def _case(
 
     yardsticks = [turn["yardstick"] for turn in turns]
     return Case(
-        name=f"{SHOWN[scheme]}, engine TP{tp}, {candidate}",
+        name=f"{shown}, engine TP{tp}, {candidate}",
         keys={
             "model": model,
-            "scheme": SHOWN[scheme],
+            "scheme": shown,
             "engine_tp": tp,
             "way": candidate,
             "bucket_mb": bucket_mb,
@@ -485,7 +484,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             model=work / "model",
             work=work,
             disk=work / "disk",
-            cases=tuple((OWN.get(s, s), tp) for s in options.schemes for tp in options.engine_tp),
+            cases=tuple((quant_scheme(s), tp) for s in options.schemes for tp in options.engine_tp),
             candidates=tuple(names),
             turns=options.repeats,
             bucket_mb=options.bucket_mb,

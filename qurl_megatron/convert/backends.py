@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant import SCHEMES, QuantizedWeight, quantize
+from qurl_megatron.quant import QuantizedWeight, quantize
+from qurl_megatron.schemes import EXPORTED, SCHEMES
 
 _BLOCK = SCHEMES["fp8_block"].block
 assert _BLOCK is not None
@@ -117,8 +118,8 @@ def check_backend(backend: str, scheme: str) -> None:
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; known are {sorted(BACKENDS)}")
-    if scheme not in SCHEMES:
-        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(SCHEMES)}")
+    if scheme not in EXPORTED:
+        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
     if backend == "modelopt" and importlib.util.find_spec("modelopt") is None:
         raise ConfigError(
             "backend modelopt needs the package nvidia-modelopt: pip install "

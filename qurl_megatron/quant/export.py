@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant.formats import SCHEMES
 from qurl_megatron.quant.weights import QuantizedWeight
+from qurl_megatron.schemes import EXPORTED, SCHEMES
 
 _BLOCK = SCHEMES["fp8_block"].block
 assert _BLOCK is not None
@@ -155,8 +155,8 @@ def layout(scheme: str, fmt: str) -> Layout:
     """
     if fmt not in FORMATS:
         raise ConfigError(f"unknown checkpoint format {fmt!r}; known are {sorted(FORMATS)}")
-    if scheme not in SCHEMES:
-        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(SCHEMES)}")
+    if scheme not in EXPORTED:
+        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
     if (scheme, fmt) in _REFUSED:
         raise ConfigError(_REFUSED[scheme, fmt])
     return FORMATS[fmt][scheme]
@@ -239,7 +239,7 @@ def _long_sizes(shape: Sequence[int]) -> list[int]:
 def scheme_of(quantized: QuantizedWeight) -> str:
     """The scheme a weight was quantized with, read off it."""
     kind = (quantized.values.dtype, quantized.block)
-    return next(name for name, rules in SCHEMES.items() if (rules.dtype, rules.block) == kind)
+    return next(name for name in EXPORTED if (SCHEMES[name].dtype, SCHEMES[name].block) == kind)
 
 
 def quantization_config(scheme: str, fmt: str, ignore: Sequence[str]) -> dict:

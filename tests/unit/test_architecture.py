@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 import qurl_megatron
+from qurl_megatron.schemes import SCHEMES
 
 ROOT = Path(qurl_megatron.__file__).parent
 LEVEL = {
     "types": 0,
     "errors": 0,
+    "schemes": 0,
     "fused": 0,
     "tensors": 0,
     "config": 0,
@@ -69,7 +71,7 @@ def test_imports_point_downwards(file):
 
 
 def test_algorithms_and_quantizers_are_pure():
-    allowed = {"algo", "quant", "fused", "types", "errors"}
+    allowed = {"algo", "quant", "fused", "schemes", "types", "errors"}
     for file in [*ROOT.glob("algo/*.py"), *ROOT.glob("quant/*.py")]:
         for module in imports(file):
             top = module.split(".")[0]
@@ -91,6 +93,14 @@ def test_only_commands_and_the_training_see_a_whole_recipe():
         if file.relative_to(ROOT).parts[0] in may:
             continue
         assert "RunConfig" not in file.read_text(encoding="utf-8"), file
+
+
+def test_schemes_are_listed_in_their_table_alone():
+    for file in set(FILES) - {ROOT / "bench/options.py"}:  # a benchmark says what it compares
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                names = {one.value for one in node.elts if isinstance(one, ast.Constant)}
+                assert len(names & {*SCHEMES}) < 3, f"{file}:{node.lineno}: read schemes.py"
 
 
 def test_nothing_is_measured_with_a_clock_that_can_be_set():
