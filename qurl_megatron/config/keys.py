@@ -6,14 +6,14 @@ A section is a frozen dataclass below ``Section``. Rules of one key stand beside
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from qurl_megatron.errors import ConfigError
 
 OnResume = Literal["free", "change", "fork", "never"]
-"""What a key may do where a run goes on from its checkpoint. free: change, as it says how long and
-where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the run
-alone; never: the checkpoint's tensors have its value in them."""
+"""What a key may do where a run is resumed from its checkpoint. free: change, as it says how long
+and where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the
+run alone; never: the checkpoint's tensors have its value in them."""
 
 Value = TypeVar("Value")
 
@@ -31,6 +31,11 @@ class Allowed:
     has: Callable[[Any], bool]  # False for NaN
     words: str  # "KEY must <words>, got VALUE"
     why: str = ""  # what else the message says
+
+    def refuse(self, name: str, value: Any) -> NoReturn:
+        """Raise ``ConfigError`` for a key's value that is none of them."""
+        why = f"; {self.why}" if self.why else ""
+        raise ConfigError(f"{name} must {self.words}, got {value!r}{why}")
 
 
 def at_least(low: float) -> Allowed:
@@ -99,8 +104,7 @@ def check_keys(values: Any, name: str) -> None:
     for one in fields(values):
         value, allowed = getattr(values, one.name), one.metadata.get("allowed")
         if allowed is not None and not allowed.has(value):
-            why = f"; {allowed.why}" if allowed.why else ""
-            raise ConfigError(f"{name}.{one.name} must {allowed.words}, got {value!r}{why}")
+            allowed.refuse(f"{name}.{one.name}", value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -288,7 +288,7 @@ def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
 
     Args:
         kind: what messages call the file.
-        where: what they tell of such files where there is none.
+        where: what they say where there is no such file.
 
     Raises:
         ConfigError: missing file, or bad TOML.
@@ -417,9 +417,11 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
             arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
-            value, why = values[name], known[name].metadata.get("not_a_list")
-            if why and isinstance(value, list):
+            value, said = values[name], known[name].metadata
+            if (why := said.get("not_a_list")) and isinstance(value, list):
                 raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {why}")
+            if hint is str and type(value) is not str and (allowed := said.get("allowed")):
+                allowed.refuse(f"{prefix}{name}", value)  # says more than its type would
             arguments[name] = _convert(value, hint, f"{prefix}{name}")
     return cls(**arguments)
 

@@ -1,4 +1,4 @@
-"""What may change where a run goes on from its checkpoint; the sections' metadata say it by key."""
+"""What may change where a run is resumed from its checkpoint; sections and their keys say it."""
 
 import filecmp
 import os

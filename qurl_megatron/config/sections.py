@@ -132,7 +132,7 @@ class QuantConfig(Section, name="quant", on_resume="fork"):
 
     rounding: Literal["nearest", "stochastic", "dithered"] = "nearest"
     """How a weight between two codes becomes one of them. stochastic: the upper one with the
-    probability of the fraction, drawn anew for each version; dithered: drawn once for each weight
+    probability of the fraction, drawn again for each version; dithered: drawn once for each weight
     of the run, so that a weight that has not moved keeps its code."""
 
     uaq_scale: float = key(1.5, at_least(1.0), on_resume="never")
@@ -452,7 +452,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
 
     max_restarts: int = key(3, at_least(0))
     """How often an engine that died, hung or gave an impossible answer is started again; each time
-    after twice the wait. The count begins anew once it has served three versions in a row without
+    after twice the wait. The count starts again once it has served three versions in a row without
     a fault, which in ``qurl eval``, where nothing is published, it never has."""
 
     environment: str = key("", code_named("Class"), on_resume="fork")
@@ -874,9 +874,9 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     of them are in memory at a time."""
 
     pause: Literal["retract", "in_place"] = "retract"
-    """What becomes of requests that an update interrupts. retract: they are computed anew with the
+    """What becomes of requests that an update interrupts. retract: they are computed again with the
     new weights up to where they were, and go on; in_place: they go on with the old key/value cache.
-    Either way each token tells its version."""
+    Either way each token carries its version."""
 
     host: str = ""
     """Address of the leading rank at which the group transport meets engines; it must be reachable

@@ -58,6 +58,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("quant.shceme=int8", "unknown key quant.shceme; did you mean quant.scheme?"),
         ("qant.scheme=int8", "unknown section qant; did you mean quant?"),
         ("quant.scheme=int3", "one of none, int8, fp8, int6, int5, int4, got 'int3'"),
+        ("quant.scheme=false", "one of none, int8, fp8, int6, int5, int4, got False"),
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
@@ -96,7 +97,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("reward.mix={'a b'={}}", "reward.mix.a b: a name has letters, digits, _ and - alone: it"),
     ],
 )
-def test_mistakes_name_key_value_and_mend(recipe, override, message):
+def test_mistakes_name_key_value_and_fix(recipe, override, message):
     with pytest.raises(ConfigError) as error:
         load(recipe, [override])
     assert message in str(error.value)
