@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+BLOCK = 128
+"""Edge of the squares of "fp8_block"."""
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -39,7 +42,7 @@ SCHEMES: dict[str, Scheme] = {
     "none": Scheme(),
     "int8": Scheme("int8", 127.0),
     "fp8": Scheme("float8_e4m3fn", 448.0),
-    "fp8_block": Scheme("float8_e4m3fn", 448.0, block=128, rollouts=False),
+    "fp8_block": Scheme("float8_e4m3fn", 448.0, block=BLOCK, rollouts=False),
     "int6": Scheme("int8", 31.0, simulated=True),
     "int5": Scheme("int8", 15.0, simulated=True),
     "int4": Scheme("int8", 7.0, simulated=True),

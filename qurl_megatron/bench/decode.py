@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from qurl_megatron.bench.environment import limits
-from qurl_megatron.bench.options import quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -192,7 +191,7 @@ def bounds(
         one_call: the step is a native one.
     """
     wide = scheme if scheme in DTYPE else ("fp32" if device == "cpu" else "bf16")
-    kind = quant_scheme(scheme)
+    kind = "none" if scheme in DTYPE else scheme
     machine = of_limits(limits(device), wide)
     if device == "cpu":
         native_for = frozenset({kind} if one_call else ())
@@ -214,7 +213,7 @@ def bounds(
 def random_decoder(arch: Arch, scheme: str, device: torch.device) -> Decoder:
     """A decoder whose values do not matter, but are small enough to stay finite."""
     torch.manual_seed(0)
-    kind = quant_scheme(scheme)
+    kind = "none" if scheme in DTYPE else scheme
     beside = "float32" if device.type == "cpu" else "bfloat16"  # quantized products
     decoder = Decoder(arch, kind, DTYPES[DTYPE.get(scheme, beside)], device)
     for name, slot in decoder.slots.items():

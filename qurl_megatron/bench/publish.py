@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from qurl_megatron.bench.options import chosen, quant_scheme
+from qurl_megatron.bench.options import chosen
 from qurl_megatron.bench.publish_model import TRANSPORTS, Rates, Setting, predict
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
@@ -50,6 +50,8 @@ from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.weights.shapes import parameter_count
 
+OWN = {"bf16": "none"}  # quant.scheme of a name that users give
+SHOWN = {scheme: name for name, scheme in OWN.items()}
 OURS = ("memory", "files", "files, staged", "files on disk", "group")
 GATHERED = {
     "gathered": ("loader", None),
@@ -393,7 +395,6 @@ def _case(
 ) -> Case:
     first = turns[0]
     scheme, tp, candidate = (first[key] for key in ("scheme", "engine_tp", "candidate"))
-    shown = "bf16" if scheme == "none" else scheme
     cost = None
     if candidate in TRANSPORTS:
         setting = Setting(
@@ -412,10 +413,10 @@ def _case(
 
     yardsticks = [turn["yardstick"] for turn in turns]
     return Case(
-        name=f"{shown}, engine TP{tp}, {candidate}",
+        name=f"{SHOWN.get(scheme, scheme)}, engine TP{tp}, {candidate}",
         keys={
             "model": model,
-            "scheme": shown,
+            "scheme": SHOWN.get(scheme, scheme),
             "engine_tp": tp,
             "way": candidate,
             "bucket_mb": bucket_mb,
@@ -484,7 +485,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             model=work / "model",
             work=work,
             disk=work / "disk",
-            cases=tuple((quant_scheme(s), tp) for s in options.schemes for tp in options.engine_tp),
+            cases=tuple((OWN.get(s, s), tp) for s in options.schemes for tp in options.engine_tp),
             candidates=tuple(names),
             turns=options.repeats,
             bucket_mb=options.bucket_mb,
