@@ -12,11 +12,11 @@ ROOT = Path(qurl_megatron.__file__).parent
 LEVEL = {
     "types": 0,
     "errors": 0,
-    "schemes": 0,
     "fused": 0,
     "tensors": 0,
     "config": 0,
     "observe": 0,
+    "schemes": 0,
     "algo": 1,
     "quant": 1,
     "weights": 1,
@@ -95,14 +95,6 @@ def test_only_commands_and_the_training_see_a_whole_recipe():
         assert "RunConfig" not in file.read_text(encoding="utf-8"), file
 
 
-def test_schemes_are_listed_in_their_table_alone():
-    for file in set(FILES) - {ROOT / "bench/options.py"}:  # a benchmark says what it compares
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Tuple | ast.List | ast.Set):
-                names = {one.value for one in node.elts if isinstance(one, ast.Constant)}
-                assert len(names & {*SCHEMES}) < 3, f"{file}:{node.lineno}: read schemes.py"
-
-
 def test_nothing_is_measured_with_a_clock_that_can_be_set():
     for file in set(FILES) - {ROOT / "observe/clock.py"}:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -128,3 +120,11 @@ def test_triton_is_imported_by_its_kernels_alone_and_they_only_inside_functions(
                 if any(name.split(".")[0] == "triton" for name in names):
                     assert file.parent.name == "fused", file
                 assert not (kernels & set(names) and id(node) in at_once), file
+
+
+def test_schemes_are_listed_in_their_table_alone():
+    for file in set(FILES) - {ROOT / "bench/options.py"}:  # a benchmark says what it compares
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                names = {one.value for one in node.elts if isinstance(one, ast.Constant)}
+                assert len(names & {*SCHEMES}) < 3, f"{file}:{node.lineno}: read schemes.py"
