@@ -28,6 +28,7 @@ from qurl_megatron.convert.command import (
     run_main,
     torch_dtype,
 )
+from qurl_megatron.schemes import EXPORTED
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         "quantize.py --model Qwen2.5-14B --scheme int8 --format compressed-tensors --out qwen-int8",
     )
     command.add_argument("--model", type=Path, required=True, help="checkpoint of either kind")
-    command.add_argument("--scheme", choices=("int8", "fp8", "fp8_block"), required=True)
+    command.add_argument("--scheme", choices=EXPORTED, required=True)
     command.add_argument(
         "--format",
         dest="fmt",

@@ -10,8 +10,7 @@ from qurl_megatron import __version__
 from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.terminal import terminal
-
-SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")  # of rollouts
+from qurl_megatron.schemes import ROLLOUT
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -334,12 +333,12 @@ def _study_options(command: argparse.ArgumentParser) -> None:
 def _eval_options(command: argparse.ArgumentParser) -> None:
     from qurl_megatron.evaluation.options import add_options
 
-    add_options(command, SCHEMES)
+    add_options(command, ROLLOUT)
 
 
 def _serve_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")
-    command.add_argument("--scheme", choices=SCHEMES, default="int8")
+    command.add_argument("--scheme", choices=ROLLOUT, default="int8")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     command.add_argument("--host", default="127.0.0.1")
     command.add_argument("--port", type=int, help="default 30000, or a free one with --port-file")

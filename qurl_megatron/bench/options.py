@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.errors import ConfigError
-
-SCHEMES = ("bf16", "fp32", "int8", "fp8")
+from qurl_megatron.schemes import SCHEMES
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,12 @@ def chosen(names: list[str] | None, known: Collection[str], key: str) -> list[st
         if name not in known:
             raise ConfigError(f"{key} {name} is not known; known: {', '.join(known)}")
     return list(names or known)
+
+
+def quant_scheme(name: str) -> str:
+    """``quant.scheme`` of what --schemes calls bf16 or fp32, the format of what is not quantized,
+    or by its own name."""
+    return name if name in SCHEMES else "none"
 
 
 def _names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:

@@ -51,7 +51,7 @@ from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.weights.shapes import parameter_count
 
 OWN = {"bf16": "none"}  # quant.scheme of a name that users give
-SHOWN = {"none": "bf16", "int8": "int8", "fp8": "fp8"}
+SHOWN = {scheme: name for name, scheme in OWN.items()}
 OURS = ("memory", "files", "files, staged", "files on disk", "group")
 GATHERED = {
     "gathered": ("loader", None),
@@ -413,10 +413,10 @@ def _case(
 
     yardsticks = [turn["yardstick"] for turn in turns]
     return Case(
-        name=f"{SHOWN[scheme]}, engine TP{tp}, {candidate}",
+        name=f"{SHOWN.get(scheme, scheme)}, engine TP{tp}, {candidate}",
         keys={
             "model": model,
-            "scheme": SHOWN[scheme],
+            "scheme": SHOWN.get(scheme, scheme),
             "engine_tp": tp,
             "way": candidate,
             "bucket_mb": bucket_mb,

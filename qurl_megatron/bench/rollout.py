@@ -39,6 +39,7 @@ from qurl_megatron.bench.load.requests import (
     serial_digits,
 )
 from qurl_megatron.bench.load.words import Words
+from qurl_megatron.bench.options import quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -50,7 +51,6 @@ from qurl_megatron.planning.constants import Gpu, constants_of
 from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
 from qurl_megatron.tensors.arch import Arch, read_arch
 
-SCHEMES = {"bf16": "none", "fp32": "none", "int8": "int8", "fp8": "fp8"}  # quant.scheme by name
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 SETTINGS = ("seed", "mean", "sigma", "max", "threads", "cache_gb", "protocol")
 """Options that are keys of a case as they are."""
@@ -123,7 +123,7 @@ class Subject:
     """One row of the table: an engine of a kind with weights of a scheme."""
 
     engine: str  # "embedded", "sglang" or a URL
-    scheme: str  # of SCHEMES
+    scheme: str  # as --schemes names it
     tensor: int = 1
     sender: str = OURS  # of SENDERS
 
@@ -137,7 +137,7 @@ class Subject:
     def dtype(self) -> str:
         """Of what is not quantized; an embedded engine on a CPU is fastest with FP32 there."""
         on_cpu = self.planned_on == "cpu" and not torch.cuda.is_available()
-        beside_codes = on_cpu and SCHEMES[self.scheme] != "none"
+        beside_codes = on_cpu and quant_scheme(self.scheme) != "none"
         return "float32" if self.scheme == "fp32" or beside_codes else "bfloat16"
 
     @property
@@ -305,7 +305,7 @@ def _targets(
                 subject.engine, options.protocol, timeout_s=options.timeout
             )
             continue
-        kind = SCHEMES[subject.scheme], subject.dtype
+        kind = quant_scheme(subject.scheme), subject.dtype
         if kind not in versions:
             source = checkpoint_of(folder)
             versions[kind] = Version(source, *kind, work / f"versions-{'-'.join(kind)}")
@@ -481,7 +481,7 @@ def bounds_of(
         return Bounds(why=why)
     on_gpu = device == "cuda"
     read_gb_s = environment.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
-    scheme = SCHEMES[subject.scheme]
+    scheme = quant_scheme(subject.scheme)
     rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype])
     # Ranks on CPUs share the memory's rate; GPUs have each their own.
     share = 1 if on_gpu else subject.tensor

@@ -81,15 +81,12 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     What stands behind an option goes to ``overrides``, or to the ``words`` of a batch job.
     """
     arguments, rest = parser.parse_known_args(argv)
-    taker = _taker(arguments)
-    if rest and taker is None:
+    if not rest:
+        return arguments
+    # Where settings of the recipe go, for commands that take some.
+    taker = next((name for name in TAKERS if hasattr(arguments, name)), None)
+    if taker is None:
         command = f"{parser.prog} {arguments.command}" if "command" in arguments else parser.prog
         parser.error(f"unexpected: {' '.join(rest)}; `{command} --help` says what it takes")
-    if rest:
-        setattr(arguments, taker, [*getattr(arguments, taker), *rest])
+    setattr(arguments, taker, [*getattr(arguments, taker), *rest])
     return arguments
-
-
-def _taker(arguments: argparse.Namespace) -> str | None:
-    """Where settings of the recipe go, for commands that take some."""
-    return next((name for name in TAKERS if hasattr(arguments, name)), None)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from qurl_megatron.config import sections
 from qurl_megatron.config.algorithms import ALGORITHMS
-from qurl_megatron.config.sections import require
+from qurl_megatron.config.keys import Section, require, rules_of
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.schemes import SCHEMES
 
 VARIANT = "--"  # stands before each override in the name of a run's folder
 LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
@@ -151,7 +152,7 @@ class RunConfig:
             "ends would be on one GPU, which NCCL refuses; set sync.transport=auto",
         )
         require(
-            self.quant.scheme not in ("int6", "int5", "int4") or kind.few_bits,
+            kind.few_bits or not SCHEMES[self.quant.scheme].simulated,
             f"quant.scheme={self.quant.scheme} is simulated by the embedded engine alone; set "
             "rollout.backend=embedded, or quant.scheme to int8 or fp8",
         )
@@ -224,6 +225,10 @@ class RunConfig:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
 
+SECTIONS: dict[str, type[Section]] = typing.get_type_hints(RunConfig)
+"""A run's sections by their names in recipes."""
+
+
 def load(
     path: str | Path,
     overrides: typing.Sequence[str] = (),
@@ -283,7 +288,7 @@ def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
 
     Args:
         kind: what messages call the file.
-        where: what they tell of such files where there is none.
+        where: what they say where there is no such file.
 
     Raises:
         ConfigError: missing file, or bad TOML.
@@ -316,11 +321,10 @@ def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> s
 
     Settings with which a run computes the same are in no name; layouts are, to be compared.
     """
-    known = {f.name: f.type for f in dataclasses.fields(RunConfig)}
     variant = {}  # the last of several for a key counts
     for key, value in given:
         section, name = key.split(".")[:2]
-        if section == "parallel" or sections.rules_of(known[section])[name] != "free":
+        if section == "parallel" or rules_of(SECTIONS[section])[name] != "free":
             variant[key] = f"{value:.12g}" if type(value) is float else _toml_value(value)
     parts = [f"{key}-{_in_a_name(value)}" for key, value in sorted(variant.items())]
     name = VARIANT.join([recipe.stem, *parts])
@@ -352,9 +356,9 @@ def _parse(override: str) -> tuple[str, Any]:
 def keys_like(name: str) -> list[str]:
     """The settings that were probably meant, as section.key."""
     known = [
-        f"{section.name}.{key.name}"
-        for section in dataclasses.fields(RunConfig)
-        for key in dataclasses.fields(section.type)
+        f"{name}.{key.name}"
+        for name, section in SECTIONS.items()
+        for key in dataclasses.fields(section)
     ]
     if name in known:
         return [name]
@@ -407,15 +411,17 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
             raise ConfigError(f"unknown {kind} {prefix}{name}; {hint}")
     arguments = {}
     for name, hint in hints.items():
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             table = values.get(name, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
             arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
-            value, why = values[name], known[name].metadata.get("not_a_list")
-            if why and isinstance(value, list):
+            value, said = values[name], known[name].metadata
+            if (why := said.get("not_a_list")) and isinstance(value, list):
                 raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {why}")
+            if hint is str and type(value) is not str and (allowed := said.get("allowed")):
+                allowed.refuse(f"{prefix}{name}", value)  # says more than its type would
             arguments[name] = _convert(value, hint, f"{prefix}{name}")
     return cls(**arguments)
 
@@ -445,7 +451,7 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _toml_value(value: Any) -> str:
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -1,19 +1,14 @@
-"""What may change where a run goes on from its checkpoint; the sections' metadata say it by key."""
+"""What may change where a run is resumed from its checkpoint; sections and their keys say it."""
 
 import filecmp
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qurl_megatron.config.load import RunConfig
-from qurl_megatron.config.sections import (
-    MixedReward,
-    OnResume,
-    RewardConfig,
-    RewardSource,
-    rules_of,
-)
+from qurl_megatron.config.keys import OnResume, rules_of
+from qurl_megatron.config.load import SECTIONS, RunConfig
+from qurl_megatron.config.sections import MixedReward, RewardConfig, RewardSource
 
 Source = TypeVar("Source", bound=RewardSource)
 
@@ -46,14 +41,14 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     # An aligned policy computes as engines of one rollout.engine_tensor do.
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
     weighed = before.reward.scorers == now.reward.scorers  # the same rewards
-    moved = {"reward.mix": "change", "reward.url": "free"} if weighed else {}
+    moved: dict[str, OnResume] = {"reward.mix": "change", "reward.url": "free"} if weighed else {}
     found = []
-    for section in fields(RunConfig):
-        old, new = getattr(before, section.name), getattr(now, section.name)
-        for name, marked in rules_of(section.type).items():
-            key, a, b = f"{section.name}.{name}", getattr(old, name), getattr(new, name)
+    for section, keys in rules().items():
+        old, new = getattr(before, section), getattr(now, section)
+        for name, marked in keys.items():
+            key, a, b = f"{section}.{name}", getattr(old, name), getattr(new, name)
             if a != b and key != "train.run_dir":
-                rule = "fork" if key in computed else moved.get(key, marked)
+                rule: OnResume = "fork" if key in computed else moved.get(key, marked)
                 found.append(Change(key, a, b, rule))
     return found
 
@@ -91,7 +86,7 @@ def refused(found: list[Change], *, fork: bool = False) -> list[Change]:
 
 def rules() -> dict[str, dict[str, OnResume]]:
     """The rule of every key: ``{section: {key: rule}}``."""
-    return {section.name: rules_of(section.type) for section in fields(RunConfig)}
+    return {name: rules_of(section) for name, section in SECTIONS.items()}
 
 
 def page_table() -> str:

@@ -1,81 +1,48 @@
 """One frozen dataclass per section of a recipe; a component receives its own section and no other.
 
-``on_resume`` says what its keys may do where a run goes on (``config.resume``).
-A section checks what it can check alone. Checks that need two sections live in ``RunConfig``,
-checks that need the model's own ``config.json`` in ``tensors.arch``.
+A key says beside its default what it may be and what it may do where a run is resumed
+(``config.keys``); a section's ``check`` has what it can check alone beyond that. Checks that need
+two sections live in ``RunConfig``, checks that need the model's own ``config.json`` in
+``tensors.arch``.
 """
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
+from qurl_megatron.config.algorithms import ALGORITHMS
+from qurl_megatron.config.keys import (
+    Allowed,
+    Section,
+    at_least,
+    at_most_in_size,
+    check_keys,
+    in_interval,
+    key,
+    one_of,
+    positive,
+    require,
+)
 from qurl_megatron.engines.kinds import ENGINE_KINDS, EngineKind
-from qurl_megatron.errors import ConfigError
-
-OnResume = Literal["free", "change", "fork", "never"]
-"""What a key may do where a run goes on from its checkpoint. free: change, as it says how long and
-where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the run
-alone; never: the checkpoint's tensors have its value in them."""
+from qurl_megatron.schemes import ROLLOUT
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ``ConfigError(message)`` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def on_resume(
-    rule: OnResume,
-    *,
-    free: tuple[str, ...] = (),
-    change: tuple[str, ...] = (),
-    fork: tuple[str, ...] = (),
-    never: tuple[str, ...] = (),
-) -> Callable[[type], type]:
-    """Write into the metadata of a section's fields what they may do on resume.
-
-    Args:
-        rule: of all fields but the ones named behind it.
-    """
-    named = {"free": free, "change": change, "fork": fork, "never": never}
-    exceptions = {name: its for its, names in named.items() for name in names}
-
-    def mark(section: type) -> type:
-        known = {f.name for f in fields(section)}
-        assert exceptions.keys() <= known, f"{section.__name__} lacks {exceptions.keys() - known}"
-        for f in fields(section):
-            marked = {**f.metadata, "on_resume": exceptions.get(f.name, rule)}
-            f.metadata = MappingProxyType(marked)
-        return section
-
-    return mark
-
-
-def rules_of(section: type) -> dict[str, OnResume]:
-    """What each key of a section may do on resume."""
-    # A key that says nothing is taken for a part of what the run computes.
-    return {f.name: f.metadata.get("on_resume", "fork") for f in fields(section)}
-
-
-@on_resume("fork", free=("recompute",), never=("dtype",))
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section, name="model", on_resume="fork"):
     """Which policy is trained."""
 
     path: str = ""
     """Hugging Face folder (config.json, *.safetensors, tokenizer), or a Megatron checkpoint that
     checkpoints_tools/hf_to_megatron.py or a run wrote."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = key("bfloat16", on_resume="never")
     """Format of trained weights; bfloat16 keeps FP32 masters, float32 is for exactness tests."""
 
-    recompute: bool = False
+    recompute: bool = key(False, on_resume="free")
     """Recompute activations by layer in the backward pass: less memory, about 30 % more time."""
 
     fp32_output: bool = False
@@ -87,63 +54,56 @@ class ModelConfig:
         """Bytes of a trained weight."""
         return {"bfloat16": 2, "float32": 4}[self.dtype]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             bool(self.path),
             "model.path is missing; set it to a Hugging Face or Megatron checkpoint",
         )
 
 
-@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section, name="parallel", on_resume="free"):
     """How many ranks share one copy of the model; the rest of the ranks are data-parallel."""
 
-    tensor: int = 1
+    tensor: int = key(1, at_least(1))
     """Tensor-parallel size: every weight matrix is split over this many ranks."""
 
-    pipeline: int = 1
+    pipeline: int = key(1, at_least(1))
     """Pipeline-parallel size: the layers are split into this many stages."""
 
-    context: int = 1
+    context: int = key(1, at_least(1))
     """Context-parallel size: every sequence is split over this many ranks."""
 
-    data: int = 1
+    data: int = key(1, at_least(1))
     """Data-parallel size: copies of the model, each working on its share of the samples."""
 
     sequence: bool = True
     """Sequence parallelism: split norms and residuals over tensor ranks (no effect at tensor=1)."""
-
-    def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "context", "data"):
-            value = getattr(self, name)
-            require(value >= 1, f"parallel.{name} must be 1 or more, got {value}")
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
 
 
-@on_resume("change", free=("overlap_grad_reduce",), never=("distributed",))
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, name="optimizer", on_resume="change"):
     """AdamW on the FP32 master weights."""
 
-    lr: float = 1e-6
+    lr: float = key(1e-6, at_least(0))
     """Learning rate after warm-up."""
 
-    warmup_steps: int = 0
+    warmup_steps: int = key(0, at_least(0))
     """Optimizer updates over which the learning rate rises linearly from 0."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after warm-up: stays, or falls in a line or half a cosine. The
     critic's does the same with critic.lr and critic.warmup_steps."""
 
-    decay_steps: int = 0
+    decay_steps: int = key(0, at_least(0))
     """Optimizer updates, warm-up included, at whose end the learning rate has fallen; 0: those of
     all train.steps, so that more steps make another schedule."""
 
-    decay_to: float = 0.0
+    decay_to: float = key(0.0, in_interval("[0, 1]"))
     """Share of the learning rate that it falls to, and stays at."""
 
     weight_decay: float = 0.0
@@ -153,75 +113,46 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
 
-    clip_grad: float = 1.0
+    clip_grad: float = key(1.0, positive())
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
-    distributed: bool = True
+    distributed: bool = key(True, on_resume="never")
     """Shard masters and Adam moments over the data-parallel ranks."""
 
-    overlap_grad_reduce: bool = True
+    overlap_grad_reduce: bool = key(True, on_resume="free")
     """Add gradients up over data-parallel ranks while the backward pass goes on."""
 
-    def __post_init__(self) -> None:
-        require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}")
-        for key in ("warmup_steps", "decay_steps"):
-            value = getattr(self, key)
-            require(value >= 0, f"optimizer.{key} must be 0 or more, got {value}")
-        require(
-            0 <= self.decay_to <= 1, f"optimizer.decay_to must lie in [0, 1], got {self.decay_to}"
-        )
-        require(self.clip_grad > 0, f"optimizer.clip_grad must be positive, got {self.clip_grad}")
 
-
-@on_resume("fork", change=("diagnostics_every",), never=("uaq_scale",))
 @dataclass(frozen=True, kw_only=True)
-class QuantConfig:
+class QuantConfig(Section, name="quant", on_resume="fork"):
     """How rollout weights are quantized before they are sent to the fleet."""
 
-    scheme: Literal["none", "int8", "fp8", "int6", "int5", "int4"] = "int8"
+    scheme: str = key("int8", one_of(*ROLLOUT))
     """Number format of rollout weights and activations; the trained weights keep model.dtype. int6,
     int5 and int4 are simulated by the embedded engine, for studies of quantization noise."""
 
     rounding: Literal["nearest", "stochastic", "dithered"] = "nearest"
     """How a weight between two codes becomes one of them. stochastic: the upper one with the
-    probability of the fraction, drawn anew for each version; dithered: drawn once for each weight
+    probability of the fraction, drawn again for each version; dithered: drawn once for each weight
     of the run, so that a weight that has not moved keeps its code."""
 
-    uaq_scale: float = 1.5
+    uaq_scale: float = key(1.5, at_least(1.0), on_resume="never")
     """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""
 
-    diagnostics_every: int = 1
+    diagnostics_every: int = key(1, at_least(0), on_resume="change")
     """Steps between measurements of code flips, of Eqs. 13 and 14 and of what passes of an update;
     0 turns them off. They keep one host copy of the previous weights and codes (5 bytes a
     parameter, and 4 for each row's scale)."""
 
-    def __post_init__(self) -> None:
-        require(self.uaq_scale >= 1.0, f"quant.uaq_scale must be 1.0 or more, got {self.uaq_scale}")
-        require(
-            self.diagnostics_every >= 0,
-            f"quant.diagnostics_every must be 0 or more, got {self.diagnostics_every}",
-        )
 
-
-@on_resume("fork", free=("reference_memory",))
 @dataclass(frozen=True, kw_only=True)
-class AlgoConfig:
+class AlgoConfig(Section, name="algo", on_resume="fork"):
     """The objective: which ratio is clipped where, and what is averaged over what.
 
     ``name`` fills in what its paper says; every key that the recipe gives itself wins over it.
     """
 
-    name: Literal[
-        "grpo",
-        "ppo",
-        "dapo",
-        "rloo",
-        "dr_grpo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "gspo",
-        "cispo",
-    ] = "grpo"
+    name: str = key("grpo", one_of(*ALGORITHMS))
     """A preset of config.algorithms: other defaults for the keys below."""
 
     objective: Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"] = "acr"
@@ -234,13 +165,13 @@ class AlgoConfig:
     ratio: Literal["token", "sequence"] = "token"
     """What is clipped: each token's ratio, or the geometric mean of its response's (GSPO)."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = key(0.2, in_interval("[0, 1]"))
+    clip_high: float = key(0.2, at_least(0))
 
     dual_clip: float = 0.0
     """Where the advantage is negative, the objective stays above this times it; 0 is off."""
 
-    cap: float = 2.0
+    cap: float = key(2.0, at_least(1))
     """C: largest importance weight proximal/behaviour that is not truncated (tis, acr)."""
 
     acr_max_bound: float = 0.0
@@ -253,10 +184,10 @@ class AlgoConfig:
     the mean of the others; reinforce_pp: over the whole batch, reinforce_pp_baseline: after the
     group mean; gae: generalised advantage estimation with a critic."""
 
-    gamma: float = 1.0
+    gamma: float = key(1.0, in_interval("[0, 1]"))
     """Discount per token (reinforce_pp, gae)."""
 
-    gae_lambda: float = 1.0
+    gae_lambda: float = key(1.0, in_interval("[0, 1]"))
 
     aggregation: Literal["response_mean", "token_mean", "response_sum", "constant"] = (
         "response_mean"
@@ -268,7 +199,7 @@ class AlgoConfig:
     mask_truncated: bool = False
     """Leave responses that the length limit cut off out of the loss."""
 
-    kl_coef: float = 0.0
+    kl_coef: float = key(0.0, at_least(0))
     """Weight of the KL penalty to the reference policy; 0 keeps no reference weights."""
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -276,7 +207,7 @@ class AlgoConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """A differentiated term of the loss, or taken off each token's reward."""
 
-    kl_max: float = 10.0
+    kl_max: float = key(10.0, at_least(0))
     """Largest k3 estimate of a token; beyond it the penalty does not grow, and in the loss has no
     gradient. 10 as in verl, slime and NeMo-RL; 0 is off."""
 
@@ -287,11 +218,11 @@ class AlgoConfig:
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
 
-    reference_every: int = 0
+    reference_every: int = key(0, at_least(0))
     """Steps after which the reference becomes the actor as it is then, again and again; 0: never.
     Checkpoints hold it then, 2 bytes a parameter in BF16."""
 
-    reference_memory: Literal["device", "host"] = "device"
+    reference_memory: Literal["device", "host"] = key("device", on_resume="free")
     """Where the reference weights wait until they are swapped in."""
 
     entropy_coef: float = 0.0
@@ -300,11 +231,11 @@ class AlgoConfig:
     dynamic_sampling: bool = False
     """Drop groups whose answers are all right or all wrong, and draw further prompts for them."""
 
-    max_refills: int = 10
+    max_refills: int = key(10, at_least(0))
     """Rounds of further prompts per step; what is still missing then is filled with dropped
     groups, which train nothing."""
 
-    minibatches: int = 2
+    minibatches: int = key(2, at_least(1))
     """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
 
     bypass: bool = False
@@ -315,49 +246,28 @@ class AlgoConfig:
     """What is dealt to minibatches: single responses, so that each is of most prompts, or whole
     groups, so that each is of some prompts alone (verl)."""
 
-    epochs: int = 1
+    epochs: int = key(1, at_least(1))
     """Passes over each rollout batch."""
 
-    def __post_init__(self) -> None:
-        require(0 <= self.clip_low <= 1, f"algo.clip_low must lie in [0, 1], got {self.clip_low}")
-        require(self.clip_high >= 0, f"algo.clip_high must be 0 or more, got {self.clip_high}")
+    def check(self) -> None:
         require(
             self.dual_clip == 0 or self.dual_clip > 1,
             f"algo.dual_clip must be greater than 1, or 0 to turn it off, got {self.dual_clip}",
         )
-        require(self.cap >= 1, f"algo.cap must be 1 or more, got {self.cap}")
         require(
             self.acr_max_bound == 0 or self.acr_max_bound >= 1 + self.clip_high,
             f"algo.acr_max_bound must be 1 + algo.clip_high = {1 + self.clip_high} or more, or 0 "
             f"to turn it off, got {self.acr_max_bound}",
         )
-        for key in ("gamma", "gae_lambda"):
-            value = getattr(self, key)
-            require(0 <= value <= 1, f"algo.{key} must lie in [0, 1], got {value}")
-        for key in ("kl_coef", "kl_max"):
-            value = getattr(self, key)
-            require(value >= 0, f"algo.{key} must be 0 or more, got {value}")
         require(
             not self.kl_weighted or (self.kl_in == "loss" and self.kl_estimator in ("k1", "k3")),
             "algo.kl_weighted needs algo.kl_in=loss and algo.kl_estimator=k1 or k3, got "
             f"{self.kl_in} and {self.kl_estimator}; set them, or leave it out",
         )
-        require(
-            self.max_refills >= 0, f"algo.max_refills must be 0 or more, got {self.max_refills}"
-        )
-        require(
-            self.reference_every >= 0,
-            f"algo.reference_every must be 0 or more, got {self.reference_every}",
-        )
-        require(
-            self.minibatches >= 1, f"algo.minibatches must be 1 or more, got {self.minibatches}"
-        )
-        require(self.epochs >= 1, f"algo.epochs must be 1 or more, got {self.epochs}")
 
 
-@on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
-class CorrectionConfig:
+class CorrectionConfig(Section, name="correction", on_resume="fork"):
     """Off-policy correction beside algo.objective: how rho is formed, and what is dropped."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -372,7 +282,7 @@ class CorrectionConfig:
     reject_high: float = 0.0
     """Responses whose geometric mean of rho lies outside are dropped from the loss; 0 is off."""
 
-    veto: float = 0.0
+    veto: float = key(0.0, in_interval("[0, 1)"))
     """Responses with a token whose rho is below this are dropped from the loss, e.g. 1e-4; 0 is
     off."""
 
@@ -382,7 +292,7 @@ class CorrectionConfig:
     normalise: bool = False
     """Divide the importance weights by their mean over the step's response tokens."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             0 <= self.band_low <= 1 <= self.band_high,
             f"correction.band_low={self.band_low} and band_high={self.band_high} must enclose 1",
@@ -392,7 +302,6 @@ class CorrectionConfig:
             f"correction.reject_low={self.reject_low} and reject_high={self.reject_high} must "
             "enclose 1, or be 0",
         )
-        require(0 <= self.veto < 1, f"correction.veto must lie in [0, 1), got {self.veto}")
 
     @property
     def rejects(self) -> bool:
@@ -400,75 +309,64 @@ class CorrectionConfig:
         return bool(self.reject_low or self.reject_high or self.veto)
 
 
-@on_resume("fork", change=("lr", "warmup_steps"))
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
+class CriticConfig(Section, name="critic", on_resume="fork"):
     """The value model of algo.advantage=gae: the policy's shape with one output, its own
     optimizer."""
 
     path: str = ""
     """Checkpoint its body starts from, of a run the policy; empty: model.path. The head is new."""
 
-    lr: float = 1e-5
-    warmup_steps: int = 0
+    lr: float = key(1e-5, at_least(0), on_resume="change")
+    warmup_steps: int = key(0, at_least(0), on_resume="change")
     """Critic updates over which its learning rate rises linearly from 0."""
 
-    ahead_steps: int = 0
+    ahead_steps: int = key(0, at_least(0))
     """Steps at the beginning in which only the critic learns."""
 
-    clip: float = 0.2
+    clip: float = key(0.2, at_least(0))
     """A value may move this far from what it was before the update; 0 does not clip."""
 
-    def __post_init__(self) -> None:
-        for key in ("lr", "warmup_steps", "ahead_steps", "clip"):
-            value = getattr(self, key)
-            require(value >= 0, f"critic.{key} must be 0 or more, got {value}")
 
-
-@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
-class GuardConfig:
+class GuardConfig(Section, name="guard", on_resume="free"):
     """What counts as a collapse, and what is done about it. A threshold of 0 is not watched."""
 
-    kl_above: float = 0.0
+    kl_above: float = key(0.0, at_least(0))
     """KL(behaviour||proximal), k3, mean over tokens."""
 
-    rho_above: float = 0.0
+    rho_above: float = key(0.0, at_least(0))
     """Largest proximal/behaviour of a token."""
 
     reward_below: float = 0.0
-    entropy_below: float = 0.0
-    entropy_above: float = 0.0
+    entropy_below: float = key(0.0, at_least(0))
+    entropy_above: float = key(0.0, at_least(0))
 
-    patience: int = 3
+    patience: int = key(3, at_least(1))
     """Steps in a row that a threshold must be crossed."""
 
     action: Literal["warn", "halt", "bf16"] = "warn"
     """warn: say so; halt: save a checkpoint and stop; bf16: unquantized rollouts from there on."""
 
-    def __post_init__(self) -> None:
-        for key in ("kl_above", "rho_above", "entropy_below", "entropy_above"):
-            value = getattr(self, key)
-            require(value >= 0, f"guard.{key} must be 0 or more, got {value}")
-        require(self.patience >= 1, f"guard.patience must be 1 or more, got {self.patience}")
+
+def code_named(what: str) -> Allowed:
+    """Something in Python: "package.module:name" or "file.py:name"; empty for none."""
+
+    def has(given: str) -> bool:
+        target, _, last = given.rpartition(":")
+        return not given or bool(target) and last.isidentifier()
+
+    return Allowed(has, f"look like package.module:{what} or file.py:{what}")
 
 
-@on_resume(
-    "free",
-    change=("turn_timeout_s",),
-    fork=(
-        *("backend", "samples_per_prompt", "max_new_tokens", "temperature", "max_staleness"),
-        *("environment", "max_turns"),
-    ),
-)
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section, name="rollout", on_resume="free"):
     """How responses are generated, and by which engines."""
 
-    backend: Literal["embedded", "sglang"] = "embedded"
+    backend: Literal["embedded", "sglang"] = key("embedded", on_resume="fork")
     """What the engines started here are: this package's own, or SGLang servers."""
 
-    engines: int = 1
+    engines: int = key(1, at_least(1))
     """Engines to start on this machine, each a process of its own; with rollout.rendezvous, how
     many to wait for before the run begins."""
 
@@ -481,7 +379,7 @@ class RolloutConfig:
     engine_memory_gb: float = 2.0
     """Key/value cache per embedded engine, in GiB."""
 
-    engine_tensor: int = 1
+    engine_tensor: int = key(1, at_least(1))
     """Tensor-parallel size of an SGLang engine."""
 
     engine_first_gpu: int = 0
@@ -508,107 +406,74 @@ class RolloutConfig:
     colocate: bool = False
     """Engines share the trainer's GPUs and give their memory back while it trains."""
 
-    samples_per_prompt: int = 8
+    samples_per_prompt: int = key(8, at_least(1), on_resume="fork")
     """Group size G: responses per prompt."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = key(64, at_least(1), on_resume="fork")
     """Tokens of a response; with an environment, of all turns and of what it said between them."""
 
-    temperature: float = 1.0
+    temperature: float = key(
+        1.0, positive("greedy decoding is for evaluation only"), on_resume="fork"
+    )
     """Sampling temperature; the trainer divides its logits by the same number."""
 
-    max_staleness: int = 0
+    max_staleness: int = key(0, at_least(0), on_resume="fork")
     """Weight versions that the tokens of a batch may be behind the policy trained on them. 0
     generates and trains in turn; 1 generates one step off; more let several batches be in flight.
     Beyond 0 a run no longer repeats bit for bit, as it does with embedded engines alone."""
 
-    requests_per_engine: int = 256
+    requests_per_engine: int = key(256, at_least(1))
     """Responses in flight per SGLang engine; the others wait here, to go where there is room.
     Embedded engines get all of their work at once, so that a run repeats bit for bit; SGLang's
     sums depend on who shares a batch."""
 
-    straggler_s: float = 0.0
+    straggler_s: float = key(0.0, at_least(0))
     """Seconds after which a request is aborted and continued elsewhere from the tokens it has,
     with twice the time; 0 waits. Time in which weights are published does not count."""
 
-    timeout_s: float = 3600.0
+    timeout_s: float = key(3600.0, positive())
     """Seconds after which an engine that has not answered a request has failed, pauses included:
     more than the longest response takes. Engines that hang are found by their health checks."""
 
-    start_timeout_s: float = 0.0
+    start_timeout_s: float = key(0.0, at_least(0))
     """Seconds without a new line in its log after which an engine that is starting has failed, and
     a quarter of what it may take in all; for adopted engines, seconds to wait for them. 0: 300, or
     900 with backend=sglang, which may compile kernels and capture graphs first."""
 
-    update_timeout_s: float = 300.0
+    update_timeout_s: float = key(300.0, positive())
     """Seconds an engine may take for a weight update before it has failed."""
 
-    health_every_s: float = 5.0
+    health_every_s: float = key(5.0, positive())
     """Seconds between two health checks of an engine."""
 
-    health_timeout_s: float = 0.0
+    health_timeout_s: float = key(0.0, at_least(0))
     """An engine that answers no health check for so long, and writes nothing to its log either, is
     dead or hung; likewise, whatever it writes, one without an answer for four times as long. 0: 60,
     or 300 for SGLang, which answers none while it compiles a kernel."""
 
-    max_restarts: int = 3
+    max_restarts: int = key(3, at_least(0))
     """How often an engine that died, hung or gave an impossible answer is started again; each time
-    after twice the wait. The count begins anew once it has served three versions in a row without
+    after twice the wait. The count starts again once it has served three versions in a row without
     a fault, which in ``qurl eval``, where nothing is published, it never has."""
 
-    environment: str = ""
+    environment: str = key("", code_named("Class"), on_resume="fork")
     """Class that answers what the policy writes, as a tool or a user: "package.module:Class", or
     "file.py:Class" with the file relative to the recipe's folder. docs/environments.md has more."""
 
-    environment_workers: int = 2
+    environment_workers: int = key(2, at_least(1))
     """Processes that answer for the environment, each one response at a time."""
 
-    environment_memory_gb: float = 4.0
+    environment_memory_gb: float = key(4.0, positive())
     """Address space of one of them, GiB."""
 
-    max_turns: int = 8
+    max_turns: int = key(8, at_least(1), on_resume="fork")
     """Turns of the policy in a conversation with the environment; the last one ends it."""
 
-    turn_timeout_s: float = 30.0
+    turn_timeout_s: float = key(30.0, positive(), on_resume="change")
     """Seconds that the environment has for one answer; a response that gets none by then has
     failed."""
 
-    def __post_init__(self) -> None:
-        _check_name("rollout.environment", self.environment, "Class")
-        for key in (
-            "engines",
-            "engine_tensor",
-            "samples_per_prompt",
-            "max_new_tokens",
-            "requests_per_engine",
-            "environment_workers",
-            "max_turns",
-        ):
-            require(
-                getattr(self, key) >= 1,
-                f"rollout.{key} must be 1 or more, got {getattr(self, key)}",
-            )
-        require(
-            self.temperature > 0,
-            f"rollout.temperature must be positive, got {self.temperature}; "
-            "greedy decoding is for evaluation only",
-        )
-        for key in (
-            *("timeout_s", "update_timeout_s", "health_every_s"),
-            *("turn_timeout_s", "environment_memory_gb"),
-        ):
-            require(
-                getattr(self, key) > 0,
-                f"rollout.{key} must be positive, got {getattr(self, key)}",
-            )
-        for key in (
-            *("start_timeout_s", "health_timeout_s"),
-            *("straggler_s", "max_restarts", "max_staleness"),
-        ):
-            require(
-                getattr(self, key) >= 0,
-                f"rollout.{key} must be 0 or more, got {getattr(self, key)}",
-            )
+    def check(self) -> None:
         for url in self.urls:
             require(
                 url.startswith(("http://", "https://")),
@@ -655,15 +520,14 @@ ONE_FILE = (
 )
 
 
-@on_resume("fork")
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section, name="data", on_resume="fork"):
     """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
 
-    path: str = field(default="", metadata={"not_a_list": ONE_FILE})
+    path: str = key("", not_a_list=ONE_FILE)
     """JSONL or parquet file of prompts and answers; docs/data.md says which layouts are read."""
 
-    eval_path: str = field(default="", metadata={"not_a_list": ONE_FILE})
+    eval_path: str = key("", not_a_list=ONE_FILE)
     """The same for held-out prompts."""
 
     prompt_key: str = ""
@@ -675,24 +539,24 @@ class DataConfig:
     task: str = ""
     """Name of a reasoning-gym task, e.g. chain_sum; train and held-out seeds differ."""
 
-    task_args: dict = field(default_factory=dict)
+    task_args: dict = key({})
     """Arguments of that task, e.g. {min_terms = 2, max_terms = 2}."""
 
-    task_size: int = 10_000
+    task_size: int = key(10_000, at_least(1))
     """How many training prompts the task generates before they repeat (reshuffled each epoch)."""
 
     chat: bool = False
     """Make each prompt that is text one user turn of the tokenizer's chat template; prompts that
     are lists of turns go through the template anyway."""
 
-    prompts_per_step: int = 32
+    prompts_per_step: int = key(32, at_least(1))
 
     max_prompt_tokens: int = 512
     """Longer prompts are left out, counted and reported."""
 
     shuffle: bool = True
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             bool(self.path) != bool(self.task),
             "data needs exactly one of data.path (a JSONL or parquet file) and data.task "
@@ -704,11 +568,6 @@ class DataConfig:
             f"data.{' and data.'.join(keys)} is for files, and data.task={self.task} has none; "
             "leave it out",
         )
-        require(
-            self.prompts_per_step >= 1,
-            f"data.prompts_per_step must be 1 or more, got {self.prompts_per_step}",
-        )
-        require(self.task_size >= 1, f"data.task_size must be 1 or more, got {self.task_size}")
 
 
 LARGEST_SCORE = 1e6
@@ -719,22 +578,22 @@ LARGEST_SCORE = 1e6
 class RewardSource:
     """Where a score comes from: a function or a server of one's own, else one of our kinds."""
 
-    kind: Literal["", "math", "last_number", "exact"] = ""
+    kind: Literal["", "math", "last_number", "exact"] = key("", on_resume="fork")
     """math: math-verify on the boxed or last expression; last_number: the last number in the text
     equals the answer; exact: the whole text, stripped, equals the answer. Each gives 1.0 or 0.0.
     Empty: math, unless there is a function, a url or a mix, beside which no kind may stand."""
 
-    function: str = ""
+    function: str = key("", code_named("name"), on_resume="fork")
     """Your own in place of kind: "package.module:name", or "file.py:name" with the file relative to
     the recipe's folder. docs/rewards.md says how it is called."""
 
-    batched: bool = False
+    batched: bool = key(False, on_resume="fork")
     """The function takes lists and returns one; so does one with an attribute batched = True."""
 
-    url: str = ""
+    url: str = key("", on_resume="fork")
     """A server in place of kind: it gets responses by POST, and answers with their scores."""
 
-    key_env: str = ""
+    key_env: str = key("", on_resume="free")
     """Environment variable that holds the server's key, which is sent as a bearer token."""
 
     @property
@@ -751,7 +610,7 @@ class RewardSource:
         """The same, with a file's path no longer relative to ``folder``."""
         return replace(self, function=_named_beside(folder, self.function))
 
-    def check(self, key: str) -> None:
+    def check_source(self, key: str) -> None:
         """
         Args:
             key: of this source in the recipe.
@@ -759,7 +618,6 @@ class RewardSource:
         Raises:
             ConfigError: its keys do not go together, or one is malformed.
         """
-        _check_name(f"{key}.function", self.function, "name")
         require(not (self.function and self.url), f"{key} needs one of function and url, not both")
         own = "function" if self.function else "url"
         require(
@@ -777,15 +635,6 @@ class RewardSource:
         )
         if self.url:
             _check_url(f"{key}.url", self.url)
-
-
-def _check_name(key: str, given: str, name: str) -> None:
-    """Of something in Python: "package.module:name" or "file.py:name", or nothing."""
-    target, _, last = given.rpartition(":")
-    require(
-        not given or bool(target) and last.isidentifier(),
-        f"{key} must look like package.module:{name} or file.py:{name}, got {given!r}",
-    )
 
 
 def _file_of(given: str) -> str:
@@ -825,30 +674,25 @@ def _check_url(key: str, url: str) -> None:
 class MixedReward(RewardSource):
     """One of the rewards that reward.mix adds up."""
 
-    weight: float = 1.0
+    weight: float = key(1.0, at_most_in_size(LARGEST_SCORE))
     """What its score is multiplied by."""
 
 
-@on_resume(
-    "change",
-    free=("key_env", "on_failure", "workers", "memory_gb"),
-    fork=("kind", "function", "batched", "url", "mix"),
-)
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(RewardSource):
+class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
     """How a response is scored."""
 
-    mix: dict[str, MixedReward] = field(default_factory=dict)
+    mix: dict[str, MixedReward] = key({}, on_resume="fork")
     """Several rewards by name, in place of one: the score is the sum of weight times score."""
 
-    failed: float = 0.0
+    failed: float = key(0.0, at_most_in_size(LARGEST_SCORE))
     """The score of a response that could not be scored: the function raised, took too long, ended
     its worker or returned no finite number, or the server did not answer."""
 
-    on_failure: Literal["score", "stop"] = "score"
+    on_failure: Literal["score", "stop"] = key("score", on_resume="free")
     """What such a response leads to: "score" gives it reward.failed, "stop" ends the run."""
 
-    overlong_fraction: float = 0.0
+    overlong_fraction: float = key(0.0, in_interval("[0, 1]"))
     """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
     (DAPO's soft overlong punishment); 0 is off."""
 
@@ -856,22 +700,22 @@ class RewardConfig(RewardSource):
     """By how much the reward has fallen at the limit, as a share of what a right answer is worth
     over a wrong one: DAPO's penalty of 1 with its rewards of 1 and -1 is 0.5."""
 
-    workers: int = 1
+    workers: int = key(1, at_least(1), on_resume="free")
     """Processes that score, for each reward of a mix; of a server, requests under way at once."""
 
-    timeout_s: float = 10.0
+    timeout_s: float = key(10.0, positive())
     """Seconds after which one check, call or request has failed; a worker is replaced then."""
 
-    memory_gb: float = 4.0
+    memory_gb: float = key(4.0, positive(), on_resume="free")
     """Address space of one worker, GiB."""
 
-    batch: int = 64
+    batch: int = key(64, at_least(1))
     """Responses of one call of a batched function, and of one request to a server."""
 
-    url_retries: int = 3
+    url_retries: int = key(3, at_least(0))
     """Times that a request is sent again, after 1, 2, 4, ... seconds."""
 
-    url_deadline_s: float = 300.0
+    url_deadline_s: float = key(300.0, positive())
     """Seconds for all that a server is asked at once, retries included; what it has not scored by
     then has failed."""
 
@@ -917,8 +761,8 @@ class RewardConfig(RewardSource):
         mix = {name: part.beside(folder) for name, part in self.mix.items()}
         return replace(super().beside(folder), mix=mix)
 
-    def __post_init__(self) -> None:
-        self.check("reward")
+    def check(self) -> None:
+        self.check_source("reward")
         require(
             not (self.mix and (self.function or self.url)),
             "reward.mix stands in place of reward.function and reward.url; make them one of it",
@@ -935,8 +779,8 @@ class RewardConfig(RewardSource):
                 re.fullmatch("[A-Za-z0-9_-]+", name) is not None,
                 f"reward.mix.{name}: a name has letters, digits, _ and - alone: it names a metric",
             )
-            part.check(f"reward.mix.{name}")
-            _check_score(f"reward.mix.{name}.weight", part.weight)
+            check_keys(part, f"reward.mix.{name}")
+            part.check_source(f"reward.mix.{name}")
             scoring = [n for n, its in self.mix.items() if its.kind or its.function or its.url]
             close = get_close_matches(name, scoring, n=1)
             hint = f"did you mean reward.mix.{close[0]}?" if close else "set one, or leave it out"
@@ -949,33 +793,10 @@ class RewardConfig(RewardSource):
             "every weight of reward.mix is 0, so every reward would be 0 and nothing be learned; "
             "set reward.mix.NAME.weight of one",
         )
-        _check_score("reward.failed", self.failed)
-        require(
-            0 <= self.overlong_fraction <= 1,
-            f"reward.overlong_fraction must lie in [0, 1], got {self.overlong_fraction}",
-        )
-        for name in ("workers", "batch"):
-            value = getattr(self, name)
-            require(value >= 1, f"reward.{name} must be 1 or more, got {value}")
-        for name in ("timeout_s", "memory_gb", "url_deadline_s"):
-            value = getattr(self, name)
-            require(value > 0, f"reward.{name} must be positive, got {value}")
-        require(
-            self.url_retries >= 0, f"reward.url_retries must be 0 or more, got {self.url_retries}"
-        )
 
 
-def _check_score(key: str, value: float) -> None:
-    # NaN is in no range.
-    require(
-        -LARGEST_SCORE <= value <= LARGEST_SCORE,
-        f"{key} must be a number of at most {LARGEST_SCORE:.0f} in size, got {value}",
-    )
-
-
-@on_resume("free", change=("eval_prompts", "eval_samples"), fork=("align", "seed"))
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Section, name="train", on_resume="free"):
     """Length and shape of the run."""
 
     run_dir: str = ""
@@ -983,13 +804,13 @@ class TrainConfig:
     and those of the overrides that change what the run computes, or its layout: for
     quant.scheme=fp8 runs/quickstart--quant.scheme-fp8."""
 
-    steps: int = 100
+    steps: int = key(100, at_least(0))
     """Rollout batches to train on."""
 
-    micro_batch: int = 8
+    micro_batch: int = key(8, at_least(1))
     """Responses per forward/backward pass on one data-parallel rank; unused with max_tokens."""
 
-    max_tokens: int = 0
+    max_tokens: int = key(0, at_least(0))
     """Tokens per forward/backward pass on one data-parallel rank, padding included: responses of
     like length share one, and their number varies; a longer one gets a pass of its own. 0 takes
     micro_batch responses instead."""
@@ -1004,64 +825,45 @@ class TrainConfig:
     response. Data ranks are balanced by positions, so even without max_tokens their numbers of
     passes may differ; train/passes is that of the rank with most."""
 
-    align: Literal["none", "weights", "full"] = "none"
+    align: Literal["none", "weights", "full"] = key("none", on_resume="fork")
     """What the policy's linear layers compute with, in scoring and training: "none", its own
     weights; "weights", the codes and scales that the engines have; "full", tokens quantized as in
     the engines too. Gradients go straight through to the weights."""
 
-    seed: int = 0
+    seed: int = key(0, on_resume="fork")
 
-    eval_every: int = 0
+    eval_every: int = key(0, at_least(0))
     """Steps between held-out evaluations; 0 evaluates only before the first and after the last."""
 
-    eval_prompts: int = 0
+    eval_prompts: int = key(0, at_least(0), on_resume="change")
     """Held-out prompts per evaluation; 0 turns evaluation off."""
 
     save_rollouts: bool = False
     """Keep every sample that trains in run_dir/rollouts/step_000012.jsonl: tokens, behaviour
     log-probs, the version of each token, text and reward."""
 
-    eval_samples: int = 1
+    eval_samples: int = key(1, at_least(1), on_resume="change")
     """Responses per held-out prompt: 1 decodes greedily (Avg@1), more are sampled at
     rollout.temperature and averaged (Avg@k)."""
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "eval_every", "eval_prompts"):
-            value = getattr(self, name)
-            require(value >= 0, f"train.{name} must be 0 or more, got {value}")
-        require(
-            self.eval_samples >= 1,
-            f"train.eval_samples must be 1 or more, got {self.eval_samples}",
-        )
-        require(
-            self.micro_batch >= 1, f"train.micro_batch must be 1 or more, got {self.micro_batch}"
-        )
-        require(self.max_tokens >= 0, f"train.max_tokens must be 0 or more, got {self.max_tokens}")
 
-
-@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, name="checkpoint", on_resume="free"):
     """When the training state is saved; a run always resumes from the newest whole checkpoint.
 
     Whole is one whose files have the checksums they were written with. A damaged newer one is set
     aside under another name, which no run and no tool touches again.
     """
 
-    every: int = 0
+    every: int = key(0, at_least(0))
     """Steps between checkpoints; 0 saves only at the end and on Ctrl-C, SIGTERM or SIGHUP."""
 
-    keep: int = 2
+    keep: int = key(2, at_least(1))
     """Newest checkpoints that are kept; older ones are deleted."""
 
-    def __post_init__(self) -> None:
-        require(self.every >= 0, f"checkpoint.every must be 0 or more, got {self.every}")
-        require(self.keep >= 1, f"checkpoint.keep must be 1 or more, got {self.keep}")
 
-
-@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
-class SyncConfig:
+class SyncConfig(Section, name="sync", on_resume="free"):
     """How a new weight version reaches the engines."""
 
     transport: Literal["auto", "files", "memory", "group"] = "auto"
@@ -1069,14 +871,14 @@ class SyncConfig:
     trainer and engines map; group, point to point over NCCL or gloo. auto: memory where trainer and
     engines are on one machine, else files."""
 
-    bucket_mb: float = 256.0
+    bucket_mb: float = key(256.0, positive())
     """Largest bucket of one training rank, in MiB of what is sent (quantized bytes, not BF16). Two
     of them are in memory at a time."""
 
     pause: Literal["retract", "in_place"] = "retract"
-    """What becomes of requests that an update interrupts. retract: they are computed anew with the
+    """What becomes of requests that an update interrupts. retract: they are computed again with the
     new weights up to where they were, and go on; in_place: they go on with the old key/value cache.
-    Either way each token tells its version."""
+    Either way each token carries its version."""
 
     host: str = ""
     """Address of the leading rank at which the group transport meets engines; it must be reachable
@@ -1086,82 +888,61 @@ class SyncConfig:
     """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty
     takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""
 
-    keep: int = 2
+    keep: int = key(2, at_least(1))
     """Newest published versions that are kept."""
 
-    receipt_wait_s: float = 90.0
+    receipt_wait_s: float = key(90.0, positive())
     """Seconds until the trainer sees, on the shared folder of files, that an engine has loaded a
     version: more than a network filesystem remembers a folder (NFS: up to 60)."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.receipt_wait_s > 0,
-            f"sync.receipt_wait_s must be positive, got {self.receipt_wait_s}",
-        )
-        require(self.keep >= 1, f"sync.keep must be 1 or more, got {self.keep}")
-        require(self.bucket_mb > 0, f"sync.bucket_mb must be positive, got {self.bucket_mb}")
 
-
-@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
-class ObserveConfig:
+class ObserveConfig(Section, name="observe", on_resume="free"):
     """What people get to see of a run beside its metrics."""
 
-    samples: int = 8
+    samples: int = key(8, at_least(0))
     """Responses kept of every step and of every evaluation in run_dir/samples.jsonl, half of them
     with the lowest and half with the highest rewards; the report, TensorBoard and `qurl samples`
     show them. Of each prompt and response 2000 characters are kept; 0 keeps none."""
 
-    show: int = 1
+    show: int = key(1, at_least(0))
     """Held-out prompts that every evaluation prints with their responses, always the same ones;
     0 prints none."""
 
     wandb_project: str = ""
     """Log to this project of Weights & Biases, too; needs the package wandb. Empty: do not."""
 
-    def __post_init__(self) -> None:
-        for name in ("samples", "show"):
-            value = getattr(self, name)
-            require(value >= 0, f"observe.{name} must be 0 or more, got {value}")
 
-
-@on_resume("free")
 @dataclass(frozen=True, kw_only=True)
-class WarmstartConfig:
+class WarmstartConfig(Section, name="warmstart", on_resume="free"):
     """A small model made on the spot, for machines that have no checkpoint at hand.
 
     When ``steps`` is positive and model.path does not exist, ``qurl train`` first makes a random
     Qwen2-shaped model of these sizes there and fits it, supervised, to the task's own answers.
     """
 
-    steps: int = 0
+    steps: int = key(0, at_least(0))
     """Largest number of supervised steps; the learning rate is shaped over them."""
 
-    target: float = 0.6
+    target: float = key(0.6, in_interval("(0, 1]"))
     """Stop as soon as this share of training questions gets the right number: the rest is for
     reinforcement learning."""
 
-    untidy: float = 0.5
+    untidy: float = key(0.5, in_interval("[0, 1)"))
     """Share of its training answers that end with a full stop, which the exact reward rejects.
 
     Like a pretrained model, it knows more than it shows until it is rewarded for it."""
 
-    hidden: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    intermediate: int = 384
-    batch: int = 64
+    hidden: int = key(128, at_least(1))
+    layers: int = key(4, at_least(1))
+    heads: int = key(4, at_least(1))
+    kv_heads: int = key(2, at_least(1))
+    intermediate: int = key(384, at_least(1))
+    batch: int = key(64, at_least(1))
     lr: float = 2e-3
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        require(self.steps >= 0, f"warmstart.steps must be 0 or more, got {self.steps}")
-        require(0 <= self.untidy < 1, f"warmstart.untidy must lie in [0, 1), got {self.untidy}")
-        require(0 < self.target <= 1, f"warmstart.target must lie in (0, 1], got {self.target}")
-        for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "batch"):
-            value = getattr(self, name)
-            require(value >= 1, f"warmstart.{name} must be 1 or more, got {value}")
+    def check(self) -> None:
         require(
             self.hidden % (2 * self.heads) == 0 and self.heads % self.kv_heads == 0,
             f"warmstart.hidden={self.hidden} must be a multiple of "

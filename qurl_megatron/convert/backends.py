@@ -9,22 +9,21 @@ asked for.
 import importlib.util
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant import SCHEMES, QuantizedWeight, quantize
-
-_BLOCK = SCHEMES["fp8_block"].block
-assert _BLOCK is not None
+from qurl_megatron.quant import QuantizedWeight, quantize
+from qurl_megatron.schemes import BLOCK, EXPORTED, SCHEMES
 
 # TensorQuantizer's settings; {-1: n, -2: n} are squares of n x n.
-_MODELOPT = {
+_MODELOPT: dict[str, dict[str, Any]] = {
     "int8": {"num_bits": 8, "axis": 0},
     "fp8": {"num_bits": (4, 3), "axis": 0},
-    "fp8_block": {"num_bits": (4, 3), "block_sizes": {-1: _BLOCK, -2: _BLOCK}},
+    "fp8_block": {"num_bits": (4, 3), "block_sizes": {-1: BLOCK, -2: BLOCK}},
 }
 
 
@@ -79,7 +78,7 @@ def by_te(weight: Tensor, scheme: str) -> QuantizedWeight:
         force_pow_2_scales=False,
         block_scaling_dim=2,
     )
-    height, width = (-size % _BLOCK for size in weight.shape)
+    height, width = (-size % BLOCK for size in weight.shape)
     cast = quantizer(F.pad(weight.detach().cuda(), (0, width, 0, height)))
     return cropped(cast._rowwise_data, cast._rowwise_scale_inv, weight.shape, weight.device)
 
@@ -96,9 +95,9 @@ def cropped(
     """
     rows, columns = shape
     values = codes.view(torch.float8_e4m3fn)[:rows, :columns]
-    scale = scale[: -(-rows // _BLOCK), : -(-columns // _BLOCK)]
+    scale = scale[: -(-rows // BLOCK), : -(-columns // BLOCK)]
     return QuantizedWeight(
-        values.to(device).contiguous(), scale.to(device).contiguous(), block=_BLOCK
+        values.to(device).contiguous(), scale.to(device).contiguous(), block=BLOCK
     )
 
 
@@ -117,8 +116,8 @@ def check_backend(backend: str, scheme: str) -> None:
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; known are {sorted(BACKENDS)}")
-    if scheme not in SCHEMES:
-        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(SCHEMES)}")
+    if scheme not in EXPORTED:
+        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
     if backend == "modelopt" and importlib.util.find_spec("modelopt") is None:
         raise ConfigError(
             "backend modelopt needs the package nvidia-modelopt: pip install "

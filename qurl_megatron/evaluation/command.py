@@ -50,6 +50,7 @@ from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
 from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
+from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Prompt
 from qurl_megatron.weights.integrity import refuse_damaged
@@ -476,7 +477,7 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
                 "checkpoint it was made from and --scheme, or --backend sglang"
             )
         return wanted
-    if wanted not in ("none", "int8", "fp8"):
+    if wanted not in SERVED:
         raise ConfigError(f"--scheme {wanted} is simulated by embedded engines alone")
     stored = config.get("quantization_config")
     if not megatron and given is None and defaults.model is None:

@@ -34,8 +34,7 @@ from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.grading import graded
 from qurl_megatron.types import Prompt, Sample
-from qurl_megatron.wire.schema import count, or_none
-from qurl_megatron.wire.shorten import shortened
+from qurl_megatron.wire.schema import count, or_none, shortened
 
 BATCH = 256  # responses of one batch of an embedded engine, about
 EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1

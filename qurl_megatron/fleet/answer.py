@@ -24,8 +24,7 @@ from qurl_megatron.engines.kinds import EngineKind, kind_of
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import Versions, in_a_row
 from qurl_megatron.wire.naming import MIXED, Names
-from qurl_megatron.wire.schema import count, list_of, or_none, record, seconds, text
-from qurl_megatron.wire.shorten import shortened
+from qurl_megatron.wire.schema import count, list_of, or_none, record, seconds, shortened, text
 
 ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
 LOWEST = -104.0

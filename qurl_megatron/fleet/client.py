@@ -36,7 +36,7 @@ from qurl_megatron.fleet.answer import (
 )
 from qurl_megatron.runtime import event_loop
 from qurl_megatron.wire.lease import ENDPOINT, Owner, Verdict
-from qurl_megatron.wire.shorten import shortened
+from qurl_megatron.wire.schema import shortened
 
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps

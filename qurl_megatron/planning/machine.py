@@ -12,11 +12,10 @@ from dataclasses import replace
 import psutil
 
 from qurl_megatron.planning.constants import LOOPBACK, Gpu
+from qurl_megatron.schemes import INTEGER
 
 CPU = "cpu"
 """What ``--gpu`` calls it."""
-CODES = ("int8", "int6", "int5", "int4")
-"""Number formats whose products are those of INT8."""
 
 
 def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
@@ -26,7 +25,7 @@ def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
         wide: "fp32" or "bf16", what is not quantized.
     """
     plain = 1e9 * limits["fp32_gflop_s" if wide == "fp32" else "bf16_gflop_s"]
-    codes = dict.fromkeys(CODES, 1e9 * limits["int8_gop_s"])
+    codes = dict.fromkeys(INTEGER, 1e9 * limits["int8_gop_s"])
     return Gpu(
         gib=psutil.virtual_memory().total / 2**30,
         # Without units for FP8 its products are those of the wider format.
@@ -63,7 +62,7 @@ def cpu(
         cores=cores,
         threads=threads,
         alone=one,
-        native=frozenset(CODES) if native and wide == "fp32" else frozenset(),
+        native=frozenset(INTEGER) if native and wide == "fp32" else frozenset(),
     )
 
 

@@ -9,17 +9,13 @@ from qurl_megatron.quant.diagnostics import (
     weight_error,
     weight_update,
 )
-from qurl_megatron.quant.formats import SCHEMES, SIMULATED, Scheme
 from qurl_megatron.quant.rounding import Rounding, rounding_of
 from qurl_megatron.quant.weights import QuantizedWeight, dequantize, quantize
 
 __all__ = [
     "QUANT_METRICS",
-    "SCHEMES",
-    "SIMULATED",
     "QuantizedWeight",
     "Rounding",
-    "Scheme",
     "code_flips",
     "dequantize",
     "quant_metrics",

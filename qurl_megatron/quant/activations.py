@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qurl_megatron.quant.formats import Scheme, round_to_grid_, scheme_named
+from qurl_megatron.quant.formats import round_to_grid_, scheme_named
+from qurl_megatron.schemes import Scheme
 
 Arithmetic = Literal["exact", "sglang"]
 """Whose: "exact" divides by the scale and rounds half to even; "sglang" is that of its GPU kernels,

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant.formats import SCHEMES
 from qurl_megatron.quant.weights import QuantizedWeight
-
-_BLOCK = SCHEMES["fp8_block"].block
-assert _BLOCK is not None
+from qurl_megatron.schemes import BLOCK, EXPORTED, SCHEMES
 
 
 def _column(rows: int, columns: int) -> tuple[int, ...]:
@@ -31,11 +28,11 @@ def _vector(rows: int, columns: int) -> tuple[int, ...]:
 
 
 def _grid(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // _BLOCK), -(-columns // _BLOCK)
+    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def _grid_4d(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // _BLOCK), 1, -(-columns // _BLOCK), 1
+    return -(-rows // BLOCK), 1, -(-columns // BLOCK), 1
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,8 @@ FORMATS: dict[str, dict[str, Layout]] = {
             _grid,
             _compressed(
                 "float",
-                {"strategy": "block", "block_structure": [_BLOCK, _BLOCK]},
-                {"strategy": "group", "group_size": _BLOCK},
+                {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+                {"strategy": "group", "group_size": BLOCK},
             ),
             patterns=True,
         ),
@@ -111,7 +108,7 @@ FORMATS: dict[str, dict[str, Layout]] = {
             {
                 "quant_method": "fp8",
                 "activation_scheme": "dynamic",
-                "weight_block_size": [_BLOCK, _BLOCK],
+                "weight_block_size": [BLOCK, BLOCK],
             },
             ignore_key="modules_to_not_convert",
         ),
@@ -155,8 +152,8 @@ def layout(scheme: str, fmt: str) -> Layout:
     """
     if fmt not in FORMATS:
         raise ConfigError(f"unknown checkpoint format {fmt!r}; known are {sorted(FORMATS)}")
-    if scheme not in SCHEMES:
-        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(SCHEMES)}")
+    if scheme not in EXPORTED:
+        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
     if (scheme, fmt) in _REFUSED:
         raise ConfigError(_REFUSED[scheme, fmt])
     return FORMATS[fmt][scheme]
@@ -184,11 +181,11 @@ def stored_shapes(
             f"neither vLLM nor SGLang loads experts of {scheme} in format {fmt}, and {name} is "
             "one; use format compressed-tensors or sglang"
         )
-    if SCHEMES[scheme].block is not None and any(size % _BLOCK for size in shape):
+    if SCHEMES[scheme].block is not None and any(size % BLOCK for size in shape):
         # Activations are quantized in whole groups of 128, fused q/k/v and gate/up are whole
         # squares: vLLM, SGLang and compressed-tensors all stop at such a weight, at load or later.
         raise ConfigError(
-            f"engines run {scheme} weights only if both sizes are multiples of {_BLOCK}, {name} is "
+            f"engines run {scheme} weights only if both sizes are multiples of {BLOCK}, {name} is "
             f"{list(shape)}; use scheme fp8"
         )
     return {
@@ -239,7 +236,7 @@ def _long_sizes(shape: Sequence[int]) -> list[int]:
 def scheme_of(quantized: QuantizedWeight) -> str:
     """The scheme a weight was quantized with, read off it."""
     kind = (quantized.values.dtype, quantized.block)
-    return next(name for name, rules in SCHEMES.items() if (rules.dtype, rules.block) == kind)
+    return next(name for name in EXPORTED if (SCHEMES[name].dtype, SCHEMES[name].block) == kind)
 
 
 def quantization_config(scheme: str, fmt: str, ignore: Sequence[str]) -> dict:

@@ -1,40 +1,14 @@
-"""The number formats of the rollout model, and the arithmetic that weights and activations share.
+"""The arithmetic of ``schemes`` that weights and activations share.
 
 Everything is symmetric: ``value = round(x / scale)`` with ``scale = amax / largest``, computed in
 float32 element by element, so a slice of a tensor quantizes to the slice of the quantized tensor.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """One number format and how far one scale reaches."""
-
-    dtype: torch.dtype
-    largest: float  # the value that amax is mapped to
-    block: int | None = None  # edge of the squares that share a weight scale; None: a scale per row
-
-
-SCHEMES: dict[str, Scheme] = {
-    "int8": Scheme(torch.int8, 127.0),
-    "fp8": Scheme(torch.float8_e4m3fn, 448.0),
-    "fp8_block": Scheme(torch.float8_e4m3fn, 448.0, block=128),
-}
-
-# Fewer bits in INT8's clothes: the same storage and products, a coarser grid. No hardware computes
-# them this way and no checkpoint is exported in them; the embedded engine does, so that a small
-# model meets the quantization noise that a large one meets at 8 bits.
-SIMULATED: dict[str, Scheme] = {
-    "int4": Scheme(torch.int8, 7.0),
-    "int5": Scheme(torch.int8, 15.0),
-    "int6": Scheme(torch.int8, 31.0),
-}
+from qurl_megatron.schemes import SCHEMES, Scheme
 
 
 def scheme_named(name: str) -> Scheme:
@@ -42,10 +16,10 @@ def scheme_named(name: str) -> Scheme:
     Raises:
         ConfigError: there is no such scheme.
     """
-    known = SCHEMES | SIMULATED
+    known = [name for name, row in SCHEMES.items() if row.stored]
     if name not in known:
         raise ConfigError(f"unknown quantization scheme {name!r}; known are {sorted(known)}")
-    return known[name]
+    return SCHEMES[name]
 
 
 def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.quant.formats import Scheme
+from qurl_megatron.schemes import Scheme
 
 UNIT = 2.0**-16
 """Draws are odd multiples of it between -1/2 and 1/2.

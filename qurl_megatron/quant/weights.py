@@ -17,8 +17,9 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fused import has_kernels_for
-from qurl_megatron.quant.formats import Scheme, round_to_grid_, scale_of, scheme_named
+from qurl_megatron.quant.formats import round_to_grid_, scale_of, scheme_named
 from qurl_megatron.quant.rounding import Draws, Rounding
+from qurl_megatron.schemes import Scheme
 
 # Float32 elements in flight at once, however large the weight: of a run, which shares the operators
 # that find its scales, and of the scratch in which a part of it becomes codes. On a CPU a run is

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.weights import stage_ops
 
@@ -37,7 +38,7 @@ test holds equal to it, for that module is torch's."""
 GAPS = 0.05
 """Share of a trainer's memory that lies unused between its allocations."""
 
-CODE_BYTES = {"int8": 1, "fp8": 1}
+CODE = 1
 """Bytes of a quantized weight; each output channel has a float32 scale besides."""
 
 
@@ -126,11 +127,11 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
     total = 0.0
     for part in (part for op in ops for part in op.hf):
         size = math.prod(part.shape)
-        quantized = scheme in CODE_BYTES and part.quantized
+        quantized = bool(SCHEMES[scheme].stored) and part.quantized
         shared = tensor if part.split_dim is not None else 1
         if part.units is not None and part.units.repeats:
             shared = min(tensor, part.units.count)
-        total += size * (CODE_BYTES[scheme] if quantized else itemsize) / shared
+        total += size * (CODE if quantized else itemsize) / shared
         if quantized:
             total += 4 * part.shape[0] / (shared if part.split_dim == 0 else 1)
     return round(total)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from qurl_megatron.config.keys import Section, at_least, key, positive, require
 from qurl_megatron.config.load import build, read_tables
-from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
 SIGNAL_LIMIT_S = 65_535
@@ -33,7 +33,7 @@ def seconds(time: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig:
+class JobConfig(Section, name="job", on_resume="free"):
     """What every job asks Slurm for, and how it goes on when its time is up."""
 
     partition: str = ""
@@ -57,7 +57,7 @@ class JobConfig:
     """How a run goes on whose time is up. requeue: the same job goes back to the queue; chain: jobs
     of one name are submitted at once and run one after the other, for sites that forbid it."""
 
-    chain: int = 4
+    chain: int = key(4, at_least(1))
     """Jobs of a chain; those behind the end of the run are cancelled."""
 
     signal_s: int = 900
@@ -65,32 +65,31 @@ class JobConfig:
     minute early. Once steps and checkpoints of the run are measured, what they take counts in place
     of it, whether that is more or less."""
 
-    retries: int = 3
+    retries: int = key(3, at_least(0))
     """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
-    follows by itself. An attempt whose time was up, and a new submission, begin the count anew. Two
-    attempts in a row without a new checkpoint end the run whatever is left of it."""
+    follows by itself. An attempt whose time was up, and a new submission, begin the count again.
+    Two attempts in a row without a new checkpoint end the run whatever is left of it."""
 
-    hung_s: int = 1800
+    hung_s: int = key(1800, at_least(1))
     """Seconds without a new step after which a run counts as hung: its ranks write their stacks and
     are ended. The longest set-up, evaluation and restart of engines must fit in."""
 
-    hung_steps: float = 10.0
+    hung_steps: float = key(10.0, at_least(1))
     """The same in median steps of the run; the longer of the two counts."""
 
     extra: tuple[str, ...] = ()
     """Further options of sbatch for every component, e.g. ["--exclusive"]."""
 
-    examine_s: int = 180
+    examine_s: int = key(180, at_least(0))
     """Seconds in which every node must have measured itself before the ranks start, the start of
     its container included; a node that has not is bad. 0 examines none."""
 
-    def __post_init__(self) -> None:
-        require(self.examine_s >= 0, f"job.examine_s must be 0 or more, got {self.examine_s}")
-        for key in ("partition", "account", "qos"):
-            value = getattr(self, key)
+    def check(self) -> None:
+        for name in ("partition", "account", "qos"):
+            value = getattr(self, name)
             require(
                 not value or _WORD.fullmatch(value) is not None,
-                f"job.{key} must be a name without white space or quotes, got {value!r}",
+                f"job.{name} must be a name without white space or quotes, got {value!r}",
             )
         require(
             _TIME.fullmatch(self.time_limit) is not None,
@@ -107,10 +106,6 @@ class JobConfig:
             f"job.signal_s={self.signal_s} leaves nothing of job.time_limit={self.time_limit}; "
             "raise the limit, or lower job.signal_s",
         )
-        require(self.chain >= 1, f"job.chain must be 1 or more, got {self.chain}")
-        require(self.retries >= 0, f"job.retries must be 0 or more, got {self.retries}")
-        require(self.hung_s >= 1, f"job.hung_s must be 1 or more, got {self.hung_s}")
-        require(self.hung_steps >= 1, f"job.hung_steps must be 1 or more, got {self.hung_steps}")
         for option in self.extra:
             require(
                 re.fullmatch(r"--?\w[^\n]*", option) is not None,
@@ -123,22 +118,22 @@ class JobConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig:
+class NodeConfig(Section, name="node", on_resume="free"):
     """What one node has; nodes of a partition are alike."""
 
-    gpus: int = 8
+    gpus: int = key(8, at_least(1))
     """GPUs of a node."""
 
     gpu: str = ""
     """Kind of GPU as the site's gres names it (`sinfo -o %G`), e.g. h100; empty asks for any."""
 
-    gpu_gib: float = 80.0
+    gpu_gib: float = key(80.0, positive())
     """Memory of a GPU, in GiB."""
 
     cpus: int = 64
     """CPUs of a node, as Slurm counts them; a job gets them in proportion to its GPUs."""
 
-    memory_gib: int = 0
+    memory_gib: int = key(0, at_least(0))
     """Host memory of a node that jobs may take, in GiB, in proportion as well; 0 asks for all of
     it, which only jobs with whole nodes should."""
 
@@ -146,14 +141,11 @@ class NodeConfig:
     """Network interfaces over which NCCL's and gloo's ranks meet (`ip -brief address`); empty lets
     them choose."""
 
-    def __post_init__(self) -> None:
-        require(self.gpus >= 1, f"node.gpus must be 1 or more, got {self.gpus}")
-        require(self.gpu_gib > 0, f"node.gpu_gib must be positive, got {self.gpu_gib}")
+    def check(self) -> None:
         require(
             self.cpus >= self.gpus,
             f"node.cpus={self.cpus} gives some of node.gpus={self.gpus} no CPU; raise it",
         )
-        require(self.memory_gib >= 0, f"node.memory_gib must be 0 or more, got {self.memory_gib}")
         for name in (self.gpu, *self.interfaces):
             require(
                 not name or re.fullmatch(r"[\w.-]+", name) is not None,
@@ -162,7 +154,7 @@ class NodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContainerConfig:
+class ContainerConfig(Section, name="container", on_resume="free"):
     """In what the ranks run; the supervisor itself runs on the node, where Slurm's commands are."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
@@ -176,7 +168,7 @@ class ContainerConfig:
     """Folders of the node to mount, as outside[:inside]; among them the folder that is submitted
     from, the model's, the data's and the run's, each under its own name."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             (self.kind == "none") == (not self.image),
             f"container.kind={self.kind} and container.image={self.image!r} contradict each other; "
@@ -195,7 +187,7 @@ class ContainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteConfig:
+class SiteConfig(Section, name="site", on_resume="free"):
     """Files and environment of the site."""
 
     shared: tuple[str, ...] = ()
@@ -206,11 +198,11 @@ class SiteConfig:
     """Shell lines before the run, e.g. "module load cuda" and "source .venv/bin/activate"; the job
     ends where one of them fails. `qurl` must be found after them."""
 
-    environment: dict = field(default_factory=dict)
+    environment: dict = key({})
     """Variables of every rank and engine, above all NCCL's, e.g. {NCCL_IB_HCA = "mlx5"}; they go
     before those of a container's image."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for folder in self.shared:
             require(folder.startswith("/"), f"site.shared must be absolute folders, got {folder!r}")
         for line in self.prolog:

@@ -7,7 +7,8 @@ trainer on its GPUs, and embedded ones, are started by the leading rank: they ne
 
 from dataclasses import dataclass
 
-from qurl_megatron.config.sections import ParallelConfig, RolloutConfig, require
+from qurl_megatron.config.keys import require
+from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
 from qurl_megatron.slurm.cluster import NodeConfig
 
 

@@ -8,7 +8,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from qurl_megatron.config.sections import require
+from qurl_megatron.config.keys import require
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.layout import Component
 from qurl_megatron.slurm.steps import gpus, variables

@@ -13,13 +13,13 @@ import numpy as np
 
 from qurl_megatron import __version__
 from qurl_megatron.observe.plots import History
+from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.study.greedy_accuracy import accuracy, due
 from qurl_megatron.study.numbers import Series, Spread, aggregate, finals
 from qurl_megatron.study.plan import Cell, Method, Study
 from qurl_megatron.study.runner import failures, running
 from qurl_megatron.study.runs import look
 
-SIMULATED = ("int4", "int5", "int6")
 CURVES = (
     "reward/mean",
     "eval/accuracy",
@@ -72,7 +72,7 @@ class Group:
         """What generated, for a table."""
         if self.scheme == "none":  # what the model is in
             return {"bfloat16": "BF16", "float32": "FP32"}[self.cells[0].dtype]
-        return self.scheme.upper() + (", simulated" if self.scheme in SIMULATED else "")
+        return self.scheme.upper() + (", simulated" if SCHEMES[self.scheme].simulated else "")
 
     def curves(self, metric: str) -> list[Series]:
         """One per seed that measured it."""

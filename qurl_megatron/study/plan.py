@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config import load, to_toml
+from qurl_megatron.config.keys import require
 from qurl_megatron.config.load import build, read_tables
-from qurl_megatron.config.sections import require
 from qurl_megatron.errors import ConfigError
 
 METHODS, SCALE, MISMATCH = TABLES = ("methods", "scale", "mismatch")

@@ -16,6 +16,7 @@ from qurl_megatron.model.held import held
 from qurl_megatron.model.trained import with_optimizer
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.runtime.pretend import META, pretended_rank, without_gpus
+from qurl_megatron.schemes import SERVED
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.memory import GIB, Held
 from qurl_megatron.tensors.arch import Arch
@@ -176,7 +177,8 @@ def _engine_lines(config: RunConfig, engine: Engine) -> list[str]:
         f"GPU{'s' if rollout.engine_tensor > 1 else ''} each, {where}: {engine.room / GIB:.1f} GiB "
         f"a GPU for weights and cache, {engine.token / 1024:g} KiB a token of cache"
     ]
-    for scheme, name in (("int8", "INT8"), ("fp8", "FP8"), ("none", "BF16")):
+    for scheme in sorted(SERVED, key="none".__eq__):
+        name = "BF16" if scheme == "none" else scheme.upper()
         tokens = engine.tokens(scheme)
         lines.append(
             f"  {name:5} weights {engine.weights[scheme] / GIB:6.2f} GiB, cache of "

@@ -12,6 +12,7 @@ import qurl_megatron
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.passes import round_up
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.schemes import SERVED
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import held_from_shapes
 from qurl_megatron.sizes.memory import GIB, Held, Pass
@@ -329,8 +330,7 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
     itemsize = config.model.itemsize
     return Engine(
         weights={
-            scheme: memory.engine_weights(arch, scheme, tensor, itemsize)
-            for scheme in ("int8", "fp8", "none")
+            scheme: memory.engine_weights(arch, scheme, tensor, itemsize) for scheme in SERVED
         },
         token=memory.cached_token(arch, tensor, itemsize),
         room=int(free * _static_fraction(config)),

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.wire.schema import flag, seconds, text
-from qurl_megatron.wire.shorten import shortened
+from qurl_megatron.wire.schema import flag, seconds, shortened, text
 
 ENDPOINT = "/qurl_lease"
 OWNER = ".owner"  # in a run's folder: what its token is made from

@@ -24,7 +24,6 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.wire import schema
 from qurl_megatron.wire.message import Blob, checksum, is_dtype, is_shape
-from qurl_megatron.wire.shorten import shortened
 
 FORMAT = "qurl-version-2"
 MANIFEST = "manifest.json"
@@ -103,7 +102,9 @@ class Manifest:
             there = sum(raw["files"].values())
             for name, entry in tensors.items():  # room is made for it before its parts are read
                 if getattr(torch, entry.dtype).itemsize * math.prod(entry.shape) > there:
-                    raise schema.Malformed(f"{shortened(name)} is larger than all files together")
+                    raise schema.Malformed(
+                        f"{schema.shortened(name)} is larger than all files together"
+                    )
             return Manifest(**{**raw, "tensors": tensors})
         except FileNotFoundError:
             raise ConfigError(
@@ -121,7 +122,7 @@ def _entry(name: str, raw: dict) -> TensorEntry:
     try:
         return TensorEntry(tuple(raw["shape"]), raw["dtype"], raw["split_dim"], slices)
     except ConfigError as error:
-        raise schema.Malformed(f"{shortened(name)}: {error}") from None
+        raise schema.Malformed(f"{schema.shortened(name)}: {error}") from None
 
 
 def _files(value: object) -> bool:

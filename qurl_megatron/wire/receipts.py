@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.wire.message import Receipt
-from qurl_megatron.wire.shorten import shortened
+from qurl_megatron.wire.schema import shortened
 
 POLL_S = 0.01
 SLOWEST_POLL_S = 1.0  # a folder that is remembered for a minute is not asked for ever faster

@@ -4,19 +4,29 @@ A range is a predicate, and a table of them says what an object is.
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
-from qurl_megatron.wire.shorten import shortened
-
 Range = Callable[[Any], bool]
+LONGEST = 200  # characters of what came from outside, in a sentence
 LARGEST = 1 << 48  # of counts and sizes: the product of some of them is still an ordinary number
+
+
+_REPR = reprlib.Repr()
+_REPR.maxother = _REPR.maxstring = LONGEST
 
 
 class Malformed(ValueError):
     """What came is not what it should be; says in which field."""
+
+
+def shortened(value: object) -> str:
+    """A few words of it: texts as they are, anything else as Python writes it."""
+    words = " ".join((value if isinstance(value, str) else _REPR.repr(value)).split())
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 3]}..."
 
 
 def text(value: Any) -> bool:

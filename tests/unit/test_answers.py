@@ -23,7 +23,7 @@ from qurl_megatron.fleet.answer import (
     read_info,
 )
 from qurl_megatron.wire.naming import MIXED, UNKNOWN_VERSION, Names
-from qurl_megatron.wire.shorten import shortened
+from qurl_megatron.wire.schema import shortened
 
 ASKED = Asked("a", 5)
 RULES = Rules(vocabulary=10, names=Names("abc"), confirmed=7)

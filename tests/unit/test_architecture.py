@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import qurl_megatron
+from qurl_megatron.schemes import SCHEMES
 
 ROOT = Path(qurl_megatron.__file__).parent
 LEVEL = {
@@ -15,6 +16,7 @@ LEVEL = {
     "tensors": 0,
     "config": 0,
     "observe": 0,
+    "schemes": 0,
     "algo": 1,
     "quant": 1,
     "weights": 1,
@@ -75,7 +77,7 @@ def test_imports_point_downwards(file):
 
 
 def test_algorithms_and_quantizers_are_pure():
-    allowed = {"algo", "quant", "fused", "types", "errors"}
+    allowed = {"algo", "quant", "fused", "schemes", "types", "errors"}
     for file in [*ROOT.glob("algo/*.py"), *ROOT.glob("quant/*.py")]:
         for module in imports(file):
             top = module.split(".")[0]
@@ -124,3 +126,11 @@ def test_triton_is_imported_by_its_kernels_alone_and_they_only_inside_functions(
                 if any(name.split(".")[0] == "triton" for name in names):
                     assert file.parent.name == "fused", file
                 assert not (kernels & set(names) and id(node) in at_once), file
+
+
+def test_schemes_are_listed_in_their_table_alone():
+    for file in set(FILES) - {ROOT / "bench/options.py"}:  # a benchmark says what it compares
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                names = {one.value for one in node.elts if isinstance(one, ast.Constant)}
+                assert len(names & {*SCHEMES}) < 3, f"{file}:{node.lineno}: read schemes.py"

@@ -9,8 +9,9 @@ import torch
 
 from qurl_megatron.convert.backends import BACKENDS, by_modelopt, check_backend, cropped
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant import SCHEMES, dequantize, quantize
+from qurl_megatron.quant import dequantize, quantize
 from qurl_megatron.quant.export import extra_files, quantization_config, stored
+from qurl_megatron.schemes import EXPORTED
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 # ModelOpt is imported by the tests that run it: that takes 7 s.
@@ -41,7 +42,7 @@ def assert_same(actual, expected):
 
 @modelopt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EXPORTED)
 def test_modelopt_finds_the_same_codes_and_scales(scheme, dtype):
     for shape in [(300, 200), (256, 128), (128, 384), (5, 3)]:
         w = weight(*shape, dtype)
@@ -123,7 +124,7 @@ def test_modelopt_refuses_what_native_refuses_in_the_same_words():
 
 
 def test_a_backend_that_cannot_run_here_says_what_to_use(monkeypatch):
-    for scheme in SCHEMES:
+    for scheme in EXPORTED:
         check_backend("native", scheme)
     with pytest.raises(ConfigError, match="unknown backend 'tensorrt'"):
         check_backend("tensorrt", "int8")

@@ -13,7 +13,7 @@ from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.load.outcome import Answer, Client, Look, Outcome, Publication
 from qurl_megatron.bench.load.protocols import PROTOCOLS
 from qurl_megatron.bench.load.requests import Ask
-from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.options import BENCHMARKS, add_shared, quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
@@ -440,10 +440,10 @@ def test_an_engine_that_changed_between_repeats_is_a_reason():
     assert found.notes["engine changed"] == "version was 1, is 2"
 
 
-@pytest.mark.parametrize("scheme", rollout.SCHEMES)
+@pytest.mark.parametrize("scheme", BENCHMARKS["rollout"].schemes)
 def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme):
     source = checkpoint_of(model_folder("tiny", tmp_path))
-    number, dtype = rollout.SCHEMES[scheme], rollout.Subject("embedded", scheme).dtype
+    number, dtype = quant_scheme(scheme), rollout.Subject("embedded", scheme).dtype
     version = Version(source, number, dtype, tmp_path / "versions")
     decoder = Decoder(source.arch, number, DTYPES[dtype], torch.device("cpu"))
     tensors, _ = read_weights(version.folder, decoder)  # which checks every tensor

@@ -58,12 +58,18 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("quant.shceme=int8", "unknown key quant.shceme; did you mean quant.scheme?"),
         ("qant.scheme=int8", "unknown section qant; did you mean quant?"),
         ("quant.scheme=int3", "one of none, int8, fp8, int6, int5, int4, got 'int3'"),
+        ("quant.scheme=false", "one of none, int8, fp8, int6, int5, int4, got False"),
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
         ("train.steps", "override 'train.steps' must look like section.key=value"),
         ("rollout.urls=x", "rollout.urls must be a list, got 'x'"),
-        ("rollout.temperature=0", "rollout.temperature must be positive"),
+        ("rollout.temperature=0", "rollout.temperature must be positive, got 0.0; greedy decoding"),
+        ("optimizer.clip_grad=nan", "optimizer.clip_grad must be positive, got nan"),
+        ("train.steps=-1", "train.steps must be 0 or more, got -1"),
+        ("correction.veto=1", "correction.veto must lie in [0, 1), got 1.0"),
+        ("warmstart.target=0", "warmstart.target must lie in (0, 1], got 0.0"),
+        ("algo.name=gpro", "algo.name must be one of grpo, ppo, dapo, rloo, dr_grpo, reinforce_pp"),
         ("data.path=x.jsonl", "exactly one of data.path"),
         ("data.prompts_per_step=33", "264 responses must be a multiple of"),
         ("rollout.samples_per_prompt=1", "must be 2 or more for algo.advantage=grpo"),
@@ -91,7 +97,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("reward.mix={'a b'={}}", "reward.mix.a b: a name has letters, digits, _ and - alone: it"),
     ],
 )
-def test_mistakes_name_key_value_and_mend(recipe, override, message):
+def test_mistakes_name_key_value_and_fix(recipe, override, message):
     with pytest.raises(ConfigError) as error:
         load(recipe, [override])
     assert message in str(error.value)

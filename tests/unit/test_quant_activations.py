@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from qurl_megatron.engines.embedded import kernels, native
-from qurl_megatron.quant import SCHEMES, SIMULATED, quantize, quantize_tokens
+from qurl_megatron.quant import quantize, quantize_tokens
 from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.schemes import SCHEMES
 
-ROW_WISE = [name for name in SCHEMES | SIMULATED if scheme_named(name).block is None]
+ROW_WISE = [name for name, row in SCHEMES.items() if row.stored and row.block is None]
 
 
 def tokens() -> torch.Tensor:

@@ -13,7 +13,7 @@ from qurl_megatron.convert.job import run
 from qurl_megatron.convert.quantized_export import to_quantized
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant import SCHEMES, dequantize, quantize, quantize_tokens
+from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant.export import (
     FORMATS,
     extra_files,
@@ -25,6 +25,7 @@ from qurl_megatron.quant.export import (
     stored,
     stored_shapes,
 )
+from qurl_megatron.schemes import EXPORTED
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights import open_checkpoint
@@ -49,7 +50,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_every_scheme_of_every_format_has_a_layout_or_a_reason():
     for fmt in FORMATS:
-        for scheme in SCHEMES:
+        for scheme in EXPORTED:
             if (scheme, fmt) not in COMBINATIONS:
                 with pytest.raises(ConfigError, match="use format"):
                     stored_shapes(NAME, (128, 128), scheme, fmt)
@@ -179,7 +180,7 @@ def test_only_modelopt_wants_another_file():
     assert contents["quantization"]["exclude_modules"] == ["lm_head"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EXPORTED)
 def test_compressed_tensors_reads_the_config_as_its_own_preset(scheme):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     ours = quantization_config(scheme, "compressed-tensors", ["lm_head"])
@@ -197,7 +198,7 @@ def test_compressed_tensors_reads_the_config_as_its_own_preset(scheme):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EXPORTED)
 def test_compressed_tensors_compressor_finds_the_same_codes(scheme, dtype):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor

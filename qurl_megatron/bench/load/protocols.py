@@ -11,7 +11,7 @@ from typing import Any
 
 from qurl_megatron.bench.load.outcome import Answer, Look
 from qurl_megatron.bench.load.requests import Ask
-from qurl_megatron.wire.shorten import shortened
+from qurl_megatron.wire.schema import shortened
 
 
 @dataclass(frozen=True)

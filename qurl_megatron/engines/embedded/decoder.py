@@ -19,12 +19,11 @@ from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.engines.embedded.rope import inverse_frequencies
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant.products import has_fp8_hardware
+from qurl_megatron.schemes import INTEGER as CODES
+from qurl_megatron.schemes import ROLLOUT as SCHEMES
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.table import hf_tensor
 
-SCHEMES = ("none", "int8", "fp8", "int6", "int5", "int4")
-# Largest activation code of the schemes with int8 products: below 127, bits are simulated.
-CODES = {"int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOATS = (torch.bfloat16, torch.float32)
 

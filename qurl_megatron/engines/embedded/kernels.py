@@ -18,8 +18,8 @@ from torch import Tensor
 
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.quant.activations import magnitudes, token_codes, token_scales
-from qurl_megatron.quant.formats import SCHEMES
 from qurl_megatron.quant.products import rescaled, scaled_product
+from qurl_megatron.schemes import SCHEMES
 
 INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
 

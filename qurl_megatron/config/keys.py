@@ -1,0 +1,140 @@
+"""What a key of a section says of itself: its default, its range, and what it may do on resume.
+
+A section is a frozen dataclass below ``Section``. Rules of one key stand beside it, as arguments of
+``key``; rules that need several keys are plain code in the section's ``check``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+
+from qurl_megatron.errors import ConfigError
+
+OnResume = Literal["free", "change", "fork", "never"]
+"""What a key may do where a run is resumed from its checkpoint. free: change, as it says how long
+and where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the
+run alone; never: the checkpoint's tensors have its value in them."""
+
+Value = TypeVar("Value")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ConfigError(message)`` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The values that a key may have."""
+
+    has: Callable[[Any], bool]  # False for NaN
+    words: str  # "KEY must <words>, got VALUE"
+    why: str = ""  # what else the message says
+
+    def refuse(self, name: str, value: Any) -> NoReturn:
+        """Raise ``ConfigError`` for a key's value that is none of them."""
+        why = f"; {self.why}" if self.why else ""
+        raise ConfigError(f"{name} must {self.words}, got {value!r}{why}")
+
+
+def at_least(low: float) -> Allowed:
+    return Allowed(lambda value: value >= low, f"be {low} or more")
+
+
+def positive(why: str = "") -> Allowed:
+    return Allowed(lambda value: value > 0, "be positive", why)
+
+
+def in_interval(written: str) -> Allowed:
+    """Of an interval such as "[0, 1)", which is closed at 0 and open at 1."""
+    low, high = (float(end) for end in written[1:-1].split(","))
+
+    def has(value: float) -> bool:
+        left = low <= value if written[0] == "[" else low < value
+        return left and (value <= high if written[-1] == "]" else value < high)
+
+    return Allowed(has, f"lie in {written}")
+
+
+def at_most_in_size(largest: float) -> Allowed:
+    return Allowed(
+        lambda value: -largest <= value <= largest,
+        f"be a number of at most {largest:.0f} in size",
+    )
+
+
+def one_of(*names: str) -> Allowed:
+    """For names that a table has; those that are fixed are a ``Literal``."""
+    return Allowed(lambda value: value in names, f"be one of {', '.join(names)}")
+
+
+def key(
+    default: Value,
+    allowed: Allowed | None = None,
+    *,
+    on_resume: OnResume | None = None,
+    not_a_list: str = "",
+) -> Value:
+    """A field of a section.
+
+    Args:
+        allowed: which values of its type it may have; None: all.
+        on_resume: None: what the section says.
+        not_a_list: what to do instead of giving a list, where one might be expected to work.
+    """
+    said = {"allowed": allowed, "on_resume": on_resume, "not_a_list": not_a_list}
+    found: Any = (
+        field(default_factory=default.copy, metadata=said)
+        if isinstance(default, dict)
+        else field(default=default, metadata=said)
+    )
+    return found
+
+
+def check_keys(values: Any, name: str) -> None:
+    """Hold each key of a dataclass against what it may be.
+
+    Args:
+        name: of the section, for messages.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    for one in fields(values):
+        value, allowed = getattr(values, one.name), one.metadata.get("allowed")
+        if allowed is not None and not allowed.has(value):
+            allowed.refuse(f"{name}.{one.name}", value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table of a recipe or of a cluster file; its subclasses are frozen dataclasses."""
+
+    section: ClassVar[str]
+    on_resume: ClassVar[OnResume]
+
+    def __init_subclass__(cls, *, name: str, on_resume: OnResume) -> None:
+        """
+        Args:
+            name: of the table, for messages.
+            on_resume: what keys may do that do not say it themselves.
+        """
+        super().__init_subclass__()
+        cls.section, cls.on_resume = name, on_resume
+
+    def __post_init__(self) -> None:
+        check_keys(self, self.section)
+        self.check()
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: keys do not go together.
+        """
+
+
+def rules_of(section: type[Section]) -> dict[str, OnResume]:
+    """What each key of a section may do on resume."""
+    rules: Any = {f.name: f.metadata.get("on_resume") for f in fields(section)}
+    return {name: rule or section.on_resume for name, rule in rules.items()}

@@ -1,0 +1,61 @@
+"""The number formats of rollouts, one row each; whatever depends on a format reads its row.
+
+torch is imported where a row's ``dtype`` is asked for, so that commands and plans stay light.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 128
+"""Edge of the squares of "fp8_block"."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A number format, how far one scale reaches, and who computes with it.
+
+    Weights and activations have it alike: ``value = round(x / scale)``, ``scale = amax / largest``.
+    """
+
+    stored: str = ""  # torch's name for what a code is kept in; empty: weights stay as trained
+    largest: float = 0.0  # the code that amax is mapped to
+    block: int | None = None  # edge of the squares that share a weight scale; None: a scale per row
+    rollouts: bool = True  # quant.scheme may name it; else checkpoints alone are exported in it
+    simulated: bool = False  # by the embedded engine alone
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        import torch
+
+        found = getattr(torch, self.stored)
+        assert isinstance(found, torch.dtype)
+        return found
+
+
+# Simulated are fewer bits in INT8's clothes: the same storage and products, a coarser grid. No
+# hardware computes them this way and no checkpoint is exported in them; the embedded engine does,
+# so that a small model meets the quantization noise that a large one meets at 8 bits.
+SCHEMES: dict[str, Scheme] = {
+    "none": Scheme(),
+    "int8": Scheme("int8", 127.0),
+    "fp8": Scheme("float8_e4m3fn", 448.0),
+    "fp8_block": Scheme("float8_e4m3fn", 448.0, block=BLOCK, rollouts=False),
+    "int6": Scheme("int8", 31.0, simulated=True),
+    "int5": Scheme("int8", 15.0, simulated=True),
+    "int4": Scheme("int8", 7.0, simulated=True),
+}
+
+ROLLOUT = tuple(name for name, row in SCHEMES.items() if row.rollouts)
+"""What ``quant.scheme`` may be."""
+
+SERVED = tuple(name for name in ROLLOUT if not SCHEMES[name].simulated)
+"""Those of them that SGLang serves, too."""
+
+EXPORTED = tuple(name for name, row in SCHEMES.items() if row.stored and not row.simulated)
+"""What checkpoints are quantized in."""
+
+INTEGER = {name: row.largest for name, row in SCHEMES.items() if row.stored == "int8"}
+"""The largest codes of those whose products are INT8's."""
