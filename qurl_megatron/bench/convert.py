@@ -27,6 +27,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from qurl_megatron.bench.peer import ROOT, checkout
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -34,7 +35,6 @@ from qurl_megatron.errors import ConfigError
 
 # No torch up here: the peak memory of a child starts from what its parent has.
 
-ROOT = Path(__file__).parents[2]
 PEERS = ("mbridge", "llmcompressor", "compressed_tensors")
 MIB = 1 << 20
 
@@ -131,7 +131,7 @@ class Bench:
         if copies:
             found["ours --no-checksums"] = self.command(f"{tool} --no-checksums {rest}", "fast")
         if task.peer and self.peers[task.peer]:
-            module = f"-m qurl_megatron.bench.peers.{task.peer_command}"
+            module = f"-m benchmarks.peers.{task.peer_command}"
             found[task.peer] = self.command(module, "theirs")
         if copies:
             words = [sys.executable, str(self.work / "ours"), str(self.work / "copy")]
@@ -253,6 +253,7 @@ def version(package: str, path: list[str]) -> str | None:
 
 def run(options: argparse.Namespace) -> list[Case]:
     """Everything of ``--model``, then the growth of memory over ``--sizes``."""
+    checkout("checkpoints_tools")
     for model in (options.model, *options.sizes):
         config_of(model)
     cases = []

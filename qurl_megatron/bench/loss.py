@@ -3,9 +3,9 @@
 Every way of computing log-probs and entropy gets the same logits, split over 1, 2 and 4
 tensor-parallel ranks, and the same objective on top. Each runs in fresh processes, gloo on a CPU
 and nccl on GPUs, twice: all ways forwards, then backwards, with half of the repeats each. Peers
-are in ``bench.peers.losses``; verl is measured where an unpacked wheel is named (``pip download
---no-deps verl``), Liger on GPUs that have it. ``ours`` takes Triton's kernels on a GPU where it is
-installed; there ``ours_torch`` is the same without them.
+are in ``benchmarks/peers/losses.py``; verl is measured where an unpacked wheel is named
+(``pip download --no-deps verl``), Liger on GPUs that have it. ``ours`` takes Triton's kernels on a
+GPU where it is installed; there ``ours_torch`` is the same without them.
 
 Seconds are those of the slowest rank. Memory is one rank's high-water mark above its logits. The
 limit is one pass that reads the logits and one that writes their gradient. What needs more memory
@@ -32,8 +32,7 @@ from torch import Tensor
 from qurl_megatron.algo import objective, token_log_probs
 from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.options import BENCHMARKS, add_shared, chosen
-from qurl_megatron.bench.peers import losses as peers
-from qurl_megatron.bench.peers.losses import Way
+from qurl_megatron.bench.peer import checkout, peer
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
@@ -45,6 +44,10 @@ MIB = 1 << 20
 ENTROPY_COEF = 0.01
 SPARE_GIB = 3  # that others may take meanwhile; a machine without memory ends any of them
 WARM_UP = ((8, 1000), (16, 1504), (40, 2016))  # two shapes more: compiled code stops to be special
+
+# From this rank's slice of the logits, [T, v], and the targets, [T], the log-probs, [T], and the
+# entropies, [T], or None where a way has none.
+Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -69,32 +72,39 @@ def _ours_torch(args: argparse.Namespace, group: dist.ProcessGroup) -> Way:
 
 
 def _dense(entropy: str) -> Callable:
-    return lambda args, group: peers.dense(entropy)
+    return lambda *_: peer("losses").dense(entropy)
+
+
+def _megatron(*, compiled: bool) -> Callable:
+    return lambda _, group: peer("losses").megatron(group, compiled=compiled)
+
+
+def _verl(args: argparse.Namespace, group: dist.ProcessGroup) -> Way:
+    return peer("losses").verl(args.verl)
 
 
 LOG_PROBS = "log-probs"
 LOGGED = "log-probs, entropy logged"
 BONUS = "log-probs, entropy differentiated"
 
-CANDIDATES = {
+OURS = {
     "ours": Candidate(_ours, LOGGED, 2.2),
     "ours_torch": Candidate(_ours_torch, LOGGED, 2.2, cuda=True),
     "ours_entropy_gradient": Candidate(_ours, BONUS, 2.2, bonus=True),
-    "megatron": Candidate(lambda _, group: peers.megatron(group, compiled=True), LOG_PROBS, 12),
-    "megatron_eager": Candidate(
-        lambda _, group: peers.megatron(group, compiled=False), LOG_PROBS, 9
-    ),
-    "verl": Candidate(lambda args, _: peers.verl(args.verl), LOGGED, 11),
-    "verl_entropy_gradient": Candidate(
-        lambda args, _: peers.verl(args.verl), BONUS, 11, bonus=True
-    ),
+}
+PEERS = {
+    "megatron": Candidate(_megatron(compiled=True), LOG_PROBS, 12),
+    "megatron_eager": Candidate(_megatron(compiled=False), LOG_PROBS, 9),
+    "verl": Candidate(_verl, LOGGED, 11),
+    "verl_entropy_gradient": Candidate(_verl, BONUS, 11, bonus=True),
     "dense": Candidate(_dense("none"), LOG_PROBS, 14.1, split=False),
     "dense_entropy": Candidate(_dense("logged"), LOGGED, 14.1, split=False),
     "dense_entropy_gradient": Candidate(
         _dense("differentiated"), BONUS, 22.1, bonus=True, split=False
     ),
-    "liger": Candidate(lambda *_: peers.liger(), LOG_PROBS, 6, split=False, cuda=True),
+    "liger": Candidate(lambda *_: peer("losses").liger(), LOG_PROBS, 6, split=False, cuda=True),
 }
+CANDIDATES = OURS | PEERS
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -104,6 +114,8 @@ def run(options: argparse.Namespace) -> list[Case]:
     if options.vocab is None:
         options.vocab = config_of(options.model)["vocab_size"]
     names = chosen(options.only, CANDIDATES, "--only")
+    if any(name in PEERS for name in names):
+        checkout("benchmarks/peers/losses.py", f", or give --only {' '.join(OURS)}")
     return [case for tensor in options.tensor for case in _layout(tensor, names, options)]
 
 

@@ -1,11 +1,11 @@
 """Seconds and memory of publishing weights to a real SGLang engine, beside the straightforward way.
 
 Two training ranks (TP2, BF16 weights with FP32 masters) hold a random model; one engine is started
-empty per scheme and tensor size. Then our transports and ``peers.gathered`` publish in turns. Ours
-are made anew for each turn, publish once so that their slots exist, and are timed then. The engine
-must give the same log-probs after all of them. Beside every turn stand the yardstick and what a
-plain copy ran at on both ranks: such a copy of the version's bytes is the limit. The prediction is
-``publish_model``'s, from this machine's rates.
+empty per scheme and tensor size. Then our transports and ``benchmarks/peers/gathered.py`` publish
+in turns. Ours are made again for each turn, publish once so that their slots exist, and are timed
+then. The engine must give the same log-probs after all of them. Beside every turn stand the
+yardstick and what a plain copy ran at on both ranks: such a copy of the version's bytes is the
+limit. The prediction is ``publish_model``'s, from this machine's rates.
 
 Memory is the highest of what all processes of one side have for themselves (RssAnon), and of what
 our files and slots in /dev/shm take, above what it was before the sender was made. Pages of files
@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from qurl_megatron.bench.options import chosen
+from qurl_megatron.bench.peer import checkout, peer
 from qurl_megatron.bench.publish_model import TRANSPORTS, Rates, Setting, predict
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
@@ -196,16 +197,16 @@ class Turns:
     @contextmanager
     def made(self, name: str, folder: Path) -> Iterator[Callable[[int], dict]]:
         if name in GATHERED:
-            from qurl_megatron.bench.peers.gathered import Gathered
-
             way, bucketed = GATHERED[name]
             limit = self.plan.bucket_mb * MIB if bucketed else float("inf")
             place = memory_folder(self.plan) / folder.name
-            peer = Gathered(self.policy, self.fleet, self.scheme, way, place, limit)
+            gathered = peer("gathered").Gathered(
+                self.policy, self.fleet, self.scheme, way, place, limit
+            )
             try:
-                yield lambda version: asdict(peer.publish(version))
+                yield lambda version: asdict(gathered.publish(version))
             finally:
-                peer.close()
+                gathered.close()
             return
         from qurl_megatron.observe.metrics import merge, values
         from qurl_megatron.publish.publisher import Publisher
@@ -471,9 +472,12 @@ def shares(turns: Sequence[dict], fp32_bytes: int) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> list[Case]:
     """
     Raises:
-        ConfigError: no SGLang, or not this model.
+        ConfigError: no SGLang, or not this model; an installed wheel, which has no peers.
     """
     names = chosen(options.candidates, [*OURS, *GATHERED], "--candidates")
+    if any(name in GATHERED for name in names):
+        own = " ".join(f"'{name}'" for name in OURS)
+        checkout("benchmarks/peers/gathered.py", f", or give --candidates {own}")
     sglang_python(RolloutConfig().sglang_python)  # or says what to install
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-publish-") as folder:

@@ -3,10 +3,10 @@ import argparse
 import pytest
 import torch
 
+from benchmarks.peers.through_transformers import Generating
 from qurl_megatron.bench import decode
 from qurl_megatron.bench.decode import Span, random_decoder, run
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
-from qurl_megatron.bench.peers.through_transformers import Generating
 from qurl_megatron.bench.performance import _remarks
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.engines.embedded import native

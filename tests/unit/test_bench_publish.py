@@ -139,7 +139,7 @@ def test_memory_of_processes_and_files_is_counted_and_that_of_the_gone_is_not(tm
 def test_the_bucket_of_the_baseline_names_sglangs_class_and_leaves_no_module_behind():
     import base64
 
-    from qurl_megatron.bench.peers.gathered import PLACE, _serialized
+    from benchmarks.peers.gathered import PLACE, _serialized
 
     text, held = _serialized([("a", torch.ones(2, 3, dtype=torch.bfloat16))])
     assert held.numel() == 12
