@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.plots import History
+from qurl_megatron.observe.history import History
 
 PLAN_FILE = "plan.json"
 

@@ -10,10 +10,11 @@ import jinja2
 import numpy as np
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe import lanes, plots
+from qurl_megatron.observe import drawing, lanes, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
+from qurl_megatron.observe.history import METRICS_FILE, History
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
-from qurl_megatron.observe.plots import History, Picture
+from qurl_megatron.observe.panels import Picture
 from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.samples import (
     HELD_OUT,
@@ -27,7 +28,6 @@ from qurl_megatron.observe.sinks import Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
 
-METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
@@ -106,7 +106,7 @@ def write_report(run_dir: Path | str) -> Path:
         facts=_facts(records, history, _tables(recipe)),
         figures=list(_key_figures(history, _tables(recipe))),
         sections={
-            title: _drawings(chosen, history) for title, chosen in plots.pictures(history).items()
+            title: _drawings(chosen, history) for title, chosen in panels.pictures(history).items()
         },
         quotes=_quotes(read_samples(run_dir)),
         timeline=lanes.lanes_svg(shown) if shown else "",
@@ -128,12 +128,12 @@ def write_report(run_dir: Path | str) -> Path:
 def save_overview_png(run_dir: Path | str, path: Path | str) -> Path:
     """Save the pictures that sum up a run as one image, e.g. for a README."""
     history = History(read_metrics(Path(run_dir) / METRICS_FILE))
-    found = [picture for section in plots.pictures(history).values() for picture in section]
-    chosen = [picture for picture in found if picture.key in plots.OVERVIEW] or found[:2]
+    found = [picture for section in panels.pictures(history).values() for picture in section]
+    chosen = [picture for picture in found if picture.key in panels.OVERVIEW] or found[:2]
     if not chosen:
         raise ConfigError(f"{run_dir} has none of the metrics that the overview draws")
     path = Path(path)
-    plots.render_figure(chosen, history).savefig(path, dpi=130)
+    drawing.render_figure(chosen, history).savefig(path, dpi=130)
     return path
 
 
@@ -272,8 +272,8 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
             (line.label, line.color, reading(line.metric, history.last(line.metric)), line.rings)
             for line in picture.present(history)
         ]
-        wide_svg = plots.picture_svg(picture, history, wide=True) if wide else ""
-        drawings.append(Drawing(picture, plots.picture_svg(picture, history), wide_svg, legend))
+        wide_svg = drawing.picture_svg(picture, history, wide=True) if wide else ""
+        drawings.append(Drawing(picture, drawing.picture_svg(picture, history), wide_svg, legend))
     return drawings
 
 
@@ -341,7 +341,7 @@ def _groups(history: History) -> dict[str, list[Row]]:
                 last=reading(name, values[-1]),
                 low=reading(name, values.min()),
                 high=reading(name, values.max()),
-                points=plots.sparkline(values),
+                points=drawing.sparkline(values),
             )
         )
     return groups

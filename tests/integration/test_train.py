@@ -15,10 +15,9 @@ import pytest
 
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.catalogue import known
-from qurl_megatron.observe.lanes import overlap
 from qurl_megatron.observe.samples import read_samples
 from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.observe.timeline import overlap, read_timeline
 from qurl_megatron.tensors.arch import read_eos
 from tests.plain_transformers import Answer, answers
 from tests.runs import Run
