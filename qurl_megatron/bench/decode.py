@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     for batch in options.batch:
         graphs = not options.disable_cuda_graph
         own_spans = {
-            scheme: Span(decoder, batch, options.steps, options.repeats, graphs=graphs)
+            scheme: DecodeSpan(decoder, batch, options.steps, options.repeats, graphs=graphs)
             for scheme, decoder in decoders.items()
         }
         spans: dict[str, Callable[[], None]] = {**own_spans}
@@ -148,7 +148,7 @@ def _generating(
     )
 
 
-class Span:
+class DecodeSpan:
     """Calls decode some steps each, of the same responses, which grow meanwhile."""
 
     def __init__(

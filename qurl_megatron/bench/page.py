@@ -19,7 +19,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter
 
 from qurl_megatron.bench.environment import beside
-from qurl_megatron.bench.record import HEADS, Case, Figure, Record, cells, records_in
+from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, cells, records_in
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.drawing import STYLE, for_html
 from qurl_megatron.observe.panels import COLORS
@@ -40,10 +40,10 @@ LOG = 100  # heights that differ by more stand on a log scale
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnRecord:
     """One record, drawn, with what the page writes around it."""
 
-    record: Record
+    record: BenchRecord
     title: str
     facts: list[str]
     svg: str  # "" where nothing can be drawn
@@ -87,7 +87,7 @@ def write_page(folder: Path) -> Path:
     return path
 
 
-def part_of(record: Record) -> Part:
+def part_of(record: BenchRecord) -> DrawnRecord:
     bars = chart(record.cases)
     environment = record.environment
     facts = [
@@ -97,7 +97,7 @@ def part_of(record: Record) -> Part:
         f"commit {environment.get('commit')}",
         *beside(environment),
     ]
-    return Part(
+    return DrawnRecord(
         record=record,
         title=f"{bars[0].figure.name}, {bars[0].figure.unit}" if bars else "",
         facts=facts,

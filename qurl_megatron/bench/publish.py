@@ -32,7 +32,7 @@ import psutil
 
 from qurl_megatron.bench.options import chosen
 from qurl_megatron.bench.peer import checkout, peer
-from qurl_megatron.bench.publish_model import TRANSPORTS, Rates, Setting, predict
+from qurl_megatron.bench.publish_model import TRANSPORTS, PublishSetting, Rates, predict
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
@@ -67,7 +67,7 @@ TRAINERS = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class PublishPlan:
     """What the ranks shall do; they all follow it in step."""
 
     model: Path
@@ -84,7 +84,7 @@ class Plan:
         return [c for c in self.candidates if scheme == "none" or c not in own]
 
 
-def take_turns(plan: Plan) -> int:
+def take_turns(plan: PublishPlan) -> int:
     """One training rank."""
     import torch
     import torch.distributed as dist
@@ -123,7 +123,7 @@ def take_turns(plan: Plan) -> int:
                 dist.barrier()
                 if ranks.leads:
                     progress(f"{scheme} tp{tp}: engine up in {time.perf_counter() - started:.0f} s")
-                case = Turns(plan, policy, rollout, fleet, scheme, tp)
+                case = PublishTurns(plan, policy, rollout, fleet, scheme, tp)
                 names = plan.of(scheme)
                 case.warm_up(names[0])
                 for turn in range(plan.turns):
@@ -132,7 +132,7 @@ def take_turns(plan: Plan) -> int:
     return 0
 
 
-class Turns:
+class PublishTurns:
     """One engine, to which candidates publish in turns."""
 
     def __init__(self, plan, policy, rollout, fleet, scheme, tp) -> None:
@@ -247,7 +247,7 @@ class Turns:
 class Watch:
     """Two sides' memory, from a thread of its own; afterwards the peaks above the start."""
 
-    def __init__(self, trainers: Sequence[int], fleet, plan: Plan) -> None:
+    def __init__(self, trainers: Sequence[int], fleet, plan: PublishPlan) -> None:
         (engine,) = fleet.engines()
         parent = psutil.Process(engine.process.popen.pid)
         self._engines = [parent.pid, *(child.pid for child in parent.children(recursive=True))]
@@ -289,11 +289,11 @@ class Watch:
         return trainers + shared, engines
 
 
-def _ours(path: Path, plan: Plan) -> bool:
+def _ours(path: Path, plan: PublishPlan) -> bool:
     return path == memory_folder(plan)
 
 
-def memory_folder(plan: Plan) -> Path:
+def memory_folder(plan: PublishPlan) -> Path:
     return Path("/dev/shm") / f"qurl-bench-{plan.work.name}"
 
 
@@ -367,7 +367,7 @@ def measure_limits(ranks) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def write(plan: Plan, record: dict) -> None:
+def write(plan: PublishPlan, record: dict) -> None:
     with (plan.work / "records.jsonl").open("a") as out:
         out.write(json.dumps(record) + "\n")
 
@@ -398,7 +398,7 @@ def _case(
     scheme, tp, candidate = (first[key] for key in ("scheme", "engine_tp", "candidate"))
     cost = None
     if candidate in TRANSPORTS:
-        setting = Setting(
+        setting = PublishSetting(
             arch=arch,
             scheme=scheme,
             trainer=routes.Layout(tensor=TRAINERS),
@@ -485,7 +485,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         config = config_of(options.model)
         write_random(config, work / "model")
         (work / "disk").mkdir()
-        todo = Plan(
+        todo = PublishPlan(
             model=work / "model",
             work=work,
             disk=work / "disk",

@@ -96,7 +96,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class BenchRecord:
     """One run of one benchmark."""
 
     benchmark: str
@@ -163,7 +163,7 @@ def _line(line: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(f"{text:{'<' if h in LEFT else '>'}{w}}" for h, text, w in columns).rstrip()
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> BenchRecord:
     """
     Raises:
         ConfigError: the file is missing, or is not a record of this schema.
@@ -184,14 +184,14 @@ def read(path: Path) -> Record:
             f"{path} has schema {schema!r}, this version reads {SCHEMA!r}; measure it again"
         )
     try:
-        return TypeAdapter(Record).validate_json(text, strict=True)
+        return TypeAdapter(BenchRecord).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path}: {where}: {first['msg']}; measure it again") from None
 
 
-def records_in(folder: Path) -> dict[Path, Record]:
+def records_in(folder: Path) -> dict[Path, BenchRecord]:
     """All records of a folder by file; other files are left alone, whatever they hold.
 
     Raises:

@@ -62,11 +62,11 @@ class OutputFile:
     name: str
     bytes: int
     write: Callable[[Path], Any]
-    """Writes the file; what it returns, as JSON, is kept for ``Job.finish``."""
+    """Writes the file; what it returns, as JSON, is kept for ``ConversionJob.finish``."""
 
 
 @dataclass(frozen=True)
-class Job:
+class ConversionJob:
     """A folder to be written."""
 
     out: Path
@@ -106,7 +106,7 @@ class _Aside:
 
 
 def run(
-    job: Job, *, workers: Workers = ALONE, restart: bool = False, checksums: bool = True
+    job: ConversionJob, *, workers: Workers = ALONE, restart: bool = False, checksums: bool = True
 ) -> bool:
     """Write the folder, or what is left of it; all workers call it together.
 
@@ -152,7 +152,7 @@ def run(
     return True
 
 
-def is_done(job: Job, *, checksums: bool = True) -> bool:
+def is_done(job: ConversionJob, *, checksums: bool = True) -> bool:
     """True where the folder is there, written for the same request, and nothing of it is lost.
 
     Raises:
@@ -173,7 +173,7 @@ def is_done(job: Job, *, checksums: bool = True) -> bool:
     return True
 
 
-def bytes_on_disk(job: Job) -> int:
+def bytes_on_disk(job: ConversionJob) -> int:
     """How much of a job's large files is written, by all workers; for showing progress."""
     data = _Aside(partial_folder(job.out)).data
     return sum(_size(data / name) for f in job.files for name in (f.name, f"{f.name}.tmp"))
@@ -302,7 +302,7 @@ def _reopen(aside: _Aside, request: dict[str, Any], restart: bool) -> None:
     _write_synced(asked, json.dumps(request))
 
 
-def _check_space(job: Job, aside: _Aside) -> None:
+def _check_space(job: ConversionJob, aside: _Aside) -> None:
     needed = sum(file.bytes for file in job.files if aside.record(file) is None)
     free = shutil.disk_usage(aside.root).free
     if needed > free:
@@ -312,7 +312,7 @@ def _check_space(job: Job, aside: _Aside) -> None:
         )
 
 
-def _write_share(job: Job, aside: _Aside, workers: Workers, checksums: bool) -> None:
+def _write_share(job: ConversionJob, aside: _Aside, workers: Workers, checksums: bool) -> None:
     """Write this worker's files; whole ones are hashed and synced while the next is written."""
     with ThreadPoolExecutor(_SEALERS) as pool:
         sealing: list[Future] = []
@@ -341,7 +341,7 @@ def _seal(file: OutputFile, unsealed: Path, aside: _Aside, kept: Any, checksums:
     _write_synced(aside.root / "records" / f"{file.name}.json", json.dumps(record))
 
 
-def _finish(job: Job, aside: _Aside, request: dict[str, Any], checksums: bool) -> None:
+def _finish(job: ConversionJob, aside: _Aside, request: dict[str, Any], checksums: bool) -> None:
     # Read back even what this process wrote: a continued job must end in the same bytes.
     records = {file.name: aside.record(file) for file in job.files}
     lost = [name for name, record in records.items() if record is None]

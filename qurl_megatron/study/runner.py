@@ -34,7 +34,7 @@ CLAIM_S = 1.0  # a look at the lock holds it for a moment
 
 
 @dataclass(frozen=True)
-class Job:
+class CellJob:
     """One cell at work."""
 
     cell: Cell
@@ -154,7 +154,7 @@ class _Runner:
         self.jobs = jobs
         self.qurl = qurl
         self.redraw = redraw
-        self.at_work: list[Job] = []
+        self.at_work: list[CellJob] = []
         self.reasons = failures(out)
         self.failed: list[Cell] = []
         self.signals: list[int] = []
@@ -234,12 +234,12 @@ class _Runner:
                 env={**env, **os.environ},
                 start_new_session=True,  # Ctrl-C comes once, from here
             )
-            job = Job(cell, task, popen, log, file.tell(), time.monotonic())
+            job = CellJob(cell, task, popen, log, file.tell(), time.monotonic())
         self.at_work.append(job)
         self._note(cell, "")
         print(f"{cell.name}: {STARTED[task]}", flush=True)
 
-    def _ended(self, job: Job) -> bool:
+    def _ended(self, job: CellJob) -> bool:
         """Say how it ended; True where there is something to draw."""
         self.at_work.remove(job)
         cell = job.cell
@@ -316,7 +316,7 @@ def _locked(file: TextIO, how: int) -> bool:
     return True
 
 
-def _last_line(job: Job) -> str:
+def _last_line(job: CellJob) -> str:
     with job.log.open("rb") as file:
         file.seek(job.log_start)
         lines = file.read().decode("utf-8", errors="replace").split("\n")

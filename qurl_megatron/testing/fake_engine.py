@@ -63,7 +63,7 @@ class FakeEngine:
         self._under_way: list[str] = []  # rids
         self._aborted: list[str] = []  # and what begins like one of these
         self._lock = threading.Lock()
-        self._server = QuietServer((host, 0), _Handler)
+        self._server = QuietServer((host, 0), _EngineHandler)
         self._server.engine = self
         self.port = self._server.server_address[1]
         self.url = f"http://{host}:{self.port}"
@@ -265,7 +265,7 @@ class QuietServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _EngineHandler(BaseHTTPRequestHandler):
     server: QuietServer
 
     def log_message(self, *arguments) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qurl_megatron.bench.publish import anonymous, bytes_under, cases_of, shares
-from qurl_megatron.bench.publish_model import Rates, Setting, predict, tensors, volumes
+from qurl_megatron.bench.publish_model import PublishSetting, Rates, predict, tensors, volumes
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.publish.routes import Layout, transfers
 from qurl_megatron.tensors.arch import Arch, read_arch
@@ -21,9 +21,9 @@ def arch_of(model: str) -> Arch:
     return read_arch(config_of(model))
 
 
-def setting(scheme="int8", **changes) -> Setting:
+def setting(scheme="int8", **changes) -> PublishSetting:
     defaults = dict(trainer=Layout(tensor=8), engines=4, engine_tp=2)
-    return Setting(arch=arch_of("32B"), scheme=scheme, **{**defaults, **changes})
+    return PublishSetting(arch=arch_of("32B"), scheme=scheme, **{**defaults, **changes})
 
 
 def test_bytes_are_those_of_the_tensors_that_a_version_holds():
