@@ -2,9 +2,9 @@
 
 It is started as a process of its own, from an environment of its own, with a file of prompts and
 lengths; what it reports of each request is read into a ``TimedAnswer``, so that one arithmetic
-serves both. It tells when a response's first and last token came, not those between, and sends text to
-``/v1/completions``. Its report has every body that it sent, and those are held against what it was
-asked to send.
+serves both. It tells when a response's first and last token came, not those between, and sends text
+to ``/v1/completions``. Its report has every body that it sent, and those are held against what it
+was asked to send.
 """
 
 import asyncio
