@@ -15,7 +15,6 @@ than is free is not run, and the record says so.
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -39,6 +38,7 @@ from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.fused import SWITCH
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.runtime.network import free_port
 
 MIB = 1 << 20
 ENTROPY_COEF = 0.01
@@ -227,9 +227,7 @@ def _in_fresh_processes(name: str, tensor: int, repeats: int, args: argparse.Nam
         if getattr(args, key) is not None:
             command += [f"--{key}", str(getattr(args, key))]
     command += ["--threads", str(_threads(tensor, args))]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = str(free_port())
     # On the CPU nothing may land on a GPU that happens to be there.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
     world = [
@@ -245,7 +243,7 @@ def _in_fresh_processes(name: str, tensor: int, repeats: int, args: argparse.Nam
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(tensor),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": port,
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": str(_threads(tensor, args)),
                 # Ranks that wait for each other had better not spin on the cores they share.

@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter
 
 from qurl_megatron.bench.environment import beside
 from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, cells, records_in
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.drawing import STYLE, for_html
 from qurl_megatron.observe.panels import COLORS
@@ -80,10 +81,8 @@ def write_page(folder: Path) -> Path:
         cells=cells,
     )
     path = folder / PAGE
-    aside = path.with_name(f".{PAGE}.new")
-    with refusing(path, key="--out", half_written=aside):
-        aside.write_text(text, encoding="utf-8")
-        aside.rename(path)
+    with refusing(path, key="--out"):
+        write_whole(path, text)
     return path
 
 

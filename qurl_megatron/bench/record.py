@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.observe.text import NARROW_SPACE, number
 from qurl_megatron.runtime.filesystem import refusing
@@ -111,11 +112,9 @@ class BenchRecord:
         Raises:
             ConfigError: it cannot be written; an older file stays whole.
         """
-        aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
-        with refusing(path, key="--out", half_written=aside):
+        with refusing(path, key="--out"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-            aside.rename(path)
+            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def table(self) -> str:
         """For a terminal: a line per figure, and the reasons of cases that cannot be compared."""

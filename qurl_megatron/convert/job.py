@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qurl_megatron.convert.workers import ALONE, Workers
+from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import byte_size
 from qurl_megatron.tensors.arch import read_json
@@ -263,14 +264,13 @@ def _claim(aside: _Aside) -> TextIO:
     return lock
 
 
-def _hold(lock: TextIO, kind: int, aside: _Aside) -> None:
+def _hold(held: TextIO, kind: int, aside: _Aside) -> None:
     """Lock out other jobs until the file is closed; the workers of one job share the lock."""
     try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"another job is writing {aside.root}; wait for it or name another --out"
-        ) from None
+        if not lock(held, kind):
+            raise ConfigError(
+                f"another job is writing {aside.root}; wait for it or name another --out"
+            )
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
@@ -381,10 +381,7 @@ def _sha256(path: Path) -> str:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    _sync(unfinished)
-    unfinished.rename(path)
+    write_whole(path, text, sync=True)
     _sync(path.parent)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.growing import Growing
@@ -44,9 +45,7 @@ class Timeline:
         path = Path(path)
         kept = [span for span in read_timeline(path) if span.step < resume_step]
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(_line(span) for span in kept), encoding="utf-8")
-        aside.rename(path)
+        write_whole(path, "".join(map(_line, kept)))
         self._file = Growing(path)
         self._lock = threading.Lock()
         self.refused: OSError | None = None

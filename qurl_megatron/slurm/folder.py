@@ -21,6 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig, from_elsewhere, load, to_toml
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import (
     BEGAN,
@@ -76,11 +77,9 @@ def put(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
-    with refusing(path, key="train.run_dir", half_written=aside):
+    with refusing(path, key="train.run_dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        aside.rename(path)
+        write_whole(path, text)
 
 
 def overrides(run_dir: Path) -> list[str]:

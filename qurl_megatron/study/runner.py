@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
+from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints, evaluation
 from qurl_megatron.study.plan import Cell, Study
@@ -112,7 +112,7 @@ def claim(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / PID_FILE).open("a") as file:
         end = time.monotonic() + CLAIM_S
-        while not _locked(file, fcntl.LOCK_EX):
+        while not lock(file, fcntl.LOCK_EX):
             if time.monotonic() > end:
                 raise ConfigError(
                     f"a study is at work in {out}; wait for it, stop it, or give another --out"
@@ -133,7 +133,7 @@ def at_work(out: Path) -> int | None:
     if not path.exists():
         return None
     with path.open() as file:
-        if _locked(file, fcntl.LOCK_SH):
+        if lock(file, fcntl.LOCK_SH):
             return None
         return int(file.read() or 0) or None  # it is written right after the lock is taken
 
@@ -276,7 +276,7 @@ class _Runner:
         self.reasons.pop(cell.name, None)
         if reason is not None:
             self.reasons[cell.name] = reason
-        write_whole(self.out / "cells.json", json.dumps(self.reasons, indent=1).encode())
+        write_whole(self.out / "cells.json", json.dumps(self.reasons, indent=1))
 
 
 def share(cell: Cell, jobs: int) -> tuple[list[str], dict[str, str]]:
@@ -293,27 +293,11 @@ def share(cell: Cell, jobs: int) -> tuple[list[str], dict[str, str]]:
     return overrides, {"OMP_NUM_THREADS": str(max(1, cores // cell.ranks))}
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Whoever reads meanwhile sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_bytes(content)
-    os.replace(aside, path)
-
-
 def _read(out: Path) -> dict[str, str]:
     path = out / "cells.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     # Older studies wrote ``Cell.old_name``.
     return {name.replace(",", "-").replace("=", "-"): reason for name, reason in found.items()}
-
-
-def _locked(file: TextIO, how: int) -> bool:
-    """Take a lock if it can be had at once."""
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _last_line(job: CellJob) -> str:

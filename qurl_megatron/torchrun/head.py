@@ -4,10 +4,7 @@ What it decides, and what it leaves in the run's folder, are those of a job of `
 ``qurl slurm logs`` and ``hours`` read them.
 """
 
-import contextlib
-import random
 import signal
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +13,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.text import duration
 from qurl_megatron.runtime.filesystem import refusing
+from qurl_megatron.runtime.network import free_port
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.pace import Pace, Stillness, mark, measured
 from qurl_megatron.slurm.supervise import Ending, Received, ask_for_stacks
@@ -34,8 +32,6 @@ WATCH_S = 2.0
 """Between looks at the run's files."""
 TOLD_S = 5.0
 """Until it is said that nodes are waited for."""
-KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The first and the last port that the kernel gives away."""
 
 
 class NodeMissing(Exception):
@@ -265,15 +261,3 @@ def told_by(rows: dict[str, NodeRow]) -> str:
     """
     found = next((row.received for row in rows.values() if row.received), "")
     return "TERM" if found == WALL_TIME else found
-
-
-def free_port() -> int:
-    """A port of this machine that nobody has: torchrun opens one only where it is told which, and
-    takes seconds to. So it is none of those that the kernel gives to whoever asks for any."""
-    first = int(KERNELS.read_text(encoding="ascii").split()[0])
-    own = range(max(1024, first - 8192), first)
-    for port in (*random.sample(own, min(64, len(own))), 0):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return probe.getsockname()[1]
-    raise ConfigError("no port is free on this node; end what holds them, `ss -ltnp` shows it")

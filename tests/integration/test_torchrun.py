@@ -15,8 +15,8 @@ import pytest
 
 from qurl_megatron.config import load
 from qurl_megatron.observe.attempts import tried
+from qurl_megatron.runtime.network import free_port
 from qurl_megatron.slurm.logs import logs
-from qurl_megatron.torchrun.head import free_port
 from qurl_megatron.training.state import latest
 from qurl_megatron.training.warmstart import warmstart
 from tests.integration.test_kills import finished, metrics

@@ -11,6 +11,7 @@ ROOT = Path(qurl_megatron.__file__).parent
 LEVEL = {
     "types": 0,
     "errors": 0,
+    "disk": 0,
     "fused": 0,
     "tensors": 0,
     "config": 0,

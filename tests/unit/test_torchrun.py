@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.network import free_port
 from qurl_megatron.slurm import folder, supervise
 from qurl_megatron.slurm.cause import Evidence, first_cause
 from qurl_megatron.slurm.logs import logs
@@ -27,7 +28,7 @@ from qurl_megatron.torchrun.agent import command as torchruns_command
 from qurl_megatron.torchrun.agent import failures
 from qurl_megatron.torchrun.board import Board, NodeRow, Order, Word, ask
 from qurl_megatron.torchrun.command import endpoint_of, is_here, main
-from qurl_megatron.torchrun.head import Head, RunPlan, free_port, told_by
+from qurl_megatron.torchrun.head import Head, RunPlan, told_by
 from qurl_megatron.torchrun.member import NodeMember
 from qurl_megatron.torchrun.round import Round, missing, seats
 from tests.waiting import PATIENCE_S, wait_until
