@@ -196,9 +196,6 @@ def case_of(name: str, tensor: int, args: argparse.Namespace, runs: list[dict]) 
     )
 
 
-# -- the parent --------------------------------------------------------------------------------
-
-
 def _obstacle(name: str, tensor: int, args: argparse.Namespace) -> str | None:
     """Why a candidate cannot be measured here, or None."""
     candidate = CANDIDATES[name]
@@ -284,9 +281,6 @@ def _free_memory() -> int:
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo has no MemAvailable")
-
-
-# -- a rank ------------------------------------------------------------------------------------
 
 
 def rank(argv: list[str]) -> int:

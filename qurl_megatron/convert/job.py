@@ -248,9 +248,6 @@ def _check_source(source: Path | None, workers: Workers) -> None:
         raise ConfigError(f"{wrong}; {MEND}")
 
 
-# -- steps ---------------------------------------------------------------------------------------
-
-
 def _claim(aside: _Aside) -> TextIO:
     """Make or reopen the aside folder, and be the only job in it."""
     try:

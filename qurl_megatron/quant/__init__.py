@@ -2,9 +2,7 @@
 
 from qurl_megatron.quant.activations import quantize_tokens
 from qurl_megatron.quant.diagnostics import (
-    QUANT_METRICS,
     code_flips,
-    quant_metrics,
     update_passed,
     weight_error,
     weight_update,
@@ -14,7 +12,6 @@ from qurl_megatron.quant.rounding import Rounding, rounding_of
 from qurl_megatron.quant.weights import QuantizedWeight, dequantize, quantize
 
 __all__ = [
-    "QUANT_METRICS",
     "SCHEMES",
     "SIMULATED",
     "QuantizedWeight",
@@ -22,7 +19,6 @@ __all__ = [
     "Scheme",
     "code_flips",
     "dequantize",
-    "quant_metrics",
     "quantize",
     "quantize_tokens",
     "rounding_of",

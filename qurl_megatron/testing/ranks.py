@@ -105,9 +105,6 @@ def _skip_without_gpus(needed: int) -> None:
         pytest.skip(f"{needed} nccl ranks need {needed} GPUs, and there are {found}")
 
 
-# -- starting --------------------------------------------------------------------------------------
-
-
 def _start(
     target: Callable, world_size: int, backend: str, args: tuple, preload: tuple[str, ...]
 ) -> mp.ProcessContext:
@@ -161,9 +158,6 @@ def _can_initialise_cuda() -> None:
     except (RuntimeError, AssertionError) as error:
         # Of anything else the ranks themselves will tell.
         os._exit("forked subprocess" in str(error))
-
-
-# -- a rank ----------------------------------------------------------------------------------------
 
 
 def _run_rank(
