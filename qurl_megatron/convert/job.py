@@ -38,7 +38,7 @@ FORMAT = "qurl-checkpoint-1"
 # Files that wait to be hashed and synced, each by a thread, while the next one is written.
 _SEALERS = 2
 
-# What a person can mend: no room, no permission, a file or folder in the way.
+# What a person can fix: no room, no permission, a file or folder in the way.
 _MENDABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -392,13 +392,13 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Say in one sentence what the operating system refused, where a person can mend it."""
+    """Say in one sentence what the operating system refused, where a person can fix it."""
     try:
         yield
     except OSError as error:
         if error.errno not in _MENDABLE:
             raise
         raise ConfigError(
-            f"cannot write {error.filename or path}: {error.strerror}; mend that or name another "
+            f"cannot write {error.filename or path}: {error.strerror}; fix that or name another "
             "--out, and run again to continue"
         ) from error

@@ -42,7 +42,7 @@ def compared(run_dir: Path, history: History) -> list[ComparedPhase]:
         predicted = {str(name): float(value) for name, value in metrics.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
-            f"{path} is not what `qurl plan --json` writes; write it anew, or delete it"
+            f"{path} is not what `qurl plan --json` writes; write it again, or delete it"
         ) from None
     return [
         ComparedPhase(name.removeprefix("time/"), value, median(_settled(history, name)))

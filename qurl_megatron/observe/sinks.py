@@ -169,7 +169,7 @@ class WandbSink:
             self._run = self._wandb.init(
                 project=project,
                 name=run_dir.resolve().name,
-                id=_wandb_id(run_dir, anew=not resume_step),
+                id=_wandb_id(run_dir, fresh=not resume_step),
                 resume="allow",
                 config=dict(config),
                 allow_val_change=True,  # of what may change on resume
@@ -198,9 +198,9 @@ class WandbSink:
         self._run.finish(exit_code=0 if kind is None else 1)
 
 
-def _wandb_id(run_dir: Path, *, anew: bool) -> str:
+def _wandb_id(run_dir: Path, *, fresh: bool) -> str:
     path = run_dir / WANDB_ID
-    if not anew and path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
+    if not fresh and path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
     made = secrets.token_hex(4)
     write_whole(path, made + "\n")
@@ -270,7 +270,7 @@ def _parse(line: str, path: Path, line_number: int) -> Record:
     except _EDITED as error:
         raise ConfigError(
             f"{path}, line {line_number}, is not a metrics record "
-            f'{{"step": .., "time": .., "metrics": {{..}}}}: {line[:80]!r}; mend or delete the line'
+            f'{{"step": .., "time": .., "metrics": {{..}}}}: {line[:80]!r}; fix or delete the line'
         ) from error
 
 

@@ -52,7 +52,7 @@ class BatchJob:
     """The job that this process supervises."""
 
     number: int
-    restarts: int  # how often Slurm has started it anew
+    restarts: int  # how often Slurm has started it again
     run_dir: Path
     config: RunConfig
     cluster: ClusterConfig
@@ -163,7 +163,7 @@ def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> AttemptOutco
         return AttemptOutcome(
             Decision.STOP,
             BAD_NODE,
-            f"{names} cannot be excluded ({error}); once the nodes are mended, "
+            f"{names} cannot be excluded ({error}); once the nodes are fixed, "
             "`qurl slurm submit`, as before, goes on",
         )
     return AttemptOutcome(Decision.WITHOUT, 0, f"goes on without {names}", without=nodes)
@@ -287,7 +287,7 @@ def _others(job: BatchJob) -> list[int]:
 
 
 def _own_job(env: Mapping[str, str]) -> tuple[int, int]:
-    """Its id, and how often Slurm has started it anew."""
+    """Its id, and how often Slurm has started it again."""
     if "SLURM_JOB_ID" not in env:
         raise ConfigError(
             "SLURM_JOB_ID is not set: `qurl slurm attempt` runs inside a job that "

@@ -67,8 +67,8 @@ class JobConfig:
 
     retries: int = 3
     """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
-    follows by itself. An attempt whose time was up, and a new submission, begin the count anew. Two
-    attempts in a row without a new checkpoint end the run whatever is left of it."""
+    follows by itself. An attempt whose time was up, and a new submission, begin the count again.
+    Two attempts in a row without a new checkpoint end the run whatever is left of it."""
 
     hung_s: int = 1800
     """Seconds without a new step after which a run counts as hung: its ranks write their stacks and

@@ -147,7 +147,7 @@ def write_submitted(run_dir: Path, jobs: Submitted) -> None:
 def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
     """Make the folder of the next attempt, and have ``latest`` lead there.
 
-    The steps of the attempt before are kept with it: its metrics are about to be written anew.
+    The steps of the attempt before are kept with it: its metrics are about to be written again.
 
     Args:
         gpus: that the job holds, of all nodes.

@@ -56,7 +56,7 @@ def before(attempts: Sequence[Attempt]) -> Before:
     """
     Args:
         attempts: those that have ended, oldest first. One that a person stopped, or that had to
-            stop, begins the count anew: somebody has looked since.
+            stop, begins the count again: somebody has looked since.
     """
     failures = 0
     for attempt in reversed(attempts):
@@ -123,7 +123,7 @@ def decide(
         return AttemptOutcome(
             Decision.STOP,
             NO_PROGRESS,
-            f"{failed}, the second attempt in a row without a new checkpoint; {saved}; mend the "
+            f"{failed}, the second attempt in a row without a new checkpoint; {saved}; fix the "
             f"cause, then {again}",
         )
     if told in TAKEN:

@@ -14,7 +14,7 @@ from qurl_megatron.study.tables import page
 
 
 def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None = None) -> Path:
-    """Draw everything anew; returns the path of study.md.
+    """Draw everything again; returns the path of study.md.
 
     Args:
         environment: of ``bench.environment``, where runs have been made; None where none were, and

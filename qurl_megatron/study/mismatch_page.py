@@ -3,7 +3,7 @@
     python -m qurl_megatron.study.mismatch_page [OUT ...] [--times OUT ...]
 
 keeps what ``qurl study`` has written to each OUT as docs/results/NAME.json, NAME being that of the
-study's file, and writes the tables anew between the two marks of the page; a test holds them
+study's file, and writes the tables again between the two marks of the page; a test holds them
 equal. Seconds are worth nothing where something else ran beside a study: with ``--times`` they are
 those of another folder of the same study, whose runs had the machine to themselves. A record has
 one row for each method and scheme, in the order of the study file:

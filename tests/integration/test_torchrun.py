@@ -172,7 +172,7 @@ def test_two_failures_without_a_checkpoint_between_them_end_a_run_with_4(tiny):
         assert head.wait(LIMIT_S) == 4
         assert run.footprint.left(run.dir) == []
         assert [one[:2] for one in run.attempts()] == [("retry", 137), ("stop", 137)]
-    said = "the second attempt in a row without a new checkpoint; step 0 is saved; mend the cause"
+    said = "the second attempt in a row without a new checkpoint; step 0 is saved; fix the cause"
     assert f"{said}, then the same command goes on" in run.told()
 
 

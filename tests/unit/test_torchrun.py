@@ -381,7 +381,7 @@ def test_nodes_that_never_come_end_the_head_with_7_and_are_counted(recipe, capsy
 def test_what_stops_a_run_names_the_options_of_this_script():
     words = {"limit": "--retries", "again": "the same command goes on"}
     idle = decide(1, "", 2, 2, Before(1, True), steps=9, retries=3, **words)
-    assert idle.why.endswith("mend the cause, then the same command goes on")
+    assert idle.why.endswith("fix the cause, then the same command goes on")
     many = decide(1, "", 2, 3, Before(3), steps=9, retries=3, **words)
     assert "and --retries=3 allows no further attempt" in many.why
 
