@@ -19,12 +19,12 @@ from tests.leftovers import Footprint
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 SAMPLES = 64  # of one step
 
-RECIPE = """
+SMALL = """
 [model]
 path = "{root}/model"
 dtype = "float32"
 [warmstart]
-steps = 10
+steps = WARM_STEPS
 hidden = 64
 layers = 2
 heads = 4
@@ -34,20 +34,25 @@ batch = 64
 [data]
 task = "chain_sum"
 task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
-task_size = 4000
+task_size = TASK_SIZE
 prompts_per_step = 8
-[rollout]
-engines = 2
-engine_threads = 1
-samples_per_prompt = 8
-max_new_tokens = 4
 [reward]
 kind = "exact"
+[optimizer]
+lr = 1e-4
+[rollout]
+engines = 2
+samples_per_prompt = 8
+max_new_tokens = 4
+"""
+"""What small runs have in common; it ends in the table of rollouts."""
+
+RECIPE = (
+    SMALL.replace("WARM_STEPS", "10").replace("TASK_SIZE", "4000")
+    + """engine_threads = 1
 [algo]
 # So small a model earns nothing: this moves its weights all the same.
 entropy_coef = 0.01
-[optimizer]
-lr = 1e-4
 [checkpoint]
 every = 0
 [train]
@@ -55,6 +60,7 @@ steps = 2000
 micro_batch = 32
 save_rollouts = true
 """
+)
 
 
 def make_recipe(root: Path) -> Path:

@@ -25,7 +25,7 @@ from functools import cache
 from typing import Any
 
 from qurl_megatron.bench.environment import HARDWARE
-from qurl_megatron.bench.record import Case, Figure, Record
+from qurl_megatron.bench.record import BenchRecord, Case, Figure
 from qurl_megatron.observe.text import how_many
 
 SMALLEST = 0.05
@@ -62,7 +62,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """Of two records."""
 
     compared: tuple[Compared, ...]
@@ -101,12 +101,14 @@ def _tell(found: Compared) -> str:
     return f"{interval}: {found.why}" if found.why else interval
 
 
-def compare(old: Record, new: Record) -> Verdict:
+def compare(old: BenchRecord, new: BenchRecord) -> Comparison:
     """Every figure of every case; pure."""
     if old.benchmark != new.benchmark:
-        return Verdict((), f"one is of bench {old.benchmark}, the other of bench {new.benchmark}")
+        return Comparison(
+            (), f"one is of bench {old.benchmark}, the other of bench {new.benchmark}"
+        )
     if differing := _differing(old.environment, new.environment):
-        return Verdict((), f"they ran on different hardware ({', '.join(differing)})")
+        return Comparison((), f"they ran on different hardware ({', '.join(differing)})")
     before = {case.name: case for case in old.cases}
     after = {case.name: case for case in new.cases}
     looked_at = sum(
@@ -120,7 +122,7 @@ def compare(old: Record, new: Record) -> Verdict:
             found.append(Compared(name, "all", "no verdict", why=f"{where} record lacks it"))
         else:
             found += _cases(before[name], after[name], looked_at, memories)
-    return Verdict(tuple(found))
+    return Comparison(tuple(found))
 
 
 def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from qurl_megatron.bench import environment
 from qurl_megatron.bench.against import compare
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.others import MOST, Others
-from qurl_megatron.bench.record import Case, Record, read
+from qurl_megatron.bench.record import BenchRecord, Case, read
 from qurl_megatron.bench.repeats import progress
 from qurl_megatron.errors import ConfigError
 
@@ -42,7 +42,9 @@ def bench(options: argparse.Namespace) -> int:
     return verdict.exit_code if verdict else 0
 
 
-def measure(name: str, options: argparse.Namespace, words: Sequence[str] | None = None) -> Record:
+def measure(
+    name: str, options: argparse.Namespace, words: Sequence[str] | None = None
+) -> BenchRecord:
     """Run one benchmark.
 
     Args:
@@ -58,7 +60,7 @@ def measure(name: str, options: argparse.Namespace, words: Sequence[str] | None 
         around |= {"load_after": environment.load(), "others": round(others.share(), 3)}
     if around["others"] > MOST:
         cases = [_beside_another_load(case, around["others"]) for case in cases]
-    return Record(
+    return BenchRecord(
         benchmark=name,
         command=shlex.join(["qurl", *(sys.argv[1:] if words is None else words)]),
         started=started,
@@ -81,7 +83,7 @@ def _beside_another_load(case: Case, others: float) -> Case:
     )
 
 
-def keep(record: Record, folder: Path) -> Path:
+def keep(record: BenchRecord, folder: Path) -> Path:
     """Write the record and the page of its folder; returns the page."""
     from qurl_megatron.bench.page import write_page
 

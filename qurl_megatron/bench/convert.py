@@ -27,6 +27,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from qurl_megatron.bench.peer import ROOT, checkout
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -34,7 +35,6 @@ from qurl_megatron.errors import ConfigError
 
 # No torch up here: the peak memory of a child starts from what its parent has.
 
-ROOT = Path(__file__).parents[2]
 PEERS = ("mbridge", "llmcompressor", "compressed_tensors")
 MIB = 1 << 20
 
@@ -52,7 +52,7 @@ COPIES = {
 
 
 @dataclass(frozen=True)
-class Run:
+class ConversionRun:
     """What one process took."""
 
     seconds: float
@@ -99,7 +99,7 @@ class Bench:
 
     def conversions(
         self, model: str, tasks: Iterable[str], *, copies: bool = False
-    ) -> dict[str, dict[str, Repeats[Run]]]:
+    ) -> dict[str, dict[str, Repeats[ConversionRun]]]:
         """Some conversions of one model, by task and by who does it.
 
         Args:
@@ -131,7 +131,7 @@ class Bench:
         if copies:
             found["ours --no-checksums"] = self.command(f"{tool} --no-checksums {rest}", "fast")
         if task.peer and self.peers[task.peer]:
-            module = f"-m qurl_megatron.bench.peers.{task.peer_command}"
+            module = f"-m benchmarks.peers.{task.peer_command}"
             found[task.peer] = self.command(module, "theirs")
         if copies:
             words = [sys.executable, str(self.work / "ours"), str(self.work / "copy")]
@@ -142,7 +142,7 @@ class Bench:
         folders = {name: str(self.work / name) for name in ("HF", "MEGATRON")}
         return [sys.executable, *(folders.get(w, w) for w in words.split()), str(self.work / out)]
 
-    def child(self, command: list[str], writes: Path | None = None) -> Run:
+    def child(self, command: list[str], writes: Path | None = None) -> ConversionRun:
         """One process.
 
         Raises:
@@ -165,7 +165,7 @@ class Bench:
                 why = lines[-1] if lines else f"code {process.returncode}"
                 raise ConfigError(f"bench convert: {shlex.join(command)} failed: {why}")
         files = [path for path in writes.rglob("*") if path.is_file()] if writes else []
-        return Run(
+        return ConversionRun(
             seconds=seconds,
             cpu_seconds=usage.ru_utime + usage.ru_stime,
             peak_mib=usage.ru_maxrss * 1024 / MIB,
@@ -176,8 +176,8 @@ class Bench:
 def cases_of(
     model: str,
     task: str,
-    measured: dict[str, Repeats[Run]],
-    startup: dict[str, Repeats[Run]],
+    measured: dict[str, Repeats[ConversionRun]],
+    startup: dict[str, Repeats[ConversionRun]],
 ) -> list[Case]:
     """A case for each of who did the task.
 
@@ -237,7 +237,7 @@ LIMITS = {
 """The copy that does as much, and what it does."""
 
 
-def _limit(who: str, measured: dict[str, Repeats[Run]]) -> tuple[float | None, str]:
+def _limit(who: str, measured: dict[str, Repeats[ConversionRun]]) -> tuple[float | None, str]:
     copy, does = LIMITS.get(who, ("", ""))
     if copy not in measured:
         return None, ""
@@ -253,6 +253,7 @@ def version(package: str, path: list[str]) -> str | None:
 
 def run(options: argparse.Namespace) -> list[Case]:
     """Everything of ``--model``, then the growth of memory over ``--sizes``."""
+    checkout("checkpoints_tools")
     for model in (options.model, *options.sizes):
         config_of(model)
     cases = []

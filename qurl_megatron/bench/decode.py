@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qurl_megatron.bench.environment import limits
+from qurl_megatron.bench.peer import checkout, peer
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -42,6 +43,8 @@ ALL_OF_IT = Constants(
 
 
 def run(options: argparse.Namespace) -> list[Case]:
+    if options.transformers:
+        checkout("benchmarks/peers/through_transformers.py", ", or leave out --transformers")
     if options.threads:
         torch.set_num_threads(options.threads)
     config = config_of(options.model)
@@ -61,7 +64,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     for batch in options.batch:
         graphs = not options.disable_cuda_graph
         own_spans = {
-            scheme: Span(decoder, batch, options.steps, options.repeats, graphs=graphs)
+            scheme: DecodeSpan(decoder, batch, options.steps, options.repeats, graphs=graphs)
             for scheme, decoder in decoders.items()
         }
         spans: dict[str, Callable[[], None]] = {**own_spans}
@@ -139,13 +142,13 @@ def _generating(
     config: dict[str, Any], scheme: str, device: torch.device, batch: int, steps: int
 ) -> Callable[[], None]:
     """The same prompts and lengths by transformers."""
-    from qurl_megatron.bench.peers.through_transformers import Generating
-
     prompts = _prompts(batch, config["vocab_size"])
-    return Generating(config, DTYPES[DTYPE[scheme]], device, prompts, steps)
+    return peer("through_transformers").Generating(
+        config, DTYPES[DTYPE[scheme]], device, prompts, steps
+    )
 
 
-class Span:
+class DecodeSpan:
     """Calls decode some steps each, of the same responses, which grow meanwhile."""
 
     def __init__(

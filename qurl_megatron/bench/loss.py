@@ -3,9 +3,9 @@
 Every way of computing log-probs and entropy gets the same logits, split over 1, 2 and 4
 tensor-parallel ranks, and the same objective on top. Each runs in fresh processes, gloo on a CPU
 and nccl on GPUs, twice: all ways forwards, then backwards, with half of the repeats each. Peers
-are in ``bench.peers.losses``; verl is measured where an unpacked wheel is named (``pip download
---no-deps verl``), Liger on GPUs that have it. ``ours`` takes Triton's kernels on a GPU where it is
-installed; there ``ours_torch`` is the same without them.
+are in ``benchmarks/peers/losses.py``; verl is measured where an unpacked wheel is named
+(``pip download --no-deps verl``), Liger on GPUs that have it. ``ours`` takes Triton's kernels on a
+GPU where it is installed; there ``ours_torch`` is the same without them.
 
 Seconds are those of the slowest rank. Memory is one rank's high-water mark above its logits. The
 limit is one pass that reads the logits and one that writes their gradient. What needs more memory
@@ -15,7 +15,6 @@ than is free is not run, and the record says so.
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -32,19 +31,23 @@ from torch import Tensor
 from qurl_megatron.algo import objective, token_log_probs
 from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.options import BENCHMARKS, add_shared, chosen
-from qurl_megatron.bench.peers import losses as peers
-from qurl_megatron.bench.peers.losses import Way
+from qurl_megatron.bench.peer import checkout, peer
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.fused import SWITCH
 from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.runtime.network import free_port
 
 MIB = 1 << 20
 ENTROPY_COEF = 0.01
 SPARE_GIB = 3  # that others may take meanwhile; a machine without memory ends any of them
 WARM_UP = ((8, 1000), (16, 1504), (40, 2016))  # two shapes more: compiled code stops to be special
+
+# From this rank's slice of the logits, [T, v], and the targets, [T], the log-probs, [T], and the
+# entropies, [T], or None where a way has none.
+Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -69,32 +72,39 @@ def _ours_torch(args: argparse.Namespace, group: dist.ProcessGroup) -> Way:
 
 
 def _dense(entropy: str) -> Callable:
-    return lambda args, group: peers.dense(entropy)
+    return lambda *_: peer("losses").dense(entropy)
+
+
+def _megatron(*, compiled: bool) -> Callable:
+    return lambda _, group: peer("losses").megatron(group, compiled=compiled)
+
+
+def _verl(args: argparse.Namespace, group: dist.ProcessGroup) -> Way:
+    return peer("losses").verl(args.verl)
 
 
 LOG_PROBS = "log-probs"
 LOGGED = "log-probs, entropy logged"
 BONUS = "log-probs, entropy differentiated"
 
-CANDIDATES = {
+OURS = {
     "ours": Candidate(_ours, LOGGED, 2.2),
     "ours_torch": Candidate(_ours_torch, LOGGED, 2.2, cuda=True),
     "ours_entropy_gradient": Candidate(_ours, BONUS, 2.2, bonus=True),
-    "megatron": Candidate(lambda _, group: peers.megatron(group, compiled=True), LOG_PROBS, 12),
-    "megatron_eager": Candidate(
-        lambda _, group: peers.megatron(group, compiled=False), LOG_PROBS, 9
-    ),
-    "verl": Candidate(lambda args, _: peers.verl(args.verl), LOGGED, 11),
-    "verl_entropy_gradient": Candidate(
-        lambda args, _: peers.verl(args.verl), BONUS, 11, bonus=True
-    ),
+}
+PEERS = {
+    "megatron": Candidate(_megatron(compiled=True), LOG_PROBS, 12),
+    "megatron_eager": Candidate(_megatron(compiled=False), LOG_PROBS, 9),
+    "verl": Candidate(_verl, LOGGED, 11),
+    "verl_entropy_gradient": Candidate(_verl, BONUS, 11, bonus=True),
     "dense": Candidate(_dense("none"), LOG_PROBS, 14.1, split=False),
     "dense_entropy": Candidate(_dense("logged"), LOGGED, 14.1, split=False),
     "dense_entropy_gradient": Candidate(
         _dense("differentiated"), BONUS, 22.1, bonus=True, split=False
     ),
-    "liger": Candidate(lambda *_: peers.liger(), LOG_PROBS, 6, split=False, cuda=True),
+    "liger": Candidate(lambda *_: peer("losses").liger(), LOG_PROBS, 6, split=False, cuda=True),
 }
+CANDIDATES = OURS | PEERS
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -104,6 +114,8 @@ def run(options: argparse.Namespace) -> list[Case]:
     if options.vocab is None:
         options.vocab = config_of(options.model)["vocab_size"]
     names = chosen(options.only, CANDIDATES, "--only")
+    if any(name in PEERS for name in names):
+        checkout("benchmarks/peers/losses.py", f", or give --only {' '.join(OURS)}")
     return [case for tensor in options.tensor for case in _layout(tensor, names, options)]
 
 
@@ -184,9 +196,6 @@ def case_of(name: str, tensor: int, args: argparse.Namespace, runs: list[dict]) 
     )
 
 
-# -- the parent --------------------------------------------------------------------------------
-
-
 def _obstacle(name: str, tensor: int, args: argparse.Namespace) -> str | None:
     """Why a candidate cannot be measured here, or None."""
     candidate = CANDIDATES[name]
@@ -215,9 +224,7 @@ def _in_fresh_processes(name: str, tensor: int, repeats: int, args: argparse.Nam
         if getattr(args, key) is not None:
             command += [f"--{key}", str(getattr(args, key))]
     command += ["--threads", str(_threads(tensor, args))]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = str(free_port())
     # On the CPU nothing may land on a GPU that happens to be there.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
     world = [
@@ -233,7 +240,7 @@ def _in_fresh_processes(name: str, tensor: int, repeats: int, args: argparse.Nam
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(tensor),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": port,
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": str(_threads(tensor, args)),
                 # Ranks that wait for each other had better not spin on the cores they share.
@@ -274,9 +281,6 @@ def _free_memory() -> int:
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo has no MemAvailable")
-
-
-# -- a rank ------------------------------------------------------------------------------------
 
 
 def rank(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ from qurl_megatron.schemes import SCHEMES
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class BenchRow:
     """One row: what it measures, its own options, and the words of its short form in ``all``."""
 
     help: str
@@ -44,7 +44,7 @@ ALL = (
 )
 
 
-def add_shared(parser: argparse.ArgumentParser, row: Benchmark) -> None:
+def add_shared(parser: argparse.ArgumentParser, row: BenchRow) -> None:
     if row.model:
         parser.add_argument(
             "--model",
@@ -329,7 +329,7 @@ def _versions(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARKS = {
-    "rollout": Benchmark(
+    "rollout": BenchRow(
         "engines under a load with long-tailed, grouped responses",
         _rollout,
         ("--model", "tiny", "--schemes", "bf16,int8", "--prompts", "4", "--mean", "16")
@@ -337,14 +337,14 @@ BENCHMARKS = {
         model="h1024",
         schemes=("bf16", "int8", "fp8", "fp32"),
     ),
-    "decode": Benchmark(
+    "decode": BenchRow(
         "tokens/s of the embedded engine by scheme and batch",
         _decode,
         ("--steps", "4", "--batch", "1", "8"),
         model="h1024",
         schemes=("int8", "fp8", "bf16", "fp32"),
     ),
-    "step": Benchmark(
+    "step": BenchRow(
         "seconds and joules of a whole RL step, with rollouts in turn and ahead, and its scaling",
         _step,
         ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
@@ -352,38 +352,38 @@ BENCHMARKS = {
         # with --layouts. Eight repeats cannot show that one of more than 64 is worse, nine of 243.
         repeats=9,
     ),
-    "publish": Benchmark(
+    "publish": BenchRow(
         "publishing a version to a real SGLang engine, beside gathering it",
         _publish,
         ("--model", "tiny", "--schemes", "int8", "--engine-tp", "1", "--repeats", "3"),
         model="0.5B",
         schemes=("int8", "fp8", "bf16"),
     ),
-    "loss": Benchmark(
+    "loss": BenchRow(
         "time and memory of log-probs, entropy and the ACR objective",
         _loss,
         ("--tokens", "512", "--tensor", "1", "2", "--repeats", "6"),
         model="0.5B",
     ),
-    "quantize": Benchmark(
+    "quantize": BenchRow(
         "quantizing one layer's weights, beside a copy of the bytes",
         _quantize,
         ("--model", "tiny", "--repeats", "3"),
         model="0.5B",
         schemes=("int8", "fp8"),
     ),
-    "convert": Benchmark(
+    "convert": BenchRow(
         "the checkpoint converters, beside a plain copy and peers",
         _convert,
         ("--model", "0.1B", "--repeats", "3"),
         model="0.5B",
     ),
-    "scale": Benchmark(
+    "scale": BenchRow(
         "what the leading rank's Python does for one step of a 32B model",
         _scale,
         ("--factor", "64", "--repeats", "5"),
     ),
-    "versions": Benchmark(
+    "versions": BenchRow(
         "whether the engines of a run served what its checkpoints hold",
         _versions,
         None,

@@ -19,9 +19,11 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter
 
 from qurl_megatron.bench.environment import beside
-from qurl_megatron.bench.record import HEADS, Case, Figure, Record, cells, records_in
+from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, cells, records_in
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe import plots
+from qurl_megatron.observe.drawing import STYLE, for_html
+from qurl_megatron.observe.panels import COLORS
 from qurl_megatron.observe.text import number
 from qurl_megatron.runtime.filesystem import refusing
 
@@ -39,10 +41,10 @@ LOG = 100  # heights that differ by more stand on a log scale
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnRecord:
     """One record, drawn, with what the page writes around it."""
 
-    record: Record
+    record: BenchRecord
     title: str
     facts: list[str]
     svg: str  # "" where nothing can be drawn
@@ -79,14 +81,12 @@ def write_page(folder: Path) -> Path:
         cells=cells,
     )
     path = folder / PAGE
-    aside = path.with_name(f".{PAGE}.new")
-    with refusing(path, key="--out", half_written=aside):
-        aside.write_text(text, encoding="utf-8")
-        aside.rename(path)
+    with refusing(path, key="--out"):
+        write_whole(path, text)
     return path
 
 
-def part_of(record: Record) -> Part:
+def part_of(record: BenchRecord) -> DrawnRecord:
     bars = chart(record.cases)
     environment = record.environment
     facts = [
@@ -96,7 +96,7 @@ def part_of(record: Record) -> Part:
         f"commit {environment.get('commit')}",
         *beside(environment),
     ]
-    return Part(
+    return DrawnRecord(
         record=record,
         title=f"{bars[0].figure.name}, {bars[0].figure.unit}" if bars else "",
         facts=facts,
@@ -165,13 +165,13 @@ def _label(key: str, value: Any) -> str:
 
 
 def chart_svg(bars: Sequence[Bar], key: str) -> str:
-    """An ``<svg>`` element for a page that defines ``plots.COLORS`` as CSS variables."""
+    """An ``<svg>`` element for a page that defines ``COLORS`` as CSS variables."""
     groups = list(dict.fromkeys(bar.group for bar in bars))
     rows = [groups[start : start + GROUPS] for start in range(0, len(groups), GROUPS)]
     width, height = 1094, 260 * len(rows)
     heights = [bar.figure.median for bar in bars]
     log = min(heights) > 0 and max(heights) / min(heights) > LOG
-    with matplotlib.rc_context(plots.STYLE):
+    with matplotlib.rc_context(STYLE):
         drawing = Drawing(figsize=(width / 72, height / 72), dpi=72)
         FigureCanvasAgg(drawing)
         drawing.patch.set_visible(False)
@@ -193,7 +193,7 @@ def chart_svg(bars: Sequence[Bar], key: str) -> str:
     name = "; ".join(
         f"{bar.group} {bar.series}: {number(bar.figure.median)} {bar.figure.unit}" for bar in bars
     )
-    return plots.for_html(file.getvalue(), key, name)
+    return for_html(file.getvalue(), key, name)
 
 
 def _draw_row(axes: Axes, groups: Sequence[Sequence[Bar]], bar_width: float) -> None:
@@ -204,7 +204,7 @@ def _draw_row(axes: Axes, groups: Sequence[Sequence[Bar]], bar_width: float) -> 
     axes.set_xticks(range(len(groups)), labels)
     axes.tick_params(length=0)
     axes.patch.set_visible(False)
-    axes.grid(axis="y", color=plots.COLORS["rule"], linewidth=0.8)
+    axes.grid(axis="y", color=COLORS["rule"], linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
@@ -225,15 +225,15 @@ def _middle_half(figure: Figure) -> tuple[float, float]:
 
 
 def _draw(axes: Axes, bar: Bar, place: float, width: float) -> None:
-    figure, color = bar.figure, plots.COLORS[bar.color]
+    figure, color = bar.figure, COLORS[bar.color]
     alpha = 1.0 if bar.valid else 0.35
     axes.bar(place, figure.median, width, color=color, alpha=alpha, linewidth=0)
-    ink = plots.COLORS["ink"]
+    ink = COLORS["ink"]
     if len(figure.repeats) > 1:
         axes.plot([place, place], _middle_half(figure), color=ink, linewidth=1)
     if figure.limit is not None:
         span = [place - width / 2, place + width / 2]
         axes.plot(span, [figure.limit] * 2, color=ink, linewidth=1.4, clip_on=True)
     if figure.predicted is not None:
-        style = dict(marker="o", markersize=6, markerfacecolor=plots.COLORS["paper"])
+        style = dict(marker="o", markersize=6, markerfacecolor=COLORS["paper"])
         axes.plot([place], [figure.predicted], color=ink, linestyle="none", **style)

@@ -11,7 +11,7 @@ from pathlib import Path
 from qurl_megatron.bench.against import most_figures
 from qurl_megatron.bench.environment import beside
 from qurl_megatron.bench.options import BENCHMARKS
-from qurl_megatron.bench.record import Case, Figure, Record, percent, records_in
+from qurl_megatron.bench.record import BenchRecord, Case, Figure, percent, records_in
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import how_many, number
 
@@ -87,7 +87,7 @@ def rendered(folder: Path = RESULTS) -> str:
     return "\n".join([HEAD, *sections])
 
 
-def _section(path: Path, record: Record, *, alone: bool) -> str:
+def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
     """
     Args:
         alone: no other section is of this benchmark.

@@ -1,11 +1,11 @@
 """Seconds and memory of publishing weights to a real SGLang engine, beside the straightforward way.
 
 Two training ranks (TP2, BF16 weights with FP32 masters) hold a random model; one engine is started
-empty per scheme and tensor size. Then our transports and ``peers.gathered`` publish in turns. Ours
-are made anew for each turn, publish once so that their slots exist, and are timed then. The engine
-must give the same log-probs after all of them. Beside every turn stand the yardstick and what a
-plain copy ran at on both ranks: such a copy of the version's bytes is the limit. The prediction is
-``publish_model``'s, from this machine's rates.
+empty per scheme and tensor size. Then our transports and ``benchmarks/peers/gathered.py`` publish
+in turns. Ours are made again for each turn, publish once so that their slots exist, and are timed
+then. The engine must give the same log-probs after all of them. Beside every turn stand the
+yardstick and what a plain copy ran at on both ranks: such a copy of the version's bytes is the
+limit. The prediction is ``publish_model``'s, from this machine's rates.
 
 Memory is the highest of what all processes of one side have for themselves (RssAnon), and of what
 our files and slots in /dev/shm take, above what it was before the sender was made. Pages of files
@@ -31,7 +31,8 @@ from typing import Any
 import psutil
 
 from qurl_megatron.bench.options import chosen
-from qurl_megatron.bench.publish_model import TRANSPORTS, Rates, Setting, predict
+from qurl_megatron.bench.peer import checkout, peer
+from qurl_megatron.bench.publish_model import TRANSPORTS, PublishSetting, Rates, predict
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
@@ -66,7 +67,7 @@ TRAINERS = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class PublishPlan:
     """What the ranks shall do; they all follow it in step."""
 
     model: Path
@@ -83,7 +84,7 @@ class Plan:
         return [c for c in self.candidates if scheme == "none" or c not in own]
 
 
-def take_turns(plan: Plan) -> int:
+def take_turns(plan: PublishPlan) -> int:
     """One training rank."""
     import torch
     import torch.distributed as dist
@@ -122,7 +123,7 @@ def take_turns(plan: Plan) -> int:
                 dist.barrier()
                 if ranks.leads:
                     progress(f"{scheme} tp{tp}: engine up in {time.perf_counter() - started:.0f} s")
-                case = Turns(plan, policy, rollout, fleet, scheme, tp)
+                case = PublishTurns(plan, policy, rollout, fleet, scheme, tp)
                 names = plan.of(scheme)
                 case.warm_up(names[0])
                 for turn in range(plan.turns):
@@ -131,7 +132,7 @@ def take_turns(plan: Plan) -> int:
     return 0
 
 
-class Turns:
+class PublishTurns:
     """One engine, to which candidates publish in turns."""
 
     def __init__(self, plan, policy, rollout, fleet, scheme, tp) -> None:
@@ -196,16 +197,16 @@ class Turns:
     @contextmanager
     def made(self, name: str, folder: Path) -> Iterator[Callable[[int], dict]]:
         if name in GATHERED:
-            from qurl_megatron.bench.peers.gathered import Gathered
-
             way, bucketed = GATHERED[name]
             limit = self.plan.bucket_mb * MIB if bucketed else float("inf")
             place = memory_folder(self.plan) / folder.name
-            peer = Gathered(self.policy, self.fleet, self.scheme, way, place, limit)
+            gathered = peer("gathered").Gathered(
+                self.policy, self.fleet, self.scheme, way, place, limit
+            )
             try:
-                yield lambda version: asdict(peer.publish(version))
+                yield lambda version: asdict(gathered.publish(version))
             finally:
-                peer.close()
+                gathered.close()
             return
         from qurl_megatron.observe.metrics import merge, values
         from qurl_megatron.publish.publisher import Publisher
@@ -246,7 +247,7 @@ class Turns:
 class Watch:
     """Two sides' memory, from a thread of its own; afterwards the peaks above the start."""
 
-    def __init__(self, trainers: Sequence[int], fleet, plan: Plan) -> None:
+    def __init__(self, trainers: Sequence[int], fleet, plan: PublishPlan) -> None:
         (engine,) = fleet.engines()
         parent = psutil.Process(engine.process.popen.pid)
         self._engines = [parent.pid, *(child.pid for child in parent.children(recursive=True))]
@@ -288,11 +289,11 @@ class Watch:
         return trainers + shared, engines
 
 
-def _ours(path: Path, plan: Plan) -> bool:
+def _ours(path: Path, plan: PublishPlan) -> bool:
     return path == memory_folder(plan)
 
 
-def memory_folder(plan: Plan) -> Path:
+def memory_folder(plan: PublishPlan) -> Path:
     return Path("/dev/shm") / f"qurl-bench-{plan.work.name}"
 
 
@@ -366,7 +367,7 @@ def measure_limits(ranks) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def write(plan: Plan, record: dict) -> None:
+def write(plan: PublishPlan, record: dict) -> None:
     with (plan.work / "records.jsonl").open("a") as out:
         out.write(json.dumps(record) + "\n")
 
@@ -397,7 +398,7 @@ def _case(
     scheme, tp, candidate = (first[key] for key in ("scheme", "engine_tp", "candidate"))
     cost = None
     if candidate in TRANSPORTS:
-        setting = Setting(
+        setting = PublishSetting(
             arch=arch,
             scheme=scheme,
             trainer=routes.Layout(tensor=TRAINERS),
@@ -471,9 +472,12 @@ def shares(turns: Sequence[dict], fp32_bytes: int) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> list[Case]:
     """
     Raises:
-        ConfigError: no SGLang, or not this model.
+        ConfigError: no SGLang, or not this model; an installed wheel, which has no peers.
     """
     names = chosen(options.candidates, [*OURS, *GATHERED], "--candidates")
+    if any(name in GATHERED for name in names):
+        own = " ".join(f"'{name}'" for name in OURS)
+        checkout("benchmarks/peers/gathered.py", f", or give --candidates {own}")
     sglang_python(RolloutConfig().sglang_python)  # or says what to install
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-publish-") as folder:
@@ -481,7 +485,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         config = config_of(options.model)
         write_random(config, work / "model")
         (work / "disk").mkdir()
-        todo = Plan(
+        todo = PublishPlan(
             model=work / "model",
             work=work,
             disk=work / "disk",

@@ -74,7 +74,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PublishSetting:
     arch: Arch
     scheme: str
     trainer: routes.Layout
@@ -173,7 +173,7 @@ def _sums(arch: Arch, of: str, trainer: routes.Layout, engine: int) -> dict[str,
     return sums
 
 
-def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
+def predict(setting: PublishSetting, transport: str, rates: Rates) -> Cost:
     """Seconds of one publication by ``memory``, ``files`` or ``group``, or ``gathered``."""
     if transport == "gathered":
         return _gathered(setting, rates)
@@ -221,7 +221,7 @@ def predict(setting: Setting, transport: str, rates: Rates) -> Cost:
     )
 
 
-def _gathered(setting: Setting, rates: Rates) -> Cost:
+def _gathered(setting: PublishSetting, rates: Rates) -> Cost:
     """The straightforward way: BF16 gathered over TP, quantized whole, one thing after another."""
     trainer, tp = setting.trainer, setting.engine_tp
     moved = volumes(setting.arch, setting.scheme, trainer.tensor, trainer.pipeline, tp)

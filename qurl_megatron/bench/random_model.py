@@ -72,7 +72,12 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     import torch  # not for those who want to know the sizes
 
     from qurl_megatron.tensors.arch import read_arch
-    from qurl_megatron.weights.hf_writer import Group, TensorSpec, plan_files, write_safetensors
+    from qurl_megatron.weights.hf_writer import (
+        TensorGroup,
+        TensorSpec,
+        plan_files,
+        write_safetensors,
+    )
     from qurl_megatron.weights.shapes import hf_shapes
     from qurl_megatron.weights.source import write_json
 
@@ -84,7 +89,7 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
         return {name: torch.randn(shapes[name], dtype=torch.bfloat16).mul_(0.02)}
 
     specs = [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
-    (file,) = plan_files([Group(spec.name, (spec,)) for spec in specs], 1 << 62)
+    (file,) = plan_files([TensorGroup(spec.name, (spec,)) for spec in specs], 1 << 62)
     write_safetensors(folder / file.name, file.groups, make)
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.observe.text import NARROW_SPACE, number
 from qurl_megatron.runtime.filesystem import refusing
@@ -96,7 +97,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class BenchRecord:
     """One run of one benchmark."""
 
     benchmark: str
@@ -111,11 +112,9 @@ class Record:
         Raises:
             ConfigError: it cannot be written; an older file stays whole.
         """
-        aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
-        with refusing(path, key="--out", half_written=aside):
+        with refusing(path, key="--out"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-            aside.rename(path)
+            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def table(self) -> str:
         """For a terminal: a line per figure, and the reasons of cases that cannot be compared."""
@@ -163,7 +162,7 @@ def _line(line: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(f"{text:{'<' if h in LEFT else '>'}{w}}" for h, text, w in columns).rstrip()
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> BenchRecord:
     """
     Raises:
         ConfigError: the file is missing, or is not a record of this schema.
@@ -184,14 +183,14 @@ def read(path: Path) -> Record:
             f"{path} has schema {schema!r}, this version reads {SCHEMA!r}; measure it again"
         )
     try:
-        return TypeAdapter(Record).validate_json(text, strict=True)
+        return TypeAdapter(BenchRecord).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path}: {where}: {first['msg']}; measure it again") from None
 
 
-def records_in(folder: Path) -> dict[Path, Record]:
+def records_in(folder: Path) -> dict[Path, BenchRecord]:
     """All records of a folder by file; other files are left alone, whatever they hold.
 
     Raises:

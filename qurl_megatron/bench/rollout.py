@@ -24,12 +24,12 @@ import torch
 
 from qurl_megatron.bench import environment
 from qurl_megatron.bench.load import limits, load_figures, reasons
-from qurl_megatron.bench.load.drive import Load, Publishing
+from qurl_megatron.bench.load.drive import DrivenLoad, Publishing
 from qurl_megatron.bench.load.engines import Target, reached, started
 from qurl_megatron.bench.load.guidellm import GuideLLM, program
 from qurl_megatron.bench.load.lengths import long_tailed, recorded
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
-from qurl_megatron.bench.load.outcome import Outcome
+from qurl_megatron.bench.load.outcome import LoadOutcome
 from qurl_megatron.bench.load.requests import (
     PROMPTS,
     Ask,
@@ -60,7 +60,7 @@ OURS, GUIDELLM = SENDERS = ("qurl", "GuideLLM")
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """One load, the same for all engines and repeats but for the ids of its prompts."""
 
     model: str
@@ -224,7 +224,7 @@ def changed_since(before: Mapping[str, object], target: Target) -> str:
         return f"it does not answer any more: {error}"
 
 
-def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
+def plan_of(options: argparse.Namespace, arch: Arch) -> LoadPlan:
     count = options.prompts * options.samples
     if options.lengths:
         lengths = recorded(options.lengths, count, seed=options.seed)
@@ -232,7 +232,7 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> Plan:
         lengths = long_tailed(
             count, mean=options.mean, sigma=options.sigma, longest=options.max, seed=options.seed
         )
-    return Plan(
+    return LoadPlan(
         options.model,
         lengths,
         options.samples,
@@ -289,7 +289,7 @@ def _folder(options: argparse.Namespace, subjects: Sequence[Subject], work: Path
 
 def _targets(
     options: argparse.Namespace,
-    plan: Plan,
+    plan: LoadPlan,
     subjects: Sequence[Subject],
     folder: Path,
     work: Path,
@@ -330,8 +330,8 @@ def _targets(
 
 
 def _candidates(
-    plan: Plan, targets: Mapping[str, Target], guidellm: str | None
-) -> dict[str, Callable[[], Outcome]]:
+    plan: LoadPlan, targets: Mapping[str, Target], guidellm: str | None
+) -> dict[str, Callable[[], LoadOutcome]]:
     """What is measured, by name; each sends prompts that nobody else does."""
     found = {}
     step = 2 if guidellm else 1
@@ -344,17 +344,17 @@ def _candidates(
     return found
 
 
-def _through(program: str, plan: Plan, target: Target, repeats: itertools.count):
-    def load() -> Outcome:
+def _through(program: str, plan: LoadPlan, target: Target, repeats: itertools.count):
+    def load() -> LoadOutcome:
         one = GuideLLM(program, target.client, target.look, plan.words.text)
         return one.drive(plan.asks(next(repeats)), plan.clients)
 
     return load
 
 
-def _candidate(plan: Plan, target: Target, repeats: itertools.count):
-    def load() -> Outcome:
-        one = Load(
+def _candidate(plan: LoadPlan, target: Target, repeats: itertools.count):
+    def load() -> LoadOutcome:
+        one = DrivenLoad(
             target.client,
             target.protocol,
             target.model,
@@ -366,7 +366,7 @@ def _candidate(plan: Plan, target: Target, repeats: itertools.count):
     return load
 
 
-def _tell(name: str, outcome: Outcome) -> None:
+def _tell(name: str, outcome: LoadOutcome) -> None:
     answers = outcome.answers
     seconds, tokens = load_figures.makespan(answers), load_figures.tokens(answers)
     wrong = sum(not answer.done for answer in answers)
@@ -387,9 +387,9 @@ class Bounds:
 
 
 def case_of(
-    plan: Plan,
+    plan: LoadPlan,
     subject: Subject,
-    repeats: Repeats[Outcome],
+    repeats: Repeats[LoadOutcome],
     bounds: Bounds,
     changed: str,
     identity: dict[str, object],
@@ -440,7 +440,7 @@ def case_of(
     )
 
 
-def _notes(bounds: Bounds, outcomes: Sequence[Outcome]) -> dict[str, str]:
+def _notes(bounds: Bounds, outcomes: Sequence[LoadOutcome]) -> dict[str, str]:
     """What figures lack, and why."""
     found = {}
     if bounds.why:
@@ -462,7 +462,7 @@ def _notes(bounds: Bounds, outcomes: Sequence[Outcome]) -> dict[str, str]:
 
 
 def bounds_of(
-    plan: Plan,
+    plan: LoadPlan,
     subject: Subject,
     arch: Arch,
     device: str,
@@ -513,7 +513,7 @@ def _unmeasured(subject: Subject, device: str, gpu: str | None) -> str:
     return "this side's torch does not see the engine's GPU" if device == "cuda" and not gpu else ""
 
 
-def figures_of(outcomes: Sequence[Outcome], bounds: Bounds) -> list[Figure]:
+def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
     """A figure per quantity. One that only some repeats have is told and not compared: repeats are
     compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
@@ -559,7 +559,7 @@ KINDS: Mapping[str, Kind] = {
 busier, its cache fuller, and its tail as long as the lengths are."""
 
 
-def _measured(outcome: Outcome) -> dict[str, float]:
+def _measured(outcome: LoadOutcome) -> dict[str, float]:
     """Every quantity of one repeat, in its unit."""
     answers = outcome.answers
     seconds = load_figures.makespan(answers)

@@ -1,11 +1,11 @@
 """What the leading rank's Python does for one step of a 32B model: parse, hand over, describe.
 
 A step has 2048 responses of 8192 tokens, and a version goes to 16 engines of 8 ranks. Each part is
-timed once as it is and once in the straightforward way (``peers.tuples``), beside its limit: a copy
-in memory of the same bytes, or XXH3 over them in one run. The samples and the bytes of the weights
-are ``--factor`` times fewer, and the times grow with their number; the messages are all there. CPU
-seconds are for machines that others use too; of what one process does, they are also the time that
-it keeps Python's lock.
+timed once as it is and once in the straightforward way (``benchmarks/peers/tuples.py``), beside
+its limit: a copy in memory of the same bytes, or XXH3 over them in one run. The samples and the
+bytes of the weights are ``--factor`` times fewer, and the times grow with their number; the
+messages are all there. CPU seconds are for machines that others use too; of what one process does,
+they are also the time that it keeps Python's lock.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from qurl_megatron.bench.peers import tuples
+from qurl_megatron.bench.peer import peer
 from qurl_megatron.bench.publish_model import tensors
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
@@ -47,6 +47,7 @@ ENGINES, ENGINE_RANKS, TRAINER_RANKS, BUCKET_MB = 16, 8, 8, 256
 VOCABULARY = 152064
 MIB = 1 << 20
 PARALLEL = ParallelConfig(tensor=2, data=2)  # of the ranks that samples are handed to
+tuples = peer("tuples")  # at once: a rank that unpickles its samples must be able to import it
 
 
 def timed(act: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -91,7 +92,7 @@ def answers(count: int, seed: int) -> bytes:
 
 
 def parse(prompts: list[Prompt], content: bytes) -> list[Sample]:
-    """As ``rollout.collect`` does it."""
+    """As ``fleet.collect`` does it."""
     with uncollected():
         asked = [Asked(f"{index}", TOKENS) for index in range(len(prompts))]
         parts = read_answers(content, asked, Rules(VOCABULARY, Names("0"), 7, 7))

@@ -19,7 +19,7 @@ from qurl_megatron.observe.text import byte_size
 if TYPE_CHECKING:
     import torch
 
-    from qurl_megatron.convert.job import Job
+    from qurl_megatron.convert.job import ConversionJob
     from qurl_megatron.convert.workers import Workers
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -72,7 +72,7 @@ def run_main(
         return 130
 
 
-def convert(make: Callable[[], "Job"], arguments: argparse.Namespace) -> int:
+def convert(make: Callable[[], "ConversionJob"], arguments: argparse.Namespace) -> int:
     """Plan a job and run it, alone or with the ranks a launcher started."""
     from qurl_megatron.convert.job import is_done, run
     from qurl_megatron.convert.workers import AnotherFailed, workers
@@ -113,7 +113,7 @@ def torch_dtype(name: str) -> "torch.dtype | None":
     return None if name == "auto" else getattr(torch, name)
 
 
-def preview(job: "Job", workers: int) -> str:
+def preview(job: "ConversionJob", workers: int) -> str:
     """What a job would write, whether it fits, and about how long it takes."""
     here = next(path for path in (job.out, *job.out.absolute().parents) if path.exists())
     rate = _hash_rate() * workers
@@ -128,7 +128,7 @@ def preview(job: "Job", workers: int) -> str:
     return "\n".join(lines)
 
 
-def summary(job: "Job", seconds: float) -> str:
+def summary(job: "ConversionJob", seconds: float) -> str:
     """One line for what was done."""
     return (
         f"wrote {job.out}: {byte_size(job.bytes)} in {len(job.files)} files, {seconds:.1f} s "
@@ -145,7 +145,7 @@ def _hash_rate() -> float:
 
 
 @contextmanager
-def _progress(job: "Job", ranks: "Workers") -> Iterator[None]:
+def _progress(job: "ConversionJob", ranks: "Workers") -> Iterator[None]:
     """A bar on a terminal, fed by what all workers have put on the disk."""
     if not ranks.leads or not sys.stderr.isatty():
         yield

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qurl_megatron.convert.workers import ALONE, Workers
+from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import byte_size
 from qurl_megatron.tensors.arch import read_json
@@ -37,7 +38,7 @@ FORMAT = "qurl-checkpoint-1"
 # Files that wait to be hashed and synced, each by a thread, while the next one is written.
 _SEALERS = 2
 
-# What a person can mend: no room, no permission, a file or folder in the way.
+# What a person can fix: no room, no permission, a file or folder in the way.
 _MENDABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -62,11 +63,11 @@ class OutputFile:
     name: str
     bytes: int
     write: Callable[[Path], Any]
-    """Writes the file; what it returns, as JSON, is kept for ``Job.finish``."""
+    """Writes the file; what it returns, as JSON, is kept for ``ConversionJob.finish``."""
 
 
 @dataclass(frozen=True)
-class Job:
+class ConversionJob:
     """A folder to be written."""
 
     out: Path
@@ -106,7 +107,7 @@ class _Aside:
 
 
 def run(
-    job: Job, *, workers: Workers = ALONE, restart: bool = False, checksums: bool = True
+    job: ConversionJob, *, workers: Workers = ALONE, restart: bool = False, checksums: bool = True
 ) -> bool:
     """Write the folder, or what is left of it; all workers call it together.
 
@@ -152,7 +153,7 @@ def run(
     return True
 
 
-def is_done(job: Job, *, checksums: bool = True) -> bool:
+def is_done(job: ConversionJob, *, checksums: bool = True) -> bool:
     """True where the folder is there, written for the same request, and nothing of it is lost.
 
     Raises:
@@ -173,7 +174,7 @@ def is_done(job: Job, *, checksums: bool = True) -> bool:
     return True
 
 
-def bytes_on_disk(job: Job) -> int:
+def bytes_on_disk(job: ConversionJob) -> int:
     """How much of a job's large files is written, by all workers; for showing progress."""
     data = _Aside(partial_folder(job.out)).data
     return sum(_size(data / name) for f in job.files for name in (f.name, f"{f.name}.tmp"))
@@ -247,9 +248,6 @@ def _check_source(source: Path | None, workers: Workers) -> None:
         raise ConfigError(f"{wrong}; {MEND}")
 
 
-# -- steps ---------------------------------------------------------------------------------------
-
-
 def _claim(aside: _Aside) -> TextIO:
     """Make or reopen the aside folder, and be the only job in it."""
     try:
@@ -263,14 +261,13 @@ def _claim(aside: _Aside) -> TextIO:
     return lock
 
 
-def _hold(lock: TextIO, kind: int, aside: _Aside) -> None:
+def _hold(held: TextIO, kind: int, aside: _Aside) -> None:
     """Lock out other jobs until the file is closed; the workers of one job share the lock."""
     try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"another job is writing {aside.root}; wait for it or name another --out"
-        ) from None
+        if not lock(held, kind):
+            raise ConfigError(
+                f"another job is writing {aside.root}; wait for it or name another --out"
+            )
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
@@ -302,7 +299,7 @@ def _reopen(aside: _Aside, request: dict[str, Any], restart: bool) -> None:
     _write_synced(asked, json.dumps(request))
 
 
-def _check_space(job: Job, aside: _Aside) -> None:
+def _check_space(job: ConversionJob, aside: _Aside) -> None:
     needed = sum(file.bytes for file in job.files if aside.record(file) is None)
     free = shutil.disk_usage(aside.root).free
     if needed > free:
@@ -312,7 +309,7 @@ def _check_space(job: Job, aside: _Aside) -> None:
         )
 
 
-def _write_share(job: Job, aside: _Aside, workers: Workers, checksums: bool) -> None:
+def _write_share(job: ConversionJob, aside: _Aside, workers: Workers, checksums: bool) -> None:
     """Write this worker's files; whole ones are hashed and synced while the next is written."""
     with ThreadPoolExecutor(_SEALERS) as pool:
         sealing: list[Future] = []
@@ -341,7 +338,7 @@ def _seal(file: OutputFile, unsealed: Path, aside: _Aside, kept: Any, checksums:
     _write_synced(aside.root / "records" / f"{file.name}.json", json.dumps(record))
 
 
-def _finish(job: Job, aside: _Aside, request: dict[str, Any], checksums: bool) -> None:
+def _finish(job: ConversionJob, aside: _Aside, request: dict[str, Any], checksums: bool) -> None:
     # Read back even what this process wrote: a continued job must end in the same bytes.
     records = {file.name: aside.record(file) for file in job.files}
     lost = [name for name, record in records.items() if record is None]
@@ -381,10 +378,7 @@ def _sha256(path: Path) -> str:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    _sync(unfinished)
-    unfinished.rename(path)
+    write_whole(path, text, sync=True)
     _sync(path.parent)
 
 
@@ -398,13 +392,13 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Say in one sentence what the operating system refused, where a person can mend it."""
+    """Say in one sentence what the operating system refused, where a person can fix it."""
     try:
         yield
     except OSError as error:
         if error.errno not in _MENDABLE:
             raise
         raise ConfigError(
-            f"cannot write {error.filename or path}: {error.strerror}; mend that or name another "
+            f"cannot write {error.filename or path}: {error.strerror}; fix that or name another "
             "--out, and run again to continue"
         ) from error

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.convert.backends import BACKENDS, check_backend
-from qurl_megatron.convert.job import Job
-from qurl_megatron.convert.source import (
+from qurl_megatron.convert.job import ConversionJob
+from qurl_megatron.convert.read_source import (
     check_source,
     fingerprint,
     folding,
@@ -31,7 +31,7 @@ from qurl_megatron.quant.export import (
 )
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights.hf_writer import (
-    Group,
+    TensorGroup,
     TensorSpec,
     plan_files,
     write_index,
@@ -55,7 +55,7 @@ def to_quantized(
     uaq_scale: float = 1.0,
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
-) -> Job:
+) -> ConversionJob:
     """The job that writes a quantized Hugging Face checkpoint.
 
     Args:
@@ -77,7 +77,7 @@ def to_quantized(
     form = dtype or source.natural_dtype(source.ops()[0])  # of the embedding
     quantizer = BACKENDS[backend]
 
-    def group(op: Op) -> Group:
+    def group(op: Op) -> TensorGroup:
         specs = []
         for tensor in op.hf:
             if tensor.quantized:
@@ -85,7 +85,7 @@ def to_quantized(
                 specs += [TensorSpec(part, *facts) for part, facts in planned.items()]
             else:
                 specs.append(TensorSpec(tensor.name, tensor.shape, form))
-        return Group(op, tuple(specs))
+        return TensorGroup(op, tuple(specs))
 
     def make(op: Op) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
@@ -121,7 +121,7 @@ def to_quantized(
         "dtype": str(dtype) if dtype else "auto",
         "file_bytes": file_bytes,
     }
-    return Job(out, request, output_files(planned, make), finish, source.folder)
+    return ConversionJob(out, request, output_files(planned, make), finish, source.folder)
 
 
 def _ignored_modules(source: Checkpoint) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.convert.job import Job, OutputFile
-from qurl_megatron.convert.source import (
+from qurl_megatron.convert.job import ConversionJob, OutputFile
+from qurl_megatron.convert.read_source import (
     check_source,
     fingerprint,
     read_tensors,
@@ -16,8 +16,8 @@ from qurl_megatron.convert.source import (
     with_dtype,
 )
 from qurl_megatron.weights.hf_writer import (
-    Group,
     HfFile,
+    TensorGroup,
     TensorSpec,
     plan_files,
     write_index,
@@ -34,7 +34,7 @@ def to_huggingface(
     unfold: bool = False,
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
-) -> Job:
+) -> ConversionJob:
     """The job that writes a Hugging Face checkpoint of a Megatron one.
 
     Args:
@@ -51,9 +51,9 @@ def to_huggingface(
     scale = source.uaq_scale
     left = 1.0 if unfold else scale
 
-    def group(op: Op) -> Group:
+    def group(op: Op) -> TensorGroup:
         form = dtype or (source.natural_dtype(op) if left == 1.0 else source.widest(op))
-        return Group(op, tuple(TensorSpec(t.name, t.shape, form) for t in op.hf))
+        return TensorGroup(op, tuple(TensorSpec(t.name, t.shape, form) for t in op.hf))
 
     def make(op: Op) -> dict[str, Tensor]:
         form = group(op).tensors[0].dtype
@@ -74,7 +74,7 @@ def to_huggingface(
         "dtype": str(dtype) if dtype else "auto",
         "file_bytes": file_bytes,
     }
-    return Job(out, request, output_files(planned, make), finish, source.folder)
+    return ConversionJob(out, request, output_files(planned, make), finish, source.folder)
 
 
 def output_files(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qurl_megatron.convert.job import Job, OutputFile
-from qurl_megatron.convert.source import (
+from qurl_megatron.convert.job import ConversionJob, OutputFile
+from qurl_megatron.convert.read_source import (
     check_source,
     fingerprint,
     folding,
@@ -46,7 +46,7 @@ def to_megatron(
     tensor: int = 1,
     pipeline: int = 1,
     file_bytes: int = 1 << 28,
-) -> Job:
+) -> ConversionJob:
     """The job that writes a Megatron checkpoint of a model.
 
     Args:
@@ -96,7 +96,7 @@ def to_megatron(
         "file_bytes": file_bytes,
     }
     weights = _weight_files(stages, chunks, tensors, file_bytes)
-    return Job(out, request, [*weights, _state_file(source.arch, pipeline)], finish)
+    return ConversionJob(out, request, [*weights, _state_file(source.arch, pipeline)], finish)
 
 
 def _weight_files(

@@ -90,9 +90,6 @@ def data_files(config: DataConfig, *, held_out: bool, answers: bool = True) -> d
     return found
 
 
-# -- procedural tasks ------------------------------------------------------------------------
-
-
 def _task_questions(config: DataConfig, count: int, *, held_out: bool) -> list[Question]:
     """Training questions follow the task's own distribution; held-out ones are distinct."""
     # A task may have few questions: draw on, but not for ever, until enough fall on the right side.

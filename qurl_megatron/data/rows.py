@@ -201,9 +201,6 @@ def as_text(value: Any, what: str, place: str) -> str:
     return _checked(value, what, "text or a number", place)
 
 
-# -- rows --------------------------------------------------------------------------------------
-
-
 def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
     first = True
     with reading(path), path.open("rb") as lines:
@@ -256,9 +253,6 @@ READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Any]]]] = {
     ".parquet": _parquet_rows,
     ".json": _jsonl_rows,  # as many are called that hold an object a line
 }
-
-
-# -- columns -----------------------------------------------------------------------------------
 
 
 def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import fcntl
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ from typing import Any
 from qurl_megatron import __version__
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
+from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.errors import ConfigError
@@ -324,9 +324,9 @@ def _compared(
         lines.append(("mean", None, results.mean_pair(pairs)))
         found["mean"] = results.pair_as_json(lines[-1][2])
     path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
-    results.write_whole(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     table = results.pair_table(lines, right_or_wrong=after.reward.right_or_wrong)
-    results.write_whole(path.with_suffix(".md"), table + "\n")
+    write_whole(path.with_suffix(".md"), table + "\n")
     return f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}"
 
 
@@ -561,9 +561,9 @@ def _answer(
                 found["mean"] = {mode: one.as_json() for mode, one in average.items()}
                 lines.append(("mean", None, average, None))
             text = json.dumps(found, indent=1, ensure_ascii=False)
-            results.write_whole(out / "results.json", text + "\n")
+            write_whole(out / "results.json", text + "\n")
         table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
-        results.write_whole(out / "results.md", table + "\n")
+        write_whole(out / "results.md", table + "\n")
     return Outcome(table, [file.answers for file in files], shown)
 
 
@@ -596,15 +596,13 @@ def _claimed(out: Path) -> Iterator[None]:
     """The folder is this process' own until the block ends."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = (out / ".lock").open("w")
+        held = (out / ".lock").open("w")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with held:
+        if not lock(held):
             raise ConfigError(
                 f"{out} is in use by an evaluation that has not ended; wait for it, or give "
                 "another --out"
-            ) from None
+            )
         yield

@@ -6,7 +6,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,13 +246,6 @@ def _aligned(cells: Sequence[Sequence[str]]) -> str:
         for row in [cells[0], rule, *cells[1:]]
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file appears, or changes, whole."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def _written(

@@ -129,8 +129,6 @@ class Policy(Trained):
         self._reference.take(self.gpt.parameters())
         self.reference_moved = True
 
-    # -- as the engines compute ----------------------------------------------------------------
-
     @property
     def align(self) -> Align | None:
         """What the linear layers do as the engines' do; None: nothing."""
@@ -157,8 +155,6 @@ class Policy(Trained):
         for layer in self._aligned:
             layer.take(self._read_master(layer.weight))
         self._coded = True
-
-    # -- weights -------------------------------------------------------------------------------
 
     def hf_shards(self, read: Callable[[nn.Parameter], Tensor] | None = None) -> Iterator[Shard]:
         """This rank's weights from the FP32 masters, one Megatron parameter at a time.

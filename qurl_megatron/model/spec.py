@@ -57,7 +57,7 @@ def decoder_spec(
     layer = get_gpt_layer_local_spec(
         num_experts=experts,
         moe_grouped_gemm=False,
-        normalization="RMSNorm",
+        normalization="HfRMSNorm",
         qk_layernorm=qk_norm,
     )
     parts = _submodules(layer.submodules.mlp)
@@ -66,7 +66,7 @@ def decoder_spec(
         # experts read, but Megatron's local spec renames that norm as if it were fused.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         parts.router = Router
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = HfRMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
     if align is not None:
@@ -78,9 +78,9 @@ def decoder_spec(
         if use_transformer_engine():
             attention.core_attention = _fused_attention()
     if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = HfRMSNorm
     layers_here = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=HfRMSNorm)
 
 
 def _submodules(spec: ModuleSpec | partial) -> Any:
@@ -94,7 +94,7 @@ def _fused_attention() -> type:
     return TEDotProductAttention
 
 
-class RMSNorm(nn.Module):
+class HfRMSNorm(nn.Module):
     """Root-mean-square norm, rounded as Hugging Face rounds it."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:

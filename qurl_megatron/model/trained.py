@@ -142,8 +142,6 @@ class Trained:
             collect_non_loss_data=forward_only,
         )
 
-    # -- weights -------------------------------------------------------------------------------
-
     @torch.no_grad()
     def write_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Give a parameter's master the FP32 value that BF16 rounded."""

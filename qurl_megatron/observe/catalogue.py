@@ -21,7 +21,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Group:
+class MetricGroup:
     """Metrics whose names begin alike."""
 
     heading: str
@@ -36,15 +36,15 @@ def _seconds(says: str) -> Known:
     return Known(says, "seconds")
 
 
-GROUPS: dict[str, Group] = {
-    "data": Group(
+GROUPS: dict[str, MetricGroup] = {
+    "data": MetricGroup(
         "Prompts",
         {
             "too_long": Known("training prompts that are too long"),
             "held_out_too_long": Known("held-out prompts that are too long"),
         },
     ),
-    "reward": Group(
+    "reward": MetricGroup(
         "Reward",
         {
             "mean": Known("mean reward of the responses that are learnt from"),
@@ -63,7 +63,7 @@ GROUPS: dict[str, Group] = {
             "measured_since": Known("step after which rewards are measured as they are now"),
         },
     ),
-    "eval": Group(
+    "eval": MetricGroup(
         "Evaluation",
         {
             "accuracy": _share("right answers on held-out prompts"),
@@ -73,14 +73,14 @@ GROUPS: dict[str, Group] = {
             "failed_fraction": _share("held-out responses that got no score"),
         },
     ),
-    "response": Group(
+    "response": MetricGroup(
         "Responses",
         {
             "length": Known("mean tokens of a response"),
             "truncated": _share("responses that the length limit cut off"),
         },
     ),
-    "environment": Group(
+    "environment": MetricGroup(
         "Environment",
         {
             "turns": Known("mean turns of a response"),
@@ -93,10 +93,10 @@ GROUPS: dict[str, Group] = {
             "invalid": Known("calls that returned no message"),
         },
     ),
-    "advantage": Group(
+    "advantage": MetricGroup(
         "Advantages", {"abs_mean": Known("mean size of a token's advantage; 0 teaches nothing")}
     ),
-    "policy": Group(
+    "policy": MetricGroup(
         "Policy",
         {
             "loss": Known("policy loss, mean over the step's updates"),
@@ -107,14 +107,14 @@ GROUPS: dict[str, Group] = {
             "kl_from_proximal": Known("KL from the policy before the update, k3"),
         },
     ),
-    "acr": Group(
+    "acr": MetricGroup(
         "Adaptive clip range",
         {
             "active_fraction": _share("tokens whose clip bound was raised"),
             "rescued_fraction": _share("tokens that the bound without ACR would have clipped"),
         },
     ),
-    "correction": Group(
+    "correction": MetricGroup(
         "Correction of the mismatch",
         {
             "weight_mean": Known("mean importance weight, truncated and scaled", "near 1"),
@@ -124,7 +124,7 @@ GROUPS: dict[str, Group] = {
             "rejected_fraction": _share("tokens of rejected responses"),
         },
     ),
-    "rollout": Group(
+    "rollout": MetricGroup(
         "Behaviour and proximal policy",
         {
             "quantized": Known("1 where a token came from quantized weights"),
@@ -164,8 +164,8 @@ GROUPS: dict[str, Group] = {
             "log_ppl_diff_min": Known("smallest difference of the log perplexities"),
         },
     ),
-    "reference": Group("Reference policy", {"kl": Known("KL from the reference policy")}),
-    "critic": Group(
+    "reference": MetricGroup("Reference policy", {"kl": Known("KL from the reference policy")}),
+    "critic": MetricGroup(
         "Critic",
         {
             "loss": Known("value loss, mean over the step's updates"),
@@ -177,7 +177,7 @@ GROUPS: dict[str, Group] = {
             "lr": Known("learning rate of the critic"),
         },
     ),
-    "optimizer": Group(
+    "optimizer": MetricGroup(
         "Optimizer",
         {
             "grad_norm": Known("norm of the policy's gradient, before clipping"),
@@ -185,7 +185,7 @@ GROUPS: dict[str, Group] = {
             "weight_norm": Known("norm of all weights after the step"),
         },
     ),
-    "quant": Group(
+    "quant": MetricGroup(
         "Quantization",
         {
             "code_flip_rate": _share("codes that changed since the version before"),
@@ -195,7 +195,7 @@ GROUPS: dict[str, Group] = {
             "update_cosine": Known("cosine of the update and what the quantized policy sees of it"),
         },
     ),
-    "train": Group(
+    "train": MetricGroup(
         "Passes",
         {
             "passes": Known("forward/backward passes of the busiest rank"),
@@ -203,14 +203,14 @@ GROUPS: dict[str, Group] = {
             "shared_fraction": _share("tokens that shared prompts save"),
         },
     ),
-    "throughput": Group(
+    "throughput": MetricGroup(
         "Throughput, tokens/s",
         {
             "rollout_tokens_per_s": Known("tokens that engines generated, per second"),
             "train_tokens_per_s": Known("tokens of prompts and responses trained on, per second"),
         },
     ),
-    "time": Group(
+    "time": MetricGroup(
         "Seconds",
         {
             "step": _seconds("the whole step, without saving and evaluating"),
@@ -222,7 +222,7 @@ GROUPS: dict[str, Group] = {
             "restart": _seconds("starting engines for unquantized weights"),
         },
     ),
-    "sync": Group(
+    "sync": MetricGroup(
         "Weight versions",
         {
             "version": Known("version that responses should come from", "name"),
@@ -237,7 +237,7 @@ GROUPS: dict[str, Group] = {
             "buffer_mb": Known("MiB of the buckets on one rank"),
         },
     ),
-    "fleet": Group(
+    "fleet": MetricGroup(
         "Fleet",
         {
             "serving": Known("engines that serve"),
@@ -246,7 +246,7 @@ GROUPS: dict[str, Group] = {
             "aborted": Known("responses that were aborted for taking too long"),
         },
     ),
-    "sampling": Group(
+    "sampling": MetricGroup(
         "Dynamic sampling",
         {
             "kept_fraction": _share("groups whose rewards differ"),
@@ -257,7 +257,7 @@ GROUPS: dict[str, Group] = {
             "unfilled": Known("useful groups that are missing"),
         },
     ),
-    "guard": Group(
+    "guard": MetricGroup(
         "Collapse guard",
         {
             "tripped": Known("1 while a threshold is crossed for long enough"),

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.observe.clock import now
 
 FOLDER = "QURL_ATTEMPT"
@@ -75,14 +76,9 @@ def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
         traceback="".join(traceback.format_exception(error)),
     )
     path = Path(env[FOLDER]) / f"failure-{rank}.json"
-    aside = path.with_name(f".{path.name}.new")
     # On a disk that is full, the error itself must still be told, and the log has it.
-    try:
-        aside.write_text(json.dumps(asdict(failure), indent=1) + "\n", encoding="utf-8")
-        aside.rename(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
+    with contextlib.suppress(OSError):
+        write_whole(path, json.dumps(asdict(failure), indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttemptRow:
     """One attempt."""
 
     number: int
@@ -60,7 +60,7 @@ class Row:
 class Hours:
     """A run."""
 
-    rows: list[Row]
+    rows: list[AttemptRow]
     samples: float  # that were trained on, in steps that count; 0 where that is not known
 
     @property
@@ -83,7 +83,7 @@ def hours_of(run_dir: Path) -> Hours:
     """
     attempts = tried(run_dir)
     rows = [
-        Row(one.number, one.began.gpus, _spent(one, after).times(one.began.gpus / 3600))
+        AttemptRow(one.number, one.began.gpus, _spent(one, after).times(one.began.gpus / 3600))
         for one, after in zip(attempts, [*attempts[1:], None], strict=False)
     ]
     # What the newest attempt has lost is in metrics.jsonl until the next one begins.

@@ -9,9 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from qurl_megatron.observe.plots import COLORS, PHASES, STYLE, for_html
+from qurl_megatron.observe.drawing import STYLE, for_html
+from qurl_megatron.observe.panels import COLORS, PHASES
 from qurl_megatron.observe.text import duration
-from qurl_megatron.observe.timeline import Span
+from qurl_megatron.observe.timeline import Span, overlap
 
 STEPS = 6  # that the picture shows, the newest
 LANES = ("engines", "update", "trainer")  # from the top
@@ -33,16 +34,6 @@ def recent(spans: Iterable[Span], steps: int = STEPS) -> list[Span]:
     shown = [s for s in spans if s.lane == "trainer" and s.step in trained]
     begin, end = min(s.start for s in shown), max(s.end for s in shown)
     return [s for s in spans if s.end > begin and s.start < end]
-
-
-def overlap(spans: Iterable[Span]) -> float:
-    """Share of the engines' generating time during which the trainer did something else."""
-    spans = list(spans)
-    busy = _union([s for s in spans if s.lane == "engines" and s.name == "rollout"])
-    working = _union([s for s in spans if s.lane == "trainer" and s.name != "rollout"])
-    both = sum(max(0.0, min(e1, e2) - max(s1, s2)) for s1, e1 in busy for s2, e2 in working)
-    total = sum(end - start for start, end in busy)
-    return both / total if total else 0.0
 
 
 def lanes_svg(spans: Sequence[Span]) -> str:
@@ -98,13 +89,3 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
         else:
             free.append(span)
     return rows
-
-
-def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted((s.start, s.end) for s in spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined

@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.plots import History
+from qurl_megatron.observe.history import History
 
 PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedPhase:
     """One phase; seconds of a step."""
 
     name: str
@@ -27,7 +27,7 @@ class Compared:
         return self.measured / self.predicted
 
 
-def compared(run_dir: Path, history: History) -> list[Compared]:
+def compared(run_dir: Path, history: History) -> list[ComparedPhase]:
     """The phases of the run's layout that both know; none without a prediction.
 
     Raises:
@@ -42,10 +42,10 @@ def compared(run_dir: Path, history: History) -> list[Compared]:
         predicted = {str(name): float(value) for name, value in metrics.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
-            f"{path} is not what `qurl plan --json` writes; write it anew, or delete it"
+            f"{path} is not what `qurl plan --json` writes; write it again, or delete it"
         ) from None
     return [
-        Compared(name.removeprefix("time/"), value, median(_settled(history, name)))
+        ComparedPhase(name.removeprefix("time/"), value, median(_settled(history, name)))
         for name, value in predicted.items()
         if name in history and value > 0
     ]

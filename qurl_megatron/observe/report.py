@@ -10,10 +10,11 @@ import jinja2
 import numpy as np
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe import lanes, plots
+from qurl_megatron.observe import drawing, lanes, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
+from qurl_megatron.observe.history import METRICS_FILE, History
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
-from qurl_megatron.observe.plots import History, Picture
+from qurl_megatron.observe.panels import Picture
 from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.samples import (
     HELD_OUT,
@@ -27,7 +28,6 @@ from qurl_megatron.observe.sinks import Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
 
-METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
@@ -38,7 +38,7 @@ MEASURED = {"eval/accuracy": "Held-out accuracy", "eval/reward": "Held-out rewar
 
 
 @dataclass(frozen=True)
-class Figure:
+class KeyFigure:
     """A key figure in the headline row."""
 
     label: str
@@ -59,7 +59,7 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """One metric in the table."""
 
     name: str
@@ -106,7 +106,7 @@ def write_report(run_dir: Path | str) -> Path:
         facts=_facts(records, history, _tables(recipe)),
         figures=list(_key_figures(history, _tables(recipe))),
         sections={
-            title: _drawings(chosen, history) for title, chosen in plots.pictures(history).items()
+            title: _drawings(chosen, history) for title, chosen in panels.pictures(history).items()
         },
         quotes=_quotes(read_samples(run_dir)),
         timeline=lanes.lanes_svg(shown) if shown else "",
@@ -128,12 +128,12 @@ def write_report(run_dir: Path | str) -> Path:
 def save_overview_png(run_dir: Path | str, path: Path | str) -> Path:
     """Save the pictures that sum up a run as one image, e.g. for a README."""
     history = History(read_metrics(Path(run_dir) / METRICS_FILE))
-    found = [picture for section in plots.pictures(history).values() for picture in section]
-    chosen = [picture for picture in found if picture.key in plots.OVERVIEW] or found[:2]
+    found = [picture for section in panels.pictures(history).values() for picture in section]
+    chosen = [picture for picture in found if picture.key in panels.OVERVIEW] or found[:2]
     if not chosen:
         raise ConfigError(f"{run_dir} has none of the metrics that the overview draws")
     path = Path(path)
-    plots.render_figure(chosen, history).savefig(path, dpi=130)
+    drawing.render_figure(chosen, history).savefig(path, dpi=130)
     return path
 
 
@@ -170,7 +170,7 @@ def unscored(history: History) -> float:
     return float(history.newest("reward/failed_fraction")[1].mean())
 
 
-def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
+def _key_figures(history: History, recipe: dict) -> Iterator[KeyFigure]:
     newest = max(
         (n for n in MEASURED if n in history), key=lambda n: history.series(n)[0][-1], default=""
     )
@@ -179,9 +179,9 @@ def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
         shown = [_held_out(newest, value) for value in values[[0, -1]]]
         if len(steps) > 1:
             note = f"step {steps[0]} to step {steps[-1]}"
-            yield Figure(MEASURED[newest], shown[1], note, before=shown[0])
+            yield KeyFigure(MEASURED[newest], shown[1], note, before=shown[0])
         else:
-            yield Figure(MEASURED[newest], shown[0], f"step {steps[0]}")
+            yield KeyFigure(MEASURED[newest], shown[0], f"step {steps[0]}")
     if "reward/mean" in history:
         _, values = history.newest("reward/mean")
         since = history.since("reward/mean")
@@ -189,29 +189,29 @@ def _key_figures(history: History, recipe: dict) -> Iterator[Figure]:
         if len(values) > 1:
             note = f"first and last {n} steps" if n > 1 else "first to last step"
             first, last = f"{values[:n].mean():.3f}", f"{values[-n:].mean():.3f}"
-            yield Figure("Reward", last, note + since, before=first)
+            yield KeyFigure("Reward", last, note + since, before=first)
         else:
-            yield Figure("Reward", f"{values[0]:.3f}", since.removeprefix(", "))
+            yield KeyFigure("Reward", f"{values[0]:.3f}", since.removeprefix(", "))
     if tokens := _rollout_speed(history):
-        yield Figure("Rollout", number(tokens), "tokens per second")
+        yield KeyFigure("Rollout", number(tokens), "tokens per second")
     if "time/step" in history:
         _, seconds = history.series("time/step")
         note = f"{duration(seconds.mean())} a step"
-        yield Figure("Training time", duration(seconds.sum()), note)
+        yield KeyFigure("Training time", duration(seconds.sum()), note)
     if "quant" in recipe or "algo" in recipe:
         quant, algo = recipe.get("quant", {}), recipe.get("algo", {})
         scheme = str(quant.get("scheme", "int8"))
         scheme = "BF16" if scheme == "none" else scheme.upper()
         objective = str(algo.get("objective", "acr")).upper()
         note = f"UAQ s = {quant['uaq_scale']:g}" if "uaq_scale" in quant else ""
-        yield Figure("Scheme", f"{scheme} {objective}", note)
+        yield KeyFigure("Scheme", f"{scheme} {objective}", note)
     if "sync/version" in history:
         note = ""
         if "sync/staleness" in history:
             note = f"staleness at most {history.series('sync/staleness')[1].max():g}"
         # The metric is the number of a version, and the first one is 0.
         versions = history.series("sync/version")[1].max() + 1
-        yield Figure("Policy versions", f"{versions:.0f}", note)
+        yield KeyFigure("Policy versions", f"{versions:.0f}", note)
 
 
 def _held_out(metric: str, value: float) -> str:
@@ -272,8 +272,8 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
             (line.label, line.color, reading(line.metric, history.last(line.metric)), line.rings)
             for line in picture.present(history)
         ]
-        wide_svg = plots.picture_svg(picture, history, wide=True) if wide else ""
-        drawings.append(Drawing(picture, plots.picture_svg(picture, history), wide_svg, legend))
+        wide_svg = drawing.picture_svg(picture, history, wide=True) if wide else ""
+        drawings.append(Drawing(picture, drawing.picture_svg(picture, history), wide_svg, legend))
     return drawings
 
 
@@ -323,25 +323,25 @@ def _hours(found: Hours) -> dict | None:
     return {"heads": [kind.replace("_", " ") for kind in KINDS], "rows": rows, "note": note}
 
 
-def _groups(history: History) -> dict[str, list[Row]]:
+def _groups(history: History) -> dict[str, list[MetricRow]]:
     """Table rows by heading, in the order of ``GROUPS``."""
     order = {prefix: index for index, prefix in enumerate(GROUPS)}
     names = sorted(history, key=lambda name: (order.get(name.split("/")[0], len(order)), name))
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[MetricRow]] = {}
     for name in names:
         steps, values = history.newest(name)
         prefix = name.split("/")[0]
         heading = GROUPS[prefix].heading if prefix in GROUPS else prefix
         its = known(name)
         groups.setdefault(heading, []).append(
-            Row(
+            MetricRow(
                 name=name,
                 says=its.says if its else "",
                 step=int(steps[-1]),
                 last=reading(name, values[-1]),
                 low=reading(name, values.min()),
                 high=reading(name, values.max()),
-                points=plots.sparkline(values),
+                points=drawing.sparkline(values),
             )
         )
     return groups

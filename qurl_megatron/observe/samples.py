@@ -7,7 +7,6 @@ clipped, and wherever it is shown its control characters are made visible.
 """
 
 import json
-import os
 import re
 import sys
 import unicodedata
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.growing import Growing
 from qurl_megatron.observe.text import how_many, number
@@ -159,12 +159,7 @@ class SampleFile:
         kept = [one for one in _read(path) if one.step < resume_step] if resume_step else []
         if evaluates:
             kept = [one for one in kept if (one.step + 1, one.of) != (resume_step, HELD_OUT)]
-        aside = path.with_name(path.name + ".new")
-        with aside.open("w", encoding="utf-8") as file:
-            file.writelines(map(_line, kept))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        write_whole(path, "".join(map(_line, kept)), sync=True)
         self._file = Growing(path)
 
     def write(self, examples: Iterable[Example]) -> None:

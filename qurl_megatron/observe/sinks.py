@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.growing import Growing
@@ -168,7 +169,7 @@ class WandbSink:
             self._run = self._wandb.init(
                 project=project,
                 name=run_dir.resolve().name,
-                id=_wandb_id(run_dir, anew=not resume_step),
+                id=_wandb_id(run_dir, fresh=not resume_step),
                 resume="allow",
                 config=dict(config),
                 allow_val_change=True,  # of what may change on resume
@@ -197,13 +198,12 @@ class WandbSink:
         self._run.finish(exit_code=0 if kind is None else 1)
 
 
-def _wandb_id(run_dir: Path, *, anew: bool) -> str:
+def _wandb_id(run_dir: Path, *, fresh: bool) -> str:
     path = run_dir / WANDB_ID
-    if not anew and path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
+    if not fresh and path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
-    made, aside = secrets.token_hex(4), path.with_name(path.name + ".new")
-    aside.write_text(made + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    made = secrets.token_hex(4)
+    write_whole(path, made + "\n")
     return made
 
 
@@ -244,16 +244,13 @@ def _rewrite(path: Path, end_step: float, evaluates: bool) -> int | None:
     Returns:
         The largest step that is left.
     """
-    aside, last = path.with_name(path.name + ".new"), None
-    with aside.open("w", encoding="utf-8") as file:
-        for line, record in _parsed_lines(path):
-            again = evaluates and record.step + 1 == end_step
-            if record.step < end_step and not (again and _evaluation(record)):
-                file.write(line + "\n")
-                last = max(record.step, -1 if last is None else last)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    kept, last = [], None
+    for line, record in _parsed_lines(path):
+        again = evaluates and record.step + 1 == end_step
+        if record.step < end_step and not (again and _evaluation(record)):
+            kept.append(line + "\n")
+            last = max(record.step, -1 if last is None else last)
+    write_whole(path, "".join(kept), sync=True)
     return last
 
 
@@ -273,7 +270,7 @@ def _parse(line: str, path: Path, line_number: int) -> Record:
     except _EDITED as error:
         raise ConfigError(
             f"{path}, line {line_number}, is not a metrics record "
-            f'{{"step": .., "time": .., "metrics": {{..}}}}: {line[:80]!r}; mend or delete the line'
+            f'{{"step": .., "time": .., "metrics": {{..}}}}: {line[:80]!r}; fix or delete the line'
         ) from error
 
 

@@ -7,11 +7,12 @@ Times are unix seconds. A span whose end is its start is an event, such as an en
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.growing import Growing
@@ -44,9 +45,7 @@ class Timeline:
         path = Path(path)
         kept = [span for span in read_timeline(path) if span.step < resume_step]
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(_line(span) for span in kept), encoding="utf-8")
-        aside.rename(path)
+        write_whole(path, "".join(map(_line, kept)))
         self._file = Growing(path)
         self._lock = threading.Lock()
         self.refused: OSError | None = None
@@ -97,6 +96,26 @@ def read_timeline(path: Path | str) -> list[Span]:
             if number < len(lines):
                 raise ConfigError(f"{path}, line {number}: not a span ({error})") from None
     return spans
+
+
+def overlap(spans: Iterable[Span]) -> float:
+    """Share of the engines' generating time during which the trainer did something else."""
+    spans = list(spans)
+    busy = _union([s for s in spans if s.lane == "engines" and s.name == "rollout"])
+    working = _union([s for s in spans if s.lane == "trainer" and s.name != "rollout"])
+    both = sum(max(0.0, min(e1, e2) - max(s1, s2)) for s1, e1 in busy for s2, e2 in working)
+    total = sum(end - start for start, end in busy)
+    return both / total if total else 0.0
+
+
+def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted((s.start, s.end) for s in spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def _line(span: Span) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from qurl_megatron.bench.publish_model import Rates, Setting
+from qurl_megatron.bench.publish_model import PublishSetting, Rates
 from qurl_megatron.bench.publish_model import predict as predict_publication
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
@@ -281,7 +281,7 @@ class Planner:
                 link=link * constants.collective / GB,
                 disk=constants.disk / GB,
             )
-            setting = Setting(
+            setting = PublishSetting(
                 arch=self.models.policy,
                 scheme=config.quant.scheme,
                 trainer=layout,

@@ -2,9 +2,7 @@
 
 from qurl_megatron.quant.activations import quantize_tokens
 from qurl_megatron.quant.diagnostics import (
-    QUANT_METRICS,
     code_flips,
-    quant_metrics,
     update_passed,
     weight_error,
     weight_update,
@@ -13,12 +11,10 @@ from qurl_megatron.quant.rounding import Rounding, rounding_of
 from qurl_megatron.quant.weights import QuantizedWeight, dequantize, quantize
 
 __all__ = [
-    "QUANT_METRICS",
     "QuantizedWeight",
     "Rounding",
     "code_flips",
     "dequantize",
-    "quant_metrics",
     "quantize",
     "quantize_tokens",
     "rounding_of",

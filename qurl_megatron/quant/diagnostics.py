@@ -1,8 +1,7 @@
 """Does the quantized policy notice the updates? Sums per shard, ratios only after adding them up.
 
 Each measurement is a float64 pair (numerator, denominator). Pairs of shards, layers and ranks add;
-``quant_metrics`` divides the totals, because an average of ratios would weigh small tensors like
-large ones.
+only the totals are divided, because an average of ratios would weigh small tensors like large ones.
 A shard that several ranks hold must be counted by one of them.
 """
 
@@ -12,9 +11,6 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.quant.weights import QuantizedWeight, dequantize
-
-# Rows of the table of totals, in order: share of codes that changed, paper Eq. 13, paper Eq. 14.
-QUANT_METRICS = ("quant/code_flip_rate", "quant/weight_update", "quant/weight_error")
 
 # Float64 elements in flight at once: 32 MB, or what a core's own cache holds for several operators.
 _CHUNK, _CHUNK_CPU = 4 << 20, 1 << 16
@@ -60,16 +56,6 @@ def update_passed(
         seen = (after(rows) - before(rows)).flatten()
         totals += torch.stack([seen.dot(change), change.dot(change), seen.dot(seen)])
     return totals
-
-
-def quant_metrics(totals: Tensor) -> dict[str, float]:
-    """Ratios of the summed pairs, [3, 2] in the order of ``QUANT_METRICS``.
-
-    A row whose denominator is 0 was not measured (the first step has no old weights): left out.
-    """
-    assert totals.shape == (len(QUANT_METRICS), 2), totals.shape
-    rows = zip(QUANT_METRICS, totals.tolist(), strict=True)
-    return {name: part / whole for name, (part, whole) in rows if whole > 0}
 
 
 def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:

@@ -36,7 +36,7 @@ def _grid_4d(rows: int, columns: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExportLayout:
     """How one family of loaders wants one scheme."""
 
     scale: str  # stands in the place of ``weight`` in the name of the scale
@@ -66,22 +66,22 @@ def _compressed(number: str, weights: dict, activations: dict) -> dict:
 
 
 # format -> scheme -> layout.
-FORMATS: dict[str, dict[str, Layout]] = {
+FORMATS: dict[str, dict[str, ExportLayout]] = {
     # SGLang, vLLM and transformers.
     "compressed-tensors": {
-        "int8": Layout(
+        "int8": ExportLayout(
             "weight_scale",
             _column,
             _compressed("int", {"strategy": "channel"}, {"strategy": "token"}),
             patterns=True,
         ),
-        "fp8": Layout(
+        "fp8": ExportLayout(
             "weight_scale",
             _column,
             _compressed("float", {"strategy": "channel"}, {"strategy": "token"}),
             patterns=True,
         ),
-        "fp8_block": Layout(
+        "fp8_block": ExportLayout(
             "weight_scale",
             _grid,
             _compressed(
@@ -94,15 +94,15 @@ FORMATS: dict[str, dict[str, Layout]] = {
     },
     # SGLang's own loaders; vLLM and transformers read the fp8_block one too.
     "sglang": {
-        "int8": Layout("weight_scale", _column, {"quant_method": "w8a8_int8"}, patterns=True),
-        "fp8": Layout(
+        "int8": ExportLayout("weight_scale", _column, {"quant_method": "w8a8_int8"}, patterns=True),
+        "fp8": ExportLayout(
             "weight_scale",
             _column,
             {"quant_method": "w8a8_fp8"},
             patterns=True,
             always_ignored=("lm_head", "gate", "shared_expert_gate"),
         ),
-        "fp8_block": Layout(
+        "fp8_block": ExportLayout(
             "weight_scale_inv",
             _grid,
             {
@@ -117,13 +117,13 @@ FORMATS: dict[str, dict[str, Layout]] = {
     # export spells them, lower case included. "wo" (weights only) is its word, but engines quantize
     # the activations too, per group of 128. vLLM reads experts of FP8 with a scale per tensor only.
     "modelopt": {
-        "fp8": Layout(
+        "fp8": ExportLayout(
             "weight_scale",
             _vector,
             {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
             experts=False,
         ),
-        "fp8_block": Layout(
+        "fp8_block": ExportLayout(
             "weight_scale",
             _grid_4d,
             {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
@@ -144,7 +144,7 @@ _REFUSED = {
 _INCIDENTAL = {"targets", "quantization_status"}
 
 
-def layout(scheme: str, fmt: str) -> Layout:
+def layout(scheme: str, fmt: str) -> ExportLayout:
     """The layout of a scheme in a format.
 
     Raises:
@@ -255,7 +255,7 @@ def quantization_config(scheme: str, fmt: str, ignore: Sequence[str]) -> dict:
     return {**copy.deepcopy(want.config), want.ignore_key: list(ignore)}
 
 
-def _check_ignored(module: str, want: Layout, scheme: str, fmt: str) -> None:
+def _check_ignored(module: str, want: ExportLayout, scheme: str, fmt: str) -> None:
     if module.startswith("re:") and not want.patterns:
         raise ConfigError(
             f"the loaders of {scheme} in format {fmt} read no patterns: name the modules that "

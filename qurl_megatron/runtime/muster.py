@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.runtime.filesystem import refusing, wait_until_seen
 
 MEETING = ".meet-"
@@ -80,11 +81,9 @@ def _listen(address: str, port: int):
 
 
 def _tell(file: Path, where: dict, *, key: str) -> None:
-    aside = file.with_suffix(".new")
-    with refusing(file, key=key, half_written=aside):
+    with refusing(file, key=key):
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(where) + "\n", encoding="utf-8")
-        aside.rename(file)
+        write_whole(file, json.dumps(where) + "\n")
 
 
 def _lead_to(where: dict, env: MutableMapping[str, str]) -> None:

@@ -1,6 +1,14 @@
 """What a process has to know of the network that it is in."""
 
+import contextlib
+import random
 import socket
+from pathlib import Path
+
+from qurl_megatron.errors import ConfigError
+
+KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The first and the last port that the kernel gives away."""
 
 
 def own_address(goal: str, port: int = 9) -> str:
@@ -13,3 +21,15 @@ def own_address(goal: str, port: int = 9) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return probe.getsockname()[0]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has: torchrun opens one only where it is told which, and
+    takes seconds to. So it is none of those that the kernel gives to whoever asks for any."""
+    first = int(KERNELS.read_text(encoding="ascii").split()[0])
+    own = range(max(1024, first - 8192), first)
+    for port in (*random.sample(own, min(64, len(own))), 0):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise ConfigError("no port is free on this node; end what holds them, `ss -ltnp` shows it")

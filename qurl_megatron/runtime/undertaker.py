@@ -127,9 +127,6 @@ def _hired() -> _Undertaker:
         return _own
 
 
-# -- the undertaker itself -------------------------------------------------------------------------
-
-
 def main(owner: int, lifelines: list[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # batch systems send them to all
         signal.signal(number, signal.SIG_IGN)

@@ -27,14 +27,14 @@ from qurl_megatron.slurm.jobs import components
 from qurl_megatron.slurm.layout import Allocation, lay_out
 from qurl_megatron.slurm.offer import prepare
 from qurl_megatron.slurm.steps import rollout_step, training_step
-from qurl_megatron.slurm.supervise import Ending, Received, Supervisor, beside, facts_of, say
+from qurl_megatron.slurm.supervise import Ending, Received, StepSupervisor, beside, facts_of, say
 from qurl_megatron.slurm.verdict import (
     BAD_NODE,
     GOES_ON,
     PERSONS,
     WALL_TIME,
+    AttemptOutcome,
     Decision,
-    Outcome,
     before,
     decide,
 )
@@ -52,7 +52,7 @@ class BatchJob:
     """The job that this process supervises."""
 
     number: int
-    restarts: int  # how often Slurm has started it anew
+    restarts: int  # how often Slurm has started it again
     run_dir: Path
     config: RunConfig
     cluster: ClusterConfig
@@ -95,7 +95,7 @@ def attempt(run_dir: Path) -> int:
     return outcome.code
 
 
-def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outcome:
+def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> AttemptOutcome:
     """One attempt, from its folder to its record.
 
     Args:
@@ -120,13 +120,13 @@ def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Outco
         outcome = _without(job, found.needed, found.shared)
         return _record(job, number, saved, saved, Ending(BAD_NODE), outcome)
     ranks = job.config.parallel.world_size
-    supervisor = Supervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
+    supervisor = StepSupervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
     ended = _run(job, logs, supervisor, found.engines)
     return _settle(job, number, saved, ended, late=late)
 
 
 def _run(
-    job: BatchJob, logs: Path, supervisor: Supervisor, engines: Sequence[str] | None
+    job: BatchJob, logs: Path, supervisor: StepSupervisor, engines: Sequence[str] | None
 ) -> Ending:
     """The training step, and the engines' beside it where they have nodes of their own.
 
@@ -150,26 +150,26 @@ def _run(
         return supervisor.watch(training_step(layout, cluster, rank, **where))
 
 
-def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> Outcome:
+def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> AttemptOutcome:
     """What follows where an attempt cannot go on with these nodes."""
     if shared:
-        return Outcome(Decision.STOP, BAD_NODE, shared)
+        return AttemptOutcome(Decision.STOP, BAD_NODE, shared)
     names = ", ".join(nodes)
     try:
         refuse_exclusion(job.run_dir, job.number, nodes)
         if job.cluster.job.again == "chain" and not _others(job):
             raise ConfigError("no job of the chain is left")
     except ConfigError as error:
-        return Outcome(
+        return AttemptOutcome(
             Decision.STOP,
             BAD_NODE,
-            f"{names} cannot be excluded ({error}); once the nodes are mended, "
+            f"{names} cannot be excluded ({error}); once the nodes are fixed, "
             "`qurl slurm submit`, as before, goes on",
         )
-    return Outcome(Decision.WITHOUT, 0, f"goes on without {names}", without=nodes)
+    return AttemptOutcome(Decision.WITHOUT, 0, f"goes on without {names}", without=nodes)
 
 
-def _lost(job: BatchJob) -> Outcome | None:
+def _lost(job: BatchJob) -> AttemptOutcome | None:
     """What follows on an attempt of this job whose supervisor could not say, because its node was
     lost, or Slurm took the nodes sooner than it could end; None where there is none."""
     newest = next(reversed(tried(job.run_dir)), None)
@@ -183,7 +183,7 @@ def _lost(job: BatchJob) -> Outcome | None:
 
 def _settle(
     job: BatchJob, number: int, saved: int, ended: Ending, *, late: bool = False
-) -> Outcome:
+) -> AttemptOutcome:
     """Decide what follows on an attempt, and leave its record."""
     if ended.told in PERSONS and _ended_by_slurm(job):  # whose SIGTERM looks like a person's
         failed = "Slurm has ended the job, as where a node is lost"
@@ -204,8 +204,8 @@ def _settle(
 
 
 def _record(
-    job: BatchJob, number: int, saved: int, after: int, ended: Ending, outcome: Outcome
-) -> Outcome:
+    job: BatchJob, number: int, saved: int, after: int, ended: Ending, outcome: AttemptOutcome
+) -> AttemptOutcome:
     record = folder.Attempt(
         number=number,
         job=job.number,
@@ -242,7 +242,7 @@ def _ended_by_slurm(job: BatchJob) -> bool:
     return put_back or facts.get("Reason") == "NodeDown"
 
 
-def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
+def _follow(outcome: AttemptOutcome, job: BatchJob, received: str) -> None:
     ended = received in PERSONS and _ended_by_slurm(job)
     again = outcome.decision is Decision.AGAIN or (
         outcome.decision in GOES_ON and (ended or received in ("", WALL_TIME))
@@ -287,7 +287,7 @@ def _others(job: BatchJob) -> list[int]:
 
 
 def _own_job(env: Mapping[str, str]) -> tuple[int, int]:
-    """Its id, and how often Slurm has started it anew."""
+    """Its id, and how often Slurm has started it again."""
     if "SLURM_JOB_ID" not in env:
         raise ConfigError(
             "SLURM_JOB_ID is not set: `qurl slurm attempt` runs inside a job that "

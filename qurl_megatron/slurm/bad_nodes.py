@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
 
-from qurl_megatron.slurm.gpus import Gpu
+from qurl_megatron.slurm.gpus import GpuState
 
 GIB = 1 << 30
 
@@ -20,7 +20,7 @@ class Report:
 
     node: str
     at: float  # its clock when it spoke, Unix seconds
-    gpus: list[Gpu] | None  # None: no driver
+    gpus: list[GpuState] | None  # None: no driver
     devices: int  # GPUs that torch can use
     product_ms: list[float]  # of each device
     reduce_ms: float | None  # None: it has one device
@@ -32,7 +32,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Limits:
+class NodeLimits:
     """From where on a node is bad."""
 
     gpu_slower: float = 1.25
@@ -63,11 +63,11 @@ class Limits:
     one."""
 
 
-LIMITS = Limits()
+LIMITS = NodeLimits()
 
 
 def judge(
-    reports: Mapping[str, Report], wanted: Mapping[str, int], *, limits: Limits = LIMITS
+    reports: Mapping[str, Report], wanted: Mapping[str, int], *, limits: NodeLimits = LIMITS
 ) -> dict[str, str]:
     """
     Args:
@@ -88,7 +88,7 @@ def judge(
     return bad
 
 
-def _wrong(own: Report, peers: list[Report], count: int, limits: Limits) -> Iterator[str]:
+def _wrong(own: Report, peers: list[Report], count: int, limits: NodeLimits) -> Iterator[str]:
     if own.folder:
         yield own.folder
     if own.failed:
@@ -141,7 +141,7 @@ def _of_reduce(own: Report, peers: list[Report], slower: float) -> Iterator[str]
         )
 
 
-FAULTS: tuple[tuple[Callable[[Gpu, Limits], bool], str], ...] = (
+FAULTS: tuple[tuple[Callable[[GpuState, NodeLimits], bool], str], ...] = (
     (lambda gpu, _: gpu.processes > 0, "is in use by another process: end it there"),
     (
         lambda gpu, limits: not gpu.processes and gpu.used > limits.used,
@@ -154,7 +154,7 @@ FAULTS: tuple[tuple[Callable[[Gpu, Limits], bool], str], ...] = (
 """What a GPU says of itself, and the sentence."""
 
 
-def _of_gpus(own: Report, peers: list[Report], count: int, limits: Limits) -> Iterator[str]:
+def _of_gpus(own: Report, peers: list[Report], count: int, limits: NodeLimits) -> Iterator[str]:
     found = own.gpus or []
     if len(found) < count or own.devices < count:
         yield (

@@ -31,7 +31,7 @@ REASON, KILLED, ENGINE, NO_ENGINE, NO_PEER, SILENT = range(1, 7)
 
 @dataclass(frozen=True)
 class Kind:
-    """Failures that are mended alike."""
+    """Failures that are fixed alike."""
 
     name: str
     pattern: str  # searched in "Type: text"
@@ -70,11 +70,11 @@ KINDS = (
         "report.html shows how it came to that, docs/guard.md says what each threshold means; "
         "started as it is, it would end so again",
     ),
-    Kind("a mistake in the input", r"^ConfigError", f"mend what the sentence names, {AGAIN}"),
+    Kind("a mistake in the input", r"^ConfigError", f"fix what the sentence names, {AGAIN}"),
     Kind(
         "no engine is left",
         r"^EngineError",
-        f"the engines' logs, below, say why they ended; mend that, {AGAIN}",
+        f"the engines' logs, below, say why they ended; fix that, {AGAIN}",
         NO_ENGINE,
     ),
     Kind(

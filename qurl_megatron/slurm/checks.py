@@ -1,6 +1,6 @@
 """What can be known before a job waits in a queue for hours to fail in its first minute.
 
-Each check is a function that returns, or raises one sentence with the mend. They need no GPU, no
+Each check is a function that returns, or raises one sentence with the fix. They need no GPU, no
 Slurm, and a few seconds.
 """
 
@@ -254,13 +254,13 @@ def check_engines(config: RunConfig) -> None:
 
 def check_model(config: RunConfig) -> Arch:
     """The model is there, as ``check_checkpoint`` wants it, and divides over the ranks."""
-    mend = THERE
+    fix = THERE
     if config.warmstart.steps:
-        mend = (
+        fix = (
             "the ranks of a job do not make it: `qurl train RECIPE train.steps=0`, called here "
             "once, makes it"
         )
-    arch = check_checkpoint("model.path", Path(config.model.path), mend=mend)
+    arch = check_checkpoint("model.path", Path(config.model.path), fix=fix)
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     return arch
 
@@ -272,15 +272,15 @@ def others(config: RunConfig) -> dict[str, str]:
     return {key: path for key, path in found.items() if key != "model.path"}
 
 
-def check_checkpoint(key: str, path: Path, *, mend: str = THERE) -> Arch:
+def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
     """A checkpoint of a known family, none of whose files is missing, cut off or unreadable.
 
     Args:
         key: of the recipe, which names it.
-        mend: what to do where there is nothing.
+        fix: what to do where there is nothing.
     """
     if not os.path.exists(path):  # pathlib's would raise where the user may not look
-        raise ConfigError(f"{key}={path} does not exist; {mend}")
+        raise ConfigError(f"{key}={path} does not exist; {fix}")
     try:
         with reading(path):
             description = description_of(path)

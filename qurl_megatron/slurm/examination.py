@@ -117,7 +117,7 @@ def _shared(bad: dict[str, str], node: str) -> str:
     return (
         f"all {len(bad)} nodes are bad, so none is excluded: look at what they share, such as "
         f"container and site.prolog in the cluster file; what is wrong with {node}: {bad[node]}; "
-        "once it is mended, `qurl slurm submit`, as before, goes on"
+        "once it is fixed, `qurl slurm submit`, as before, goes on"
     )
 
 

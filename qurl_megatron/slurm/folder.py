@@ -21,6 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig, from_elsewhere, load, to_toml
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.attempts import (
     BEGAN,
@@ -76,11 +77,9 @@ def put(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
-    with refusing(path, key="train.run_dir", half_written=aside):
+    with refusing(path, key="train.run_dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        aside.rename(path)
+        write_whole(path, text)
 
 
 def overrides(run_dir: Path) -> list[str]:
@@ -148,7 +147,7 @@ def write_submitted(run_dir: Path, jobs: Submitted) -> None:
 def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
     """Make the folder of the next attempt, and have ``latest`` lead there.
 
-    The steps of the attempt before are kept with it: its metrics are about to be written anew.
+    The steps of the attempt before are kept with it: its metrics are about to be written again.
 
     Args:
         gpus: that the job holds, of all nodes.

@@ -17,7 +17,7 @@ HELD_BACK = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuState:
     """One GPU, before anything of this job ran on it; clocks: under load."""
 
     index: int
@@ -30,7 +30,7 @@ class Gpu:
     held_back: tuple[str, ...] = ()  # of HELD_BACK
 
 
-def read(nvml: Any, env: Mapping[str, str]) -> list[Gpu] | None:
+def read(nvml: Any, env: Mapping[str, str]) -> list[GpuState] | None:
     """The GPUs of this step.
 
     Args:
@@ -50,7 +50,7 @@ def read(nvml: Any, env: Mapping[str, str]) -> list[Gpu] | None:
     return [_gpu(nvml, index) for index in indices]
 
 
-def _gpu(nvml: Any, index: int) -> Gpu:
+def _gpu(nvml: Any, index: int) -> GpuState:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     remapped = _asked(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
     uncorrected = _asked(
@@ -59,7 +59,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         *(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
     )
     _, _, pending, failed = remapped or (0, 0, 0, 0)
-    return Gpu(
+    return GpuState(
         index,
         processes=len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
         used=nvml.nvmlDeviceGetMemoryInfo(handle).used,

@@ -1,7 +1,7 @@
 """What each kind of job asks for and calls: a training run, a checkpoint tool, a benchmark, ...
 
 A training run has a supervisor, ``qurl slurm attempt``; the other kinds are one command on one
-node, which begins anew, or goes on by itself, where Slurm requeues it.
+node, which begins again, or goes on by itself, where Slurm requeues it.
 """
 
 import hashlib

@@ -174,7 +174,7 @@ def _engine(path: Path, logs: Path) -> str:
 
 
 def _written_by(one: Tried, path: Path) -> bool:
-    """An engine's log is begun anew by each attempt: is this that of ours?"""
+    """An engine's log is begun again by each attempt: is this that of ours?"""
     end = one.ended.ended_at if one.ended else float("inf")
     return one.began.began_at - 1 <= path.stat().st_mtime <= end + LATE_S
 

@@ -80,8 +80,8 @@ def from_json(text: str) -> Report:
     return Report(**{**value, "gpus": found and [_gpu(one) for one in found]})
 
 
-def _gpu(value: dict) -> gpus.Gpu:
-    return gpus.Gpu(**{**value, "held_back": tuple(value["held_back"])})
+def _gpu(value: dict) -> gpus.GpuState:
+    return gpus.GpuState(**{**value, "held_back": tuple(value["held_back"])})
 
 
 def _measure(name: str) -> Report:

@@ -1,6 +1,6 @@
 """The scripts that ship in slurm/: 14B and 32B on nodes of 8 x H100, one for each kind of job.
 
-``python -m qurl_megatron.slurm.ready`` writes them anew; a test holds them equal to ``rendered``.
+``python -m qurl_megatron.slurm.ready`` writes them again; a test holds them equal to ``rendered``.
 """
 
 import sys

@@ -57,7 +57,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Pace:
+class RecentPace:
     """Seconds, of the last steps."""
 
     step: float  # the median of a step itself
@@ -171,7 +171,7 @@ def describe(facts: Facts, at: float) -> Status:
     )
 
 
-def pace(steps: Sequence[Step], every: int) -> Pace | None:
+def pace(steps: Sequence[Step], every: int) -> RecentPace | None:
     """How long steps take; None before the first.
 
     Args:
@@ -183,7 +183,9 @@ def pace(steps: Sequence[Step], every: int) -> Pace | None:
     between = [max(b.ended_at - a.ended_at - b.seconds, 0.0) for a, b in pairs]
     saving = [s for s, (a, _) in zip(between, pairs, strict=True) if every and a.step % every == 0]
     step = median(one.seconds for one in steps)
-    return Pace(step, median(saving) if saving else 0.0, step + (mean(between) if between else 0.0))
+    return RecentPace(
+        step, median(saving) if saving else 0.0, step + (mean(between) if between else 0.0)
+    )
 
 
 def render(found: Status) -> str:
@@ -304,7 +306,7 @@ def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) ->
 
 
 def _fit(
-    facts: Facts, newest: Tried | None, timing: Pace | None, left: float | None, missing: int
+    facts: Facts, newest: Tried | None, timing: RecentPace | None, left: float | None, missing: int
 ) -> tuple[int | None, int | None]:
     """Steps that fit in what is left of the job, and jobs that the run needs behind it."""
     if left is None or timing is None or timing.all_in <= 0:

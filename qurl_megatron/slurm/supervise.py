@@ -75,7 +75,7 @@ class Received:
         self.newest = signal.Signals(number).name.removeprefix("SIG")
 
 
-class Step:
+class SrunStep:
     """A running ``srun``, whose own words go on to the log and are listened to."""
 
     def __init__(self, argv: list[str], prefix: str = "") -> None:
@@ -137,7 +137,7 @@ def beside(argv: list[str], patience_s: Callable[[], float]) -> Iterator[None]:
     Args:
         patience_s: asked once the ranks have ended, how many seconds the engines have to leave.
     """
-    step = Step(argv, ENGINES_SAY)
+    step = SrunStep(argv, ENGINES_SAY)
     try:
         yield
     finally:
@@ -178,7 +178,7 @@ class Times:
 
 
 @dataclass
-class Supervisor:
+class StepSupervisor:
     """Watches over one training step."""
 
     run_dir: Path
@@ -197,7 +197,7 @@ class Supervisor:
 
     def watch(self, argv: list[str]) -> Ending:
         """Run the step to its end."""
-        step, looked, failed = Step(argv), time.monotonic(), ""
+        step, looked, failed = SrunStep(argv), time.monotonic(), ""
         while (code := step.wait(POLL_S)) is None:
             still = self._still.seconds()
             if not failed and time.monotonic() - looked > WATCH_S:
@@ -257,7 +257,7 @@ class Supervisor:
         pace = measured(self.run_dir, self._began)
         return pace.without_pauses(self.limits.hung_s, self.limits.hung_steps)
 
-    def _stuck(self, step: Step, still: float) -> str:
+    def _stuck(self, step: SrunStep, still: float) -> str:
         """Why the step has to be ended; "" where it need not.
 
         Args:
@@ -280,7 +280,7 @@ class Supervisor:
         return f"hung: no new step for {still:.0f} s"
 
 
-def ask_for_stacks(step: Step, logs: Path, ranks: int) -> list[int]:
+def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
     """Have every rank write what all its threads are doing.
 
     Returns:

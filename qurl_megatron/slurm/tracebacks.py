@@ -21,7 +21,7 @@ LEAVING = ("KeyboardInterrupt", "SystemExit", "CancelledError")
 
 
 @dataclass(frozen=True)
-class Found:
+class LoggedTraceback:
     """One traceback of a log."""
 
     said: str  # its last line, such as "RuntimeError: CUDA out of memory"
@@ -29,7 +29,7 @@ class Found:
     time: float | None  # Unix seconds; None where the log does not tell
 
 
-def tracebacks(log: str) -> list[Found]:
+def tracebacks(log: str) -> list[LoggedTraceback]:
     """In the order of the log, without those of processes that were asked to leave."""
     lines, found, at = log.splitlines(), [], 0
     while at < len(lines):
@@ -43,7 +43,7 @@ def tracebacks(log: str) -> list[Found]:
             at += 1
             continue
         if not said.rpartition(".")[2].startswith(LEAVING):
-            found.append(Found(said, "\n".join(lines[at:end]), _time(lines[at])))
+            found.append(LoggedTraceback(said, "\n".join(lines[at:end]), _time(lines[at])))
         at = end
     return found
 

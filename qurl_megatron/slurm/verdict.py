@@ -35,7 +35,7 @@ GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """What follows on an attempt."""
 
     decision: Decision
@@ -56,7 +56,7 @@ def before(attempts: Sequence[Attempt]) -> Before:
     """
     Args:
         attempts: those that have ended, oldest first. One that a person stopped, or that had to
-            stop, begins the count anew: somebody has looked since.
+            stop, begins the count again: somebody has looked since.
     """
     failures = 0
     for attempt in reversed(attempts):
@@ -81,7 +81,7 @@ def decide(
     late: bool = False,
     limit: str = "job.retries",
     again: str = "`qurl slurm submit`, as before, goes on",
-) -> Outcome:
+) -> AttemptOutcome:
     """
     Args:
         code: exit code of the training step; 0 after a clean stop, too.
@@ -99,12 +99,12 @@ def decide(
     saved = f"step {step_after} is saved"
     idle = step_after <= step_before
     if code == 0 and step_after >= steps:
-        return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
+        return AttemptOutcome(Decision.DONE, 0, f"all {steps} steps are done")
     if told == WALL_TIME and code not in FINAL:
         if not idle:
-            return Outcome(Decision.AGAIN, 0, f"time is up; {saved}")
+            return AttemptOutcome(Decision.AGAIN, 0, f"time is up; {saved}")
         if not late:
-            return Outcome(
+            return AttemptOutcome(
                 Decision.STOP,
                 NO_PROGRESS,
                 f"time was up before a step after {step_before} was saved, and another attempt "
@@ -114,22 +114,22 @@ def decide(
         failed = TAKEN[told]
     elif code == 0:
         by = f"SIG{told}" if told else "a signal to the ranks"
-        return Outcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
+        return AttemptOutcome(Decision.STOP, STOPPED, f"stopped by {by}; {saved}")
     else:
         failed = failed or f"the training step ended with {code}"
     if code in FINAL or (told and told not in TAKEN):
-        return Outcome(Decision.STOP, code, f"{failed}; {saved}")
+        return AttemptOutcome(Decision.STOP, code, f"{failed}; {saved}")
     if idle and earlier.idle:
-        return Outcome(
+        return AttemptOutcome(
             Decision.STOP,
             NO_PROGRESS,
-            f"{failed}, the second attempt in a row without a new checkpoint; {saved}; mend the "
+            f"{failed}, the second attempt in a row without a new checkpoint; {saved}; fix the "
             f"cause, then {again}",
         )
     if told in TAKEN:
-        return Outcome(Decision.AGAIN, 0, f"{failed}; {saved}")
+        return AttemptOutcome(Decision.AGAIN, 0, f"{failed}; {saved}")
     count = f"failure {earlier.failures + 1} in a row"
     if earlier.failures >= retries:
         none = f"and {limit}={retries} allows no further attempt"
-        return Outcome(Decision.STOP, code, f"{failed}, {count}, {none}; {saved}")
-    return Outcome(Decision.RETRY, code, f"{failed}; {saved}; {count}")
+        return AttemptOutcome(Decision.STOP, code, f"{failed}, {count}, {none}; {saved}")
+    return AttemptOutcome(Decision.RETRY, code, f"{failed}; {saved}; {count}")

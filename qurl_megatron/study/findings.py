@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.study.finished import groups, read_results, to_json
 from qurl_megatron.study.pictures import pictures
 from qurl_megatron.study.plan import Study
-from qurl_megatron.study.runner import write_whole
 from qurl_megatron.study.tables import page
 
 
 def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None = None) -> Path:
-    """Draw everything anew; returns the path of study.md.
+    """Draw everything again; returns the path of study.md.
 
     Args:
         environment: of ``bench.environment``, where runs have been made; None where none were, and
@@ -32,9 +32,9 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     told = to_json(study, results)
     if environment is not None:
         told["environment"] = dict(environment)
-    write_whole(numbers, _json(told).encode())
+    write_whole(numbers, _json(told))
     path = out / "study.md"
-    write_whole(path, page(study, results, made, [out / name for name in drawn]).encode())
+    write_whole(path, page(study, results, made, [out / name for name in drawn]))
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qurl_megatron import __version__
-from qurl_megatron.observe.plots import History
+from qurl_megatron.observe.history import History
 from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.study.greedy_accuracy import accuracy, due
 from qurl_megatron.study.numbers import Series, Spread, aggregate, finals

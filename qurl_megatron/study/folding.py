@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.quant import quantize
-from qurl_megatron.study.runner import write_whole
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights import fold_uaq
 from qurl_megatron.weights.uaq import folded, takes_part, unfold_uaq
@@ -296,7 +296,7 @@ def main() -> None:
     out = parser.parse_args().out
     record = measured()
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, (json.dumps(record, indent=1) + "\n").encode())
+    write_whole(out, json.dumps(record, indent=1) + "\n")
     print(table(record))
 
 

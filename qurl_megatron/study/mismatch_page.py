@@ -3,7 +3,7 @@
     python -m qurl_megatron.study.mismatch_page [OUT ...] [--times OUT ...]
 
 keeps what ``qurl study`` has written to each OUT as docs/results/NAME.json, NAME being that of the
-study's file, and writes the tables anew between the two marks of the page; a test holds them
+study's file, and writes the tables again between the two marks of the page; a test holds them
 equal. Seconds are worth nothing where something else ran beside a study: with ``--times`` they are
 those of another folder of the same study, whose runs had the machine to themselves. A record has
 one row for each method and scheme, in the order of the study file:
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.bench.environment import environment
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import number, percent, plus_minus
 from qurl_megatron.study.plan import MISMATCH
-from qurl_megatron.study.runner import write_whole
 from qurl_megatron.study.tables import NOTHING
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -287,7 +287,7 @@ def _keep(name: str, one: dict[str, Any]) -> None:
     rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in one.pop("rows"))
     rest = json.dumps(one, indent=1, ensure_ascii=False).removesuffix("\n}")
     content = f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n'
-    write_whole(RESULTS / f"{name}.json", content.encode())
+    write_whole(RESULTS / f"{name}.json", content)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    write_whole(PAGE, text.encode())
+    write_whole(PAGE, text)
     print(PAGE.relative_to(DOCS.parent))
     return 0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qurl_megatron.observe.plots import History
+from qurl_megatron.observe.history import History
 
 WINDOW = 5
 """Steps whose mean reward counts as the reward of the last of them; one bad batch is no

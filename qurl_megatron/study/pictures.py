@@ -1,7 +1,7 @@
 """The paper's Figures 2, 3 and 9 for a study: one line per method, a band over its seeds.
 
 One image per scheme for the methods, and one for the UAQ scales. Frames look as in the report of a
-run (observe.plots); the legend stands in a frame of its own, since all of them share it.
+run (observe.drawing); the legend stands in a frame of its own, since all of them share it.
 """
 
 import io
@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from qurl_megatron.observe.catalogue import unit
-from qurl_megatron.observe.plots import COLORS, STYLE, frame, smooth, thin
+from qurl_megatron.observe.drawing import STYLE, frame, smooth, thin
+from qurl_megatron.observe.panels import COLORS
 from qurl_megatron.study.finished import Group
 from qurl_megatron.study.numbers import band
 from qurl_megatron.study.plan import METHODS, SCALE

@@ -192,7 +192,7 @@ def _found(recipe: str, study: Path) -> Path:
     for path in (study.parent / recipe, Path(recipe)):
         if path.is_file():
             return Path(os.path.normpath(path))
-    raise ConfigError(f"recipe {recipe} is neither beside {study} nor here; mend its key recipe")
+    raise ConfigError(f"recipe {recipe} is neither beside {study} nor here; fix its key recipe")
 
 
 def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iterator[Cell]:

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
+from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.launch import stopping
 from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints, evaluation
@@ -35,7 +35,7 @@ CLAIM_S = 1.0  # a look at the lock holds it for a moment
 
 
 @dataclass(frozen=True)
-class Job:
+class CellJob:
     """One cell at work."""
 
     cell: Cell
@@ -113,7 +113,7 @@ def claim(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / PID_FILE).open("a") as file:
         end = time.monotonic() + CLAIM_S
-        while not _locked(file, fcntl.LOCK_EX):
+        while not lock(file, fcntl.LOCK_EX):
             if time.monotonic() > end:
                 raise ConfigError(
                     f"a study is at work in {out}; wait for it, stop it, or give another --out"
@@ -134,7 +134,7 @@ def at_work(out: Path) -> int | None:
     if not path.exists():
         return None
     with path.open() as file:
-        if _locked(file, fcntl.LOCK_SH):
+        if lock(file, fcntl.LOCK_SH):
             return None
         return int(file.read() or 0) or None  # it is written right after the lock is taken
 
@@ -155,7 +155,7 @@ class _Runner:
         self.jobs = jobs
         self.qurl = qurl
         self.redraw = redraw
-        self.at_work: list[Job] = []
+        self.at_work: list[CellJob] = []
         self.reasons = failures(out)
         self.failed: list[Cell] = []
         self.signals: list[int] = []
@@ -235,12 +235,12 @@ class _Runner:
                 env={**env, **os.environ},
                 start_new_session=True,  # Ctrl-C comes once, from here
             )
-            job = Job(cell, task, popen, log, file.tell(), time.monotonic())
+            job = CellJob(cell, task, popen, log, file.tell(), time.monotonic())
         self.at_work.append(job)
         self._note(cell, "")
         print(f"{cell.name}: {STARTED[task]}", flush=True)
 
-    def _ended(self, job: Job) -> bool:
+    def _ended(self, job: CellJob) -> bool:
         """Say how it ended; True where there is something to draw."""
         self.at_work.remove(job)
         cell = job.cell
@@ -277,7 +277,7 @@ class _Runner:
         self.reasons.pop(cell.name, None)
         if reason is not None:
             self.reasons[cell.name] = reason
-        write_whole(self.out / "cells.json", json.dumps(self.reasons, indent=1).encode())
+        write_whole(self.out / "cells.json", json.dumps(self.reasons, indent=1))
 
 
 def share(cell: Cell, jobs: int) -> tuple[list[str], dict[str, str]]:
@@ -294,13 +294,6 @@ def share(cell: Cell, jobs: int) -> tuple[list[str], dict[str, str]]:
     return overrides, {"OMP_NUM_THREADS": str(max(1, cores // cell.ranks))}
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Whoever reads meanwhile sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_bytes(content)
-    os.replace(aside, path)
-
-
 def _read(out: Path) -> dict[str, str]:
     path = out / "cells.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -308,16 +301,7 @@ def _read(out: Path) -> dict[str, str]:
     return {name.replace(",", "-").replace("=", "-"): reason for name, reason in found.items()}
 
 
-def _locked(file: TextIO, how: int) -> bool:
-    """Take a lock if it can be had at once."""
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _last_line(job: Job) -> str:
+def _last_line(job: CellJob) -> str:
     with job.log.open("rb") as file:
         file.seek(job.log_start)
         lines = file.read().decode("utf-8", errors="replace").split("\n")

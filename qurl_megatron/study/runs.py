@@ -10,15 +10,14 @@ from typing import Literal
 
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.plots import History
-from qurl_megatron.observe.report import METRICS_FILE
+from qurl_megatron.observe.history import METRICS_FILE, History
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.study.plan import Cell, Study
 from qurl_megatron.training.state import refuse_other_run
 
 
 @dataclass(frozen=True)
-class Look:
+class RunLook:
     """A run as its folder shows it."""
 
     state: Literal["done", "failed", "waiting"]
@@ -40,7 +39,7 @@ def log_file(out: Path, cell: Cell) -> Path:
     return out / "logs" / f"{run_dir(out, cell).name}.log"
 
 
-def look(study: Study, cell: Cell, out: Path) -> Look:
+def look(study: Study, cell: Cell, out: Path) -> RunLook:
     """Done: all steps are measured, and the last one is evaluated where the recipe evaluates.
 
     Failed: the folder holds another run, be it one that ``qurl train`` would go on with, or its
@@ -49,7 +48,7 @@ def look(study: Study, cell: Cell, out: Path) -> Look:
     folder = run_dir(out, cell)
     metrics = folder / METRICS_FILE
     if not metrics.is_file() or b"\n" not in metrics.read_bytes():
-        return Look("waiting")
+        return RunLook("waiting")
     try:
         changed = refuse_other_run(folder, load(study.recipe, cell.overrides))
         if other := [one for one in changed if one.rule != "free"]:
@@ -57,11 +56,11 @@ def look(study: Study, cell: Cell, out: Path) -> Look:
             raise ConfigError(f"{folder} holds a run with other settings ({told}); move it away")
         records = read_metrics(metrics)
     except ConfigError as error:
-        return Look("failed", reason=str(error))
+        return RunLook("failed", reason=str(error))
     history = History(record for record in records if record.step <= cell.steps)
     evaluated = any(
         name in history and history.series(name)[0][-1] == cell.steps
         for name in ("eval/accuracy", "eval/reward")
     )
     done = history.last_step == cell.steps and (evaluated or not cell.evaluated)
-    return Look("done" if done else "waiting", history)
+    return RunLook("done" if done else "waiting", history)

@@ -48,7 +48,7 @@ AXES: Mapping[Axis, Callable[[Arch], Units]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """What all tensors of one name have in common, in every layer of every model."""
 
     rows: Axis
@@ -58,30 +58,32 @@ class Row:
     uaq: Literal["norm", "reader"] | None = None  # is scaled up, or reads what was
 
 
-_QUERIES = Row("queries", "hidden", split=0, quantized=True, uaq="reader")
-_KEYS = Row("keys", "hidden", split=0, quantized=True, uaq="reader")
-_GATE_UP = Row("inner", "hidden", split=0, quantized=True, uaq="reader")
-_EXPERT_GATE_UP = Row("expert", "hidden", split=0, quantized=True, uaq="reader")
+_QUERIES = TensorRow("queries", "hidden", split=0, quantized=True, uaq="reader")
+_KEYS = TensorRow("keys", "hidden", split=0, quantized=True, uaq="reader")
+_GATE_UP = TensorRow("inner", "hidden", split=0, quantized=True, uaq="reader")
+_EXPERT_GATE_UP = TensorRow("expert", "hidden", split=0, quantized=True, uaq="reader")
 
-ROWS: Mapping[str, Row] = {
-    "model.embed_tokens": Row("vocabulary", "hidden", split=0),
-    "model.layers.0.input_layernorm": Row("hidden", uaq="norm"),
+ROWS: Mapping[str, TensorRow] = {
+    "model.embed_tokens": TensorRow("vocabulary", "hidden", split=0),
+    "model.layers.0.input_layernorm": TensorRow("hidden", uaq="norm"),
     "model.layers.0.self_attn.q_proj": _QUERIES,
     "model.layers.0.self_attn.k_proj": _KEYS,
     "model.layers.0.self_attn.v_proj": _KEYS,
-    "model.layers.0.self_attn.q_norm": Row("head"),
-    "model.layers.0.self_attn.k_norm": Row("head"),
-    "model.layers.0.self_attn.o_proj": Row("hidden", "queries", split=1, quantized=True),
-    "model.layers.0.post_attention_layernorm": Row("hidden", uaq="norm"),
+    "model.layers.0.self_attn.q_norm": TensorRow("head"),
+    "model.layers.0.self_attn.k_norm": TensorRow("head"),
+    "model.layers.0.self_attn.o_proj": TensorRow("hidden", "queries", split=1, quantized=True),
+    "model.layers.0.post_attention_layernorm": TensorRow("hidden", uaq="norm"),
     "model.layers.0.mlp.gate_proj": _GATE_UP,
     "model.layers.0.mlp.up_proj": _GATE_UP,
-    "model.layers.0.mlp.down_proj": Row("hidden", "inner", split=1, quantized=True),
-    "model.layers.0.mlp.gate": Row("experts", "hidden", uaq="reader"),
+    "model.layers.0.mlp.down_proj": TensorRow("hidden", "inner", split=1, quantized=True),
+    "model.layers.0.mlp.gate": TensorRow("experts", "hidden", uaq="reader"),
     "model.layers.0.mlp.experts.0.gate_proj": _EXPERT_GATE_UP,
     "model.layers.0.mlp.experts.0.up_proj": _EXPERT_GATE_UP,
-    "model.layers.0.mlp.experts.0.down_proj": Row("hidden", "expert", split=1, quantized=True),
-    "model.norm": Row("hidden"),
-    "lm_head": Row("vocabulary", "hidden", split=0),
+    "model.layers.0.mlp.experts.0.down_proj": TensorRow(
+        "hidden", "expert", split=1, quantized=True
+    ),
+    "model.norm": TensorRow("hidden"),
+    "lm_head": TensorRow("vocabulary", "hidden", split=0),
 }
 
 
@@ -154,6 +156,6 @@ def uaq_role(name: str) -> Literal["norm", "reader"] | None:
     return None if row is None else row.uaq
 
 
-def _row_of_weight(name: str) -> Row | None:
+def _row_of_weight(name: str) -> TensorRow | None:
     owner, _, value = _NUMBER.sub(".0", name).rpartition(".")
     return ROWS.get(owner) if value == "weight" else None

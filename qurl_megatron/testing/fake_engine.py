@@ -65,7 +65,7 @@ class FakeEngine:
         self._under_way: list[str] = []  # rids
         self._aborted: list[str] = []  # and what begins like one of these
         self._lock = threading.Lock()
-        self._server = QuietServer((host, 0), _Handler)
+        self._server = QuietServer((host, 0), _EngineHandler)
         self._server.engine = self
         self.port = self._server.server_address[1]
         self.url = f"http://{host}:{self.port}"
@@ -282,7 +282,7 @@ def _leave_receipt(serialized: str, rank: int) -> None:
     aside.rename(path)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _EngineHandler(BaseHTTPRequestHandler):
     server: QuietServer
 
     def log_message(self, *arguments) -> None:

@@ -209,7 +209,7 @@ class Proxy:
         self.closing = threading.Event()
         self._lock = threading.Lock()
         self._http = httpx.Client(timeout=60.0, trust_env=False)
-        self._server = QuietServer(("127.0.0.1", 0), _Handler)
+        self._server = QuietServer(("127.0.0.1", 0), _ProxyHandler)
         self._server.engine = self
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(
@@ -242,7 +242,7 @@ class Proxy:
         return (FAULTS | COULD_BE_TRUE)[name].spoil(answer.json())
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ProxyHandler(BaseHTTPRequestHandler):
     server: QuietServer
 
     def log_message(self, *arguments) -> None:

@@ -26,7 +26,7 @@ from qurl_megatron.runtime.launch import FORK_SERVER
 
 BACKENDS = ["gloo"] + (["nccl"] if torch.cuda.device_count() else [])
 
-# Imported once by the server that forks the ranks; importing Megatron anew takes 6 s a rank. Ours
+# Imported once by the server that forks the ranks; importing Megatron again takes 6 s a rank. Ours
 # comes first: it keeps from Megatron what only GPUs can run.
 PRELOAD = ("torch.distributed", "qurl_megatron.model", "qurl_megatron.training.step")
 
@@ -105,9 +105,6 @@ def _skip_without_gpus(needed: int) -> None:
         pytest.skip(f"{needed} nccl ranks need {needed} GPUs, and there are {found}")
 
 
-# -- starting --------------------------------------------------------------------------------------
-
-
 def _start(
     target: Callable, world_size: int, backend: str, args: tuple, preload: tuple[str, ...]
 ) -> mp.ProcessContext:
@@ -119,7 +116,7 @@ def _start(
 @functools.cache
 def _fork_server(backend: str, preload: tuple[str, ...]) -> forkserver.ForkServer:
     """forkserver, because fork hangs once the parent has used autograd, and spawn imports torch
-    anew on every rank."""
+    again on every rank."""
     made = forkserver.ForkServer()
     # Names are looked up without importing: the parent may have no use for them.
     found = [name for name in preload if importlib.util.find_spec(name.partition(".")[0])]
@@ -161,9 +158,6 @@ def _can_initialise_cuda() -> None:
     except (RuntimeError, AssertionError) as error:
         # Of anything else the ranks themselves will tell.
         os._exit("forked subprocess" in str(error))
-
-
-# -- a rank ----------------------------------------------------------------------------------------
 
 
 def _run_rank(

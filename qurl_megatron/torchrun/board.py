@@ -53,7 +53,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Row:
+class NodeRow:
     """What goes on on a node."""
 
     name: str
@@ -77,7 +77,7 @@ class Board:
         """
         self.word = Word()
         self._like, self._heard = dict(like), {}
-        self._server = None if port is None else _Server(("", port), self)
+        self._server = None if port is None else _BoardServer(("", port), self)
 
     @property
     def port(self) -> int:
@@ -93,7 +93,7 @@ class Board:
             self._server.shutdown()
             self._server.server_close()
 
-    def rows(self, since: float = 0.0) -> dict[str, Row]:
+    def rows(self, since: float = 0.0) -> dict[str, NodeRow]:
         """Of the nodes that are not silent, by id.
 
         Args:
@@ -107,7 +107,7 @@ class Board:
         """Note a node's row."""
         try:
             node, row = json.loads(line)
-            row = Row(**row)
+            row = NodeRow(**row)
             for option, own in self._like.items():
                 if (its := row.like.get(option)) != own:
                     return Word(refused=f"{row.name} was started with {option} {its}, not {own}")
@@ -117,7 +117,7 @@ class Board:
         return self.word
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _BoardServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
     request_queue_size = 1024  # all nodes may come at once
 
@@ -137,7 +137,7 @@ class _Visit(socketserver.StreamRequestHandler):
             return
 
 
-def ask(endpoint: tuple[str, int], node: str, row: Row) -> Word:
+def ask(endpoint: tuple[str, int], node: str, row: NodeRow) -> Word:
     """Bring the head this node's row.
 
     Returns:

@@ -26,10 +26,10 @@ from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.cluster import JobConfig
 from qurl_megatron.slurm.supervise import Received
 from qurl_megatron.slurm.task import STOPPED
-from qurl_megatron.slurm.verdict import BAD_NODE, Decision, Outcome
-from qurl_megatron.torchrun.board import BEAT_S, SILENT_S, Board, Row, Word, ask
-from qurl_megatron.torchrun.head import TOLD_S, Head, NodeMissing, Plan
-from qurl_megatron.torchrun.member import Member
+from qurl_megatron.slurm.verdict import BAD_NODE, AttemptOutcome, Decision
+from qurl_megatron.torchrun.board import BEAT_S, SILENT_S, Board, NodeRow, Word, ask
+from qurl_megatron.torchrun.head import TOLD_S, Head, NodeMissing, RunPlan
+from qurl_megatron.torchrun.member import NodeMember
 
 LOCAL = "127.0.0.1"
 
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
             f"parallel.context * parallel.data = {needed}; make them equal"
         )
     endpoint = endpoint_of(options.rdzv_endpoint, options.nnodes)
-    plan = Plan(
+    plan = RunPlan(
         run_dir=Path(config.train.run_dir),
         steps=config.train.steps,
         nodes=options.nnodes,
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
         "--nproc-per-node": str(plan.per_node),
         "train.run_dir": str(plan.run_dir),
     }
-    member = Member(uuid.uuid4().hex, Row(socket.gethostname(), like), plan.per_node)
+    member = NodeMember(uuid.uuid4().hex, NodeRow(socket.gethostname(), like), plan.per_node)
     with contextlib.ExitStack() as stack:
         received = stack.enter_context(Received(*stopping()))
         stack.callback(member.end)
@@ -122,7 +122,7 @@ def _lead(head: Head) -> int:
     try:
         outcome = head.run()
     except NodeMissing as missing:
-        outcome = Outcome(Decision.STOP, BAD_NODE, str(missing))
+        outcome = AttemptOutcome(Decision.STOP, BAD_NODE, str(missing))
         head.say(outcome.why)
     except ConfigError as error:
         head.leave(2, str(error))
@@ -131,7 +131,9 @@ def _lead(head: Head) -> int:
     return outcome.code
 
 
-def _follow(plan: Plan, endpoint: tuple[str, int], member: Member, received: Received) -> int:
+def _follow(
+    plan: RunPlan, endpoint: tuple[str, int], member: NodeMember, received: Received
+) -> int:
     """Do what the head wants until it says that the run is over, or is gone for good."""
     where, wait_s = f"{endpoint[0]}:{endpoint[1]}", plan.wait_s
     heard, answered, said = time.monotonic(), False, False
@@ -172,7 +174,7 @@ def _follow(plan: Plan, endpoint: tuple[str, int], member: Member, received: Rec
         time.sleep(BEAT_S)
 
 
-def _obey(endpoint: tuple[str, int], member: Member, word: Word, received: Received) -> None:
+def _obey(endpoint: tuple[str, int], member: NodeMember, word: Word, received: Received) -> None:
     try:
         member.follow(word, received.newest)
     except ConfigError as error:  # the head ends the run with it

@@ -4,10 +4,7 @@ What it decides, and what it leaves in the run's folder, are those of a job of `
 ``qurl slurm logs`` and ``hours`` read them.
 """
 
-import contextlib
-import random
 import signal
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +13,14 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.text import duration
 from qurl_megatron.runtime.filesystem import refusing
+from qurl_megatron.runtime.network import free_port
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.pace import Pace, Stillness, mark, measured
 from qurl_megatron.slurm.supervise import Ending, Received, ask_for_stacks
 from qurl_megatron.slurm.task import STOPPED
-from qurl_megatron.slurm.verdict import WALL_TIME, Decision, Outcome, before, decide
-from qurl_megatron.torchrun.board import BEAT_S, Board, Order, Row, Word
-from qurl_megatron.torchrun.member import Member
+from qurl_megatron.slurm.verdict import WALL_TIME, AttemptOutcome, Decision, before, decide
+from qurl_megatron.torchrun.board import BEAT_S, Board, NodeRow, Order, Word
+from qurl_megatron.torchrun.member import NodeMember
 from qurl_megatron.torchrun.round import Round, missing, seats
 from qurl_megatron.training.state import TrainState, latest
 
@@ -34,8 +32,6 @@ WATCH_S = 2.0
 """Between looks at the run's files."""
 TOLD_S = 5.0
 """Until it is said that nodes are waited for."""
-KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The first and the last port that the kernel gives away."""
 
 
 class NodeMissing(Exception):
@@ -43,7 +39,7 @@ class NodeMissing(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What the recipe and the command line ask for."""
 
     run_dir: Path
@@ -71,14 +67,14 @@ class Plan:
 class Head:
     """One run."""
 
-    plan: Plan
+    plan: RunPlan
     board: Board
-    member: Member
+    member: NodeMember
     received: Received
     _names: list[str] = field(default_factory=list)  # of the nodes of the attempt before
     _word: Word = Word()
 
-    def run(self) -> Outcome:
+    def run(self) -> AttemptOutcome:
         """Try until all steps are done, or another attempt makes no sense.
 
         Raises:
@@ -88,11 +84,11 @@ class Head:
         while True:
             if why := self.plan.done():
                 self.say(why)
-                return Outcome(Decision.DONE, 0, why)
+                return AttemptOutcome(Decision.DONE, 0, why)
             rows = self._gather()
             if told := told_by(rows):
                 self.say(why := f"stopped by SIG{told} before an attempt began")
-                return Outcome(Decision.STOP, STOPPED, why)
+                return AttemptOutcome(Decision.STOP, STOPPED, why)
             outcome = self._attempt(rows)
             if outcome.decision is not Decision.RETRY:
                 return outcome
@@ -115,7 +111,7 @@ class Head:
         """Send a signal to all ranks."""
         self._want(Word(self._word.order, (*self._word.signals, number)))
 
-    def _gather(self) -> dict[str, Row]:
+    def _gather(self) -> dict[str, NodeRow]:
         """The rows of the nodes once all are here, or one of them wants to end.
 
         Raises:
@@ -139,7 +135,7 @@ class Head:
                 self.say(f"{lacking}; the rest has {duration(plan.wait_s)} to come (--wait)")
             time.sleep(BEAT_S / 2)
 
-    def _attempt(self, rows: dict[str, Row]) -> Outcome:
+    def _attempt(self, rows: dict[str, NodeRow]) -> AttemptOutcome:
         """One attempt, from its folder to its record."""
         plan = self.plan
         saved = plan.saved()
@@ -188,7 +184,7 @@ class Head:
     def _watch(self, seen: Round, order: Order, ranks: int) -> Ending:
         """The attempt, until every node has ended its part or is lost."""
         self._names, told, failed, end_at = seen.names, "", "", float("inf")
-        progress = Progress(self.plan)
+        progress = FileProgress(self.plan)
         self._word = Word(order)
         while not seen.finished:
             over = time.monotonic() > end_at
@@ -224,17 +220,17 @@ class Head:
         self._word = self.board.word = word
         self.member.follow(word, self.received.newest)
 
-    def _heard(self, since: float = 0.0) -> dict[str, Row]:
+    def _heard(self, since: float = 0.0) -> dict[str, NodeRow]:
         rows = {**self.board.rows(since), self.member.node: self.member.row}
         if refused := next((row.refused for row in rows.values() if row.refused), ""):
             raise ConfigError(refused)
         return rows
 
 
-class Progress:
+class FileProgress:
     """How long a run has done no step, by the files that it writes."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._began, self._looked, self._still = now(), time.monotonic(), Stillness()
         self._mark, self._pace = mark(plan.run_dir), self._measured()
@@ -258,22 +254,10 @@ class Progress:
         return pace.without_pauses(self._plan.hung_s, self._plan.hung_steps)
 
 
-def told_by(rows: dict[str, Row]) -> str:
+def told_by(rows: dict[str, NodeRow]) -> str:
     """The signal by which somebody ends the run, at whichever node; "": nobody does.
 
     SIGUSR1, a batch system's last warning, is one of them: here nothing goes on by itself.
     """
     found = next((row.received for row in rows.values() if row.received), "")
     return "TERM" if found == WALL_TIME else found
-
-
-def free_port() -> int:
-    """A port of this machine that nobody has: torchrun opens one only where it is told which, and
-    takes seconds to. So it is none of those that the kernel gives to whoever asks for any."""
-    first = int(KERNELS.read_text(encoding="ascii").split()[0])
-    own = range(max(1024, first - 8192), first)
-    for port in (*random.sample(own, min(64, len(own))), 0):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return probe.getsockname()[1]
-    raise ConfigError("no port is free on this node; end what holds them, `ss -ltnp` shows it")

@@ -10,19 +10,19 @@ from pathlib import Path
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.filesystem import CACHED_S
 from qurl_megatron.torchrun.agent import Torchrun
-from qurl_megatron.torchrun.board import Order, Row, Word
+from qurl_megatron.torchrun.board import NodeRow, Order, Word
 
 
-class Member:
+class NodeMember:
     """This node. The head is one, too."""
 
-    def __init__(self, node: str, row: Row, per_node: int) -> None:
+    def __init__(self, node: str, row: NodeRow, per_node: int) -> None:
         self.node, self.row, self._per_node = node, row, per_node
         self._torchrun: Torchrun | None = None
         self._told = 0  # of the head's signals
         self._missed = 0, 0.0  # an attempt whose folder is not seen, and since when
 
-    def follow(self, word: Word, received: str = "") -> Row:
+    def follow(self, word: Word, received: str = "") -> NodeRow:
         """Bring this node to where the head wants it.
 
         Args:

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 
 from qurl_megatron.slurm.verdict import FINAL
-from qurl_megatron.torchrun.board import SILENT_S, Order, Row
+from qurl_megatron.torchrun.board import SILENT_S, NodeRow, Order
 
 
 class Round:
     """The rows of an attempt's nodes, as far as they have been heard."""
 
-    def __init__(self, order: Order, rows: Mapping[str, Row]) -> None:
+    def __init__(self, order: Order, rows: Mapping[str, NodeRow]) -> None:
         """
         Args:
             rows: of the nodes when the attempt began.
@@ -28,7 +28,7 @@ class Round:
         """Of the nodes, those that are lost included."""
         return [row.name for row in self._rows.values()]
 
-    def hear(self, heard: Mapping[str, Row]) -> list[str]:
+    def hear(self, heard: Mapping[str, NodeRow]) -> list[str]:
         """Take rows in.
 
         Args:
@@ -88,7 +88,7 @@ def signal_of(code: int) -> int:
     return code - 128 if code - 128 in signal.valid_signals() else 0
 
 
-def how_it_failed(row: Row) -> list[str]:
+def how_it_failed(row: NodeRow) -> list[str]:
     """Lines on the ranks of a node, in the words in which ``slurm.cause`` knows srun's."""
     lines = []
     for rank, code in row.failed.items():

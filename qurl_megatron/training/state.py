@@ -7,7 +7,6 @@ On disk:
     run_dir/checkpoints/step_000040.damaged/  one that was no longer whole; never touched again
 """
 
-import fcntl
 import json
 import re
 import tomllib
@@ -20,6 +19,7 @@ from typing import Any, TextIO
 from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
 from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
+from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.rewards.own_code import edited, named_code
 from qurl_megatron.runtime.filesystem import refusing
@@ -367,10 +367,9 @@ class Claim:
         Raises:
             ConfigError: it cannot be written.
         """
-        recipe, aside = self.run_dir / RECIPE, self.run_dir / f".{RECIPE}"
-        with refusing(recipe, key="train.run_dir", half_written=aside):
-            aside.write_text(f"{HEADER}\n{to_toml(self.config)}\n{END}", encoding="utf-8")
-            aside.rename(recipe)
+        recipe = self.run_dir / RECIPE
+        with refusing(recipe, key="train.run_dir"):
+            write_whole(recipe, f"{HEADER}\n{to_toml(self.config)}\n{END}")
 
     def close(self) -> None:
         self.lock.close()
@@ -395,15 +394,13 @@ def claim(run_dir: Path, config: RunConfig) -> Claim:
     refuse_other_run(run_dir, config)
     with refusing(run_dir, key="train.run_dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        held = (run_dir / ".lock").open("w")
+    if not lock(held):
         raise ConfigError(
             f"{run_dir} is in use by a run that has not ended; wait for it, stop it, "
             "or set train.run_dir to a new folder"
-        ) from None
-    claimed = Claim(run_dir, config, refuse_other_run(run_dir, config), lock)
+        )
+    claimed = Claim(run_dir, config, refuse_other_run(run_dir, config), held)
     if not claimed.changes:
         claimed.keep_recipe()
     return claimed

@@ -15,7 +15,7 @@ from qurl_megatron.tensors.table import HfTensor
 from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.places import INDEX, safetensors_files
 
-# A file is opened anew after this many bytes: what was read stays mapped until it is closed.
+# A file is opened again after this many bytes: what was read stays mapped until it is closed.
 _MAPPED_BYTES = 256 << 20
 
 DTYPES = {

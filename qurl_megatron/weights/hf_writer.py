@@ -37,7 +37,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors that are made together, and what tells the maker which."""
 
     source: Hashable
@@ -53,16 +53,16 @@ class HfFile:
     """One safetensors file to come."""
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
 
     @property
     def bytes(self) -> int:
         return sum(group.bytes for group in self.groups)
 
 
-def plan_files(groups: Sequence[Group], max_bytes: int) -> list[HfFile]:
+def plan_files(groups: Sequence[TensorGroup], max_bytes: int) -> list[HfFile]:
     """Fill files in order, none above ``max_bytes`` unless one group alone is larger."""
-    batches: list[list[Group]] = []
+    batches: list[list[TensorGroup]] = []
     room = 0
     for group in groups:
         if not batches or group.bytes > room:
@@ -80,7 +80,7 @@ def plan_files(groups: Sequence[Group], max_bytes: int) -> list[HfFile]:
 
 
 def write_safetensors(
-    path: Path, groups: Iterable[Group], make: Callable[[Hashable], Mapping[str, Tensor]]
+    path: Path, groups: Iterable[TensorGroup], make: Callable[[Hashable], Mapping[str, Tensor]]
 ) -> None:
     """Write one file.
 

@@ -28,7 +28,7 @@ from qurl_megatron.weights.uaq import folded, folded_scale
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
-class Reader(Protocol):
+class CheckpointReader(Protocol):
     """Where the Hugging Face tensors of an op come from."""
 
     folder: Path
@@ -150,7 +150,7 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
 
 
 def load_parameter(
-    op: Op, reader: Reader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
+    op: Op, reader: CheckpointReader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
 ) -> Tensor:
     """One Megatron parameter in FP32: this tensor rank's slices, folded by ``uaq_scale``, fused."""
     slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)

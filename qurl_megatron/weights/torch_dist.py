@@ -68,9 +68,6 @@ class Chunk:
         return self.part.elements * self.dtype.itemsize if self.shape is not None else 0
 
 
-# -- reading -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StoredChunk:
     """Where a part of a tensor is stored."""
@@ -330,9 +327,6 @@ def _stored(key: str, entry: _Record, places: dict) -> StoredTensor:
             raise ConfigError(f"tensor {key}: a chunk at {at} lies outside of {list(shape)}")
         chunks.append(StoredChunk(Slice(starts, sizes), file, start, length))
     return StoredTensor(shape, dtype, chunks)
-
-
-# -- writing -------------------------------------------------------------------------------------
 
 
 def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ import pytest
 
 from qurl_megatron.config import load
 from qurl_megatron.observe.attempts import tried
+from qurl_megatron.runtime.network import free_port
 from qurl_megatron.slurm.logs import logs
-from qurl_megatron.torchrun.head import free_port
 from qurl_megatron.training.state import latest
 from qurl_megatron.training.warmstart import warmstart
 from tests.integration.test_kills import finished, metrics
@@ -172,7 +172,7 @@ def test_two_failures_without_a_checkpoint_between_them_end_a_run_with_4(tiny):
         assert head.wait(LIMIT_S) == 4
         assert run.footprint.left(run.dir) == []
         assert [one[:2] for one in run.attempts()] == [("retry", 137), ("stop", 137)]
-    said = "the second attempt in a row without a new checkpoint; step 0 is saved; mend the cause"
+    said = "the second attempt in a row without a new checkpoint; step 0 is saved; fix the cause"
     assert f"{said}, then the same command goes on" in run.told()
 
 

@@ -15,52 +15,29 @@ import pytest
 
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.catalogue import known
-from qurl_megatron.observe.lanes import overlap
 from qurl_megatron.observe.samples import read_samples
 from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.observe.timeline import overlap, read_timeline
 from qurl_megatron.tensors.arch import read_eos
 from tests.plain_transformers import Answer, answers
-from tests.runs import Run
+from tests.runs import QURL, SMALL, Run
 from tests.unit.engine_models import engine_for, finish, sequence
 from tests.unit.test_convert_mistakes import tool
 
-RECIPE = """
-[model]
-path = "{root}/model"
-dtype = "float32"
-[warmstart]
-steps = 30
-hidden = 64
-layers = 2
-heads = 4
-kv_heads = 2
-intermediate = 128
-batch = 64
-[data]
-task = "chain_sum"
-task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
-task_size = 2000
-prompts_per_step = 8
-[rollout]
-engines = 2
-samples_per_prompt = 8
-max_new_tokens = 4
-[reward]
-kind = "exact"
+RECIPE = (
+    SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000")
+    + """
 [algo]
 # So small a model earns nothing: these move its weights all the same.
 entropy_coef = 0.01
 kl_coef = 0.01
-[optimizer]
-lr = 1e-4
 [train]
 steps = 4
 micro_batch = 16
 eval_prompts = 16
 """
+)
 
-QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 ROOT = Path(__file__).parents[2]
 TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 

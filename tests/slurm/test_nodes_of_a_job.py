@@ -25,15 +25,15 @@ EXAMINE_S = 60
 
 @pytest.fixture
 def little_shared_memory(user: User):
-    """Makes a node bad, as a container that was started carelessly is; mended at the end."""
-    mended = []
+    """Makes a node bad, as a container that was started carelessly is; fixed at the end."""
+    fixed = []
 
     def make(node: str) -> None:
         user.slurm.on(node, "mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm")
-        mended.append(node)
+        fixed.append(node)
 
     yield make
-    for node in mended:
+    for node in fixed:
         user.slurm.on(node, "umount", "-l", "/dev/shm")
 
 

@@ -1,6 +1,7 @@
 """The arrows between the parts point downwards; read off the imports."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ ROOT = Path(qurl_megatron.__file__).parent
 LEVEL = {
     "types": 0,
     "errors": 0,
+    "disk": 0,
     "fused": 0,
     "tensors": 0,
     "config": 0,
@@ -91,6 +93,24 @@ def test_rollout_knows_no_megatron_and_the_model_no_engine():
             assert not any(m.startswith("megatron") for m in imports(file)), file
     for file in ROOT.glob("model/*.py"):
         assert not any(m.startswith(("sglang", "qurl_megatron.engines")) for m in imports(file))
+
+
+def repeated(names: list[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_the_name_of_a_file_or_a_class_occurs_once():
+    by_convention = {"__init__.py", "command.py", "options.py"}  # of a room; of its subcommand
+    known = {"advantages.py"}
+    assert repeated([file.name for file in FILES]) - by_convention <= known
+    classes = [
+        node.name
+        for file in FILES
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    known = {"Asked", "Engine", "Limits", "Progress", "Session", "Verdict", "_Item"}
+    assert repeated(classes) <= known
 
 
 def test_only_commands_and_the_training_see_a_whole_recipe():

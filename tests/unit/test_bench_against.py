@@ -8,16 +8,16 @@ import pytest
 
 from qurl_megatron.bench.against import _ways, compare, most_figures, shift
 from qurl_megatron.bench.options import BENCHMARKS
-from qurl_megatron.bench.record import Case, Figure, Record
+from qurl_megatron.bench.record import BenchRecord, Case, Figure
 from qurl_megatron.bench.repeats import interleaved
 
 REPEATS = 10
 SCHEMES = ("bf16", "int8", "fp8")
 
 
-def record(*cases: Case, **given) -> Record:
+def record(*cases: Case, **given) -> BenchRecord:
     environment = {"cpu": "some", "cores": 2, "instructions": ["AVX-512"], "gpus": []}
-    return Record(
+    return BenchRecord(
         **{
             "benchmark": "decode",
             "command": "qurl bench decode",
@@ -35,7 +35,7 @@ def case(name: str, repeats: list[float], yardsticks: list[float] | None = None,
     return Case(**{"name": name, "keys": {}, "figures": figures, "yardsticks": yardsticks, **given})
 
 
-def measured(draw: random.Random, *, slower: float = 1.0, noise: str = "even") -> Record:
+def measured(draw: random.Random, *, slower: float = 1.0, noise: str = "even") -> BenchRecord:
     """One run of a benchmark of three cases, on a machine with 2 % of noise and more of it."""
     cases = []
     for number, scheme in enumerate(SCHEMES):
@@ -125,7 +125,7 @@ def test_equal_better_and_worse_have_exit_codes_0_0_and_1():
 
 
 def test_a_rate_is_worse_when_it_falls():
-    def rates(value: float) -> Record:
+    def rates(value: float) -> BenchRecord:
         repeats = [value + i / 100 for i in range(REPEATS)]
         rate = Figure(name="decode", unit="tokens/s", better="higher", repeats=repeats)
         return record(case("a", [], [1.0] * REPEATS, figures=[rate]))
@@ -135,7 +135,7 @@ def test_a_rate_is_worse_when_it_falls():
 
 
 def test_bytes_are_not_divided_by_the_yardstick():
-    def memory(yardstick: float) -> Record:
+    def memory(yardstick: float) -> BenchRecord:
         size = Figure(name="peak", unit="MiB", better="lower", repeats=[100.0] * REPEATS)
         return record(case("a", [], [yardstick] * REPEATS, figures=[size]))
 
@@ -144,7 +144,7 @@ def test_bytes_are_not_divided_by_the_yardstick():
 
 @pytest.mark.parametrize("unit", ["s", "CPU s", "core s", "GPU s"])
 def test_seconds_of_any_device_are_divided_by_the_yardstick(unit):
-    def cost(factor: float) -> Record:
+    def cost(factor: float) -> BenchRecord:
         repeats = [factor * (10 + i / 100) for i in range(REPEATS)]
         seconds = Figure(name="cost", unit=unit, better="lower", repeats=repeats)
         return record(case("a", [], [factor] * REPEATS, figures=[seconds]))
@@ -202,7 +202,7 @@ def test_what_cannot_be_compared_is_no_verdict_and_says_why(old, new, why):
 
 
 def test_times_of_a_machine_whose_memory_was_slower_are_no_verdict_but_bytes_are():
-    def on(read_gb_s: float, seconds: float, mib: float) -> Record:
+    def on(read_gb_s: float, seconds: float, mib: float) -> BenchRecord:
         figures = [
             Figure(name="decode", unit="s", better="lower", repeats=[seconds] * 10),
             Figure(name="peak", unit="MiB", better="lower", repeats=[mib] * 10),
@@ -229,7 +229,7 @@ def told(name: str, value: float) -> Figure:
 
 
 def test_a_figure_that_is_only_told_is_neither_compared_nor_counted_nor_missed():
-    def with_more(value: float, *names: str) -> Record:
+    def with_more(value: float, *names: str) -> BenchRecord:
         return record(
             dataclasses.replace(EVEN, figures=[*EVEN.figures, *(told(n, value) for n in names)])
         )
@@ -244,7 +244,7 @@ def test_a_figure_that_is_only_told_is_neither_compared_nor_counted_nor_missed()
     assert told("tail", 1.0).share is None
 
 
-def many(repeats: int, factor: float, *, cases: int = 3) -> Record:
+def many(repeats: int, factor: float, *, cases: int = 3) -> BenchRecord:
     """As many figures as bench step compares, by default of three cases: a step, its five phases
     and its joules. Of the first case one phase takes ``factor`` times as long."""
     figures = {
@@ -275,7 +275,7 @@ def test_too_few_repeats_for_so_many_figures_is_the_reason_and_not_noise():
 @pytest.mark.parametrize("repeats", [5, 6, 7])
 def test_so_many_figures_and_no_more_can_be_told_worse_with_so_few_repeats(repeats):
     def ends(figures: int) -> int:
-        def of(factor: float) -> Record:
+        def of(factor: float) -> BenchRecord:
             values = [factor * (10 + i / 100) for i in range(repeats)]
             return record(*(case(str(number), values) for number in range(figures)))
 

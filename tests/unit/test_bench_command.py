@@ -7,7 +7,7 @@ import random
 import pytest
 
 from qurl_megatron import cli
-from qurl_megatron.bench import command, decode, environment, random_model
+from qurl_megatron.bench import command, decode, environment, peer, random_model
 from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure, read
@@ -191,3 +191,21 @@ def test_shapes_are_those_of_the_models_that_ship():
         for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"):
             assert ours[key] == theirs[key], (size, key)
     assert set(random_model.UNTIED) < set(random_model.SIZES)
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("loss --only megatron --vocab 64", "benchmarks/peers/losses.py"),
+        ("decode --transformers", "benchmarks/peers/through_transformers.py"),
+        ("publish --candidates gathered", "benchmarks/peers/gathered.py"),
+        ("convert --model tiny", "checkpoints_tools"),
+    ],
+)
+def test_an_installed_wheel_says_which_file_a_peer_needs(
+    words, missing, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(peer, "ROOT", tmp_path)  # a wheel's site-packages: nothing beside it
+    assert cli.main(["bench", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert f"{missing} is not in the installed package: run this benchmark in a checkout" in said

@@ -2,13 +2,15 @@ import sys
 
 import pytest
 
-from qurl_megatron.bench.convert import HASHED, SYNCED, Bench, Run, cases_of
+from qurl_megatron.bench.convert import HASHED, SYNCED, Bench, ConversionRun, cases_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.errors import ConfigError
 
 
-def runs(*seconds: float) -> Repeats[Run]:
-    results = [Run(s, cpu_seconds=2 * s, peak_mib=100.0, bytes=10_000_000) for s in seconds]
+def runs(*seconds: float) -> Repeats[ConversionRun]:
+    results = [
+        ConversionRun(s, cpu_seconds=2 * s, peak_mib=100.0, bytes=10_000_000) for s in seconds
+    ]
     return Repeats(seconds=list(seconds), results=results, yardsticks=[0.01] * len(results))
 
 

@@ -3,10 +3,10 @@ import argparse
 import pytest
 import torch
 
+from benchmarks.peers.through_transformers import Generating
 from qurl_megatron.bench import decode
-from qurl_megatron.bench.decode import Span, random_decoder, run
+from qurl_megatron.bench.decode import DecodeSpan, random_decoder, run
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
-from qurl_megatron.bench.peers.through_transformers import Generating
 from qurl_megatron.bench.performance import _remarks
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.engines.embedded import native
@@ -18,7 +18,7 @@ from qurl_megatron.tensors.arch import read_arch
 @pytest.mark.parametrize("batch", [1, 600])
 def test_every_row_of_the_batch_runs_from_the_first_step_that_counts_to_the_last(batch):
     decoder = random_decoder(read_arch(config_of("tiny")), "fp32", torch.device("cpu"))
-    span = Span(decoder, batch, steps=2, repeats=1)
+    span = DecodeSpan(decoder, batch, steps=2, repeats=1)
     for _ in range(2):  # the warm-up and the repeat
         assert len(span.engine.running) == batch
         before = span.engine.generated
@@ -28,7 +28,7 @@ def test_every_row_of_the_batch_runs_from_the_first_step_that_counts_to_the_last
 
 def test_rows_that_ended_on_the_way_are_an_error_and_not_a_rate():
     decoder = random_decoder(read_arch(config_of("tiny")), "fp32", torch.device("cpu"))
-    span = Span(decoder, 3, steps=2, repeats=1)
+    span = DecodeSpan(decoder, 3, steps=2, repeats=1)
     span.engine.abort(lambda sequence: sequence.rid == "1", "the logits are not finite")
     with pytest.raises(ConfigError, match="only 2 of the 3 responses of --batch 3 are left"):
         span()
@@ -92,7 +92,7 @@ def test_a_case_on_cuda_tells_whether_graphs_ran(monkeypatch):
 
 def test_every_prediction_is_made_before_the_first_repeat(monkeypatch):
     events = []
-    foretell, measure = decode.bounds, Span.__call__
+    foretell, measure = decode.bounds, DecodeSpan.__call__
 
     def bounds(*given, **named):
         events.append("prediction")
@@ -103,7 +103,7 @@ def test_every_prediction_is_made_before_the_first_repeat(monkeypatch):
         measure(span)
 
     monkeypatch.setattr(decode, "bounds", bounds)
-    monkeypatch.setattr(Span, "__call__", call)
+    monkeypatch.setattr(DecodeSpan, "__call__", call)
     cases(monkeypatch, "--schemes", "int8,fp32", "--batch", "1", "2")
     assert events == ["prediction"] * 4 + ["repeat"] * 8  # each with its warm-up
 

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from qurl_megatron.bench.page import chart, chart_svg, write_page
-from qurl_megatron.bench.record import Case, Figure, Record
+from qurl_megatron.bench.record import BenchRecord, Case, Figure
 from qurl_megatron.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ def case(scheme: str, batch: int, speed: float, **given) -> Case:
 CASES = [case(scheme, batch, 100.0 * batch) for batch in (1, 8) for scheme in ("bf16", "int8")]
 
 
-def record(*cases: Case) -> Record:
-    return Record(
+def record(*cases: Case) -> BenchRecord:
+    return BenchRecord(
         benchmark="decode",
         command="qurl bench decode --model <7B>",
         started="2026-11-22T12:00:00+00:00",

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 from qurl_megatron.bench.performance import PAGE, RESULTS, rendered
-from qurl_megatron.bench.record import Case, Figure, Record
+from qurl_megatron.bench.record import BenchRecord, Case, Figure
 
 
 def test_the_page_of_results_is_made_of_the_records():
@@ -21,7 +21,7 @@ def test_every_record_in_the_results_stands_on_the_page():
 def test_sections_of_one_benchmark_have_headings_of_their_own(tmp_path: Path):
     figure = Figure(name="seconds", unit="s", better="lower", repeats=[1.0])
     for name in ("loss", "loss_tp"):
-        Record(
+        BenchRecord(
             benchmark="loss",
             command="qurl bench loss",
             started="2026-11-22T12:00:00+00:00",
@@ -34,7 +34,7 @@ def test_sections_of_one_benchmark_have_headings_of_their_own(tmp_path: Path):
 
 
 def kept(folder: Path, name: str, benchmark: str, *cases: Case) -> None:
-    Record(
+    BenchRecord(
         benchmark=benchmark,
         command=f"qurl bench {benchmark}",
         started="2026-11-22T12:00:00+00:00",
@@ -107,7 +107,7 @@ def test_a_cell_has_median_spread_share_and_prediction_and_a_star_where_it_canno
         predicted=150.0,
     )
     alone = Figure(name="decode", unit="tokens/s", better="higher", repeats=[3.0])
-    Record(
+    BenchRecord(
         benchmark="decode",
         command="qurl bench decode",
         started="2026-11-22T12:00:00+00:00",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qurl_megatron.bench.publish import anonymous, bytes_under, cases_of, shares
-from qurl_megatron.bench.publish_model import Rates, Setting, predict, tensors, volumes
+from qurl_megatron.bench.publish_model import PublishSetting, Rates, predict, tensors, volumes
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.publish.routes import Layout, transfers
 from qurl_megatron.tensors.arch import Arch, read_arch
@@ -21,9 +21,9 @@ def arch_of(model: str) -> Arch:
     return read_arch(config_of(model))
 
 
-def setting(scheme="int8", **changes) -> Setting:
+def setting(scheme="int8", **changes) -> PublishSetting:
     defaults = dict(trainer=Layout(tensor=8), engines=4, engine_tp=2)
-    return Setting(arch=arch_of("32B"), scheme=scheme, **{**defaults, **changes})
+    return PublishSetting(arch=arch_of("32B"), scheme=scheme, **{**defaults, **changes})
 
 
 def test_bytes_are_those_of_the_tensors_that_a_version_holds():
@@ -139,7 +139,7 @@ def test_memory_of_processes_and_files_is_counted_and_that_of_the_gone_is_not(tm
 def test_the_bucket_of_the_baseline_names_sglangs_class_and_leaves_no_module_behind():
     import base64
 
-    from qurl_megatron.bench.peers.gathered import PLACE, _serialized
+    from benchmarks.peers.gathered import PLACE, _serialized
 
     text, held = _serialized([("a", torch.ones(2, 3, dtype=torch.bfloat16))])
     assert held.numel() == 12

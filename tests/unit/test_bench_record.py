@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from qurl_megatron.bench.record import HEADS, Case, Figure, Record, read
+from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, read
 from qurl_megatron.errors import ConfigError
 
 
@@ -11,8 +11,8 @@ def speed(**given) -> Figure:
     return Figure(**{**kind, "repeats": [90.0, 100.0, 104.0], **given})
 
 
-def record(*cases: Case) -> Record:
-    return Record(
+def record(*cases: Case) -> BenchRecord:
+    return BenchRecord(
         benchmark="decode",
         command="qurl bench decode",
         started="2026-11-22T12:00:00+00:00",

@@ -10,7 +10,7 @@ import torch
 from qurl_megatron.bench import environment, rollout
 from qurl_megatron.bench.load.engines import Target, _told_by_openai, engine_config
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
-from qurl_megatron.bench.load.outcome import Answer, Client, Look, Outcome, Publication
+from qurl_megatron.bench.load.outcome import Client, LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.bench.load.protocols import PROTOCOLS
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.bench.options import BENCHMARKS, add_shared, quant_scheme
@@ -47,8 +47,8 @@ def outcome(failure=""):
     made = []
     for sample, end in enumerate((1.0, 2.0)):
         ask = Ask(0, sample, (1, 2, 3), 2)
-        made.append(Answer(ask, 0.0, [0.5, end], [1, 2], end, failure, [sample, 9]))
-    return Outcome(made, client=Client(cpu_s=0.5))
+        made.append(TimedAnswer(ask, 0.0, [0.5, end], [1, 2], end, failure, [sample, 9]))
+    return LoadOutcome(made, client=Client(cpu_s=0.5))
 
 
 def repeats(*outcomes):

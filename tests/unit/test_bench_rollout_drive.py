@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from qurl_megatron.bench.load import load_figures
-from qurl_megatron.bench.load.drive import Load, Publishing
+from qurl_megatron.bench.load.drive import DrivenLoad, Publishing
 from qurl_megatron.bench.load.protocols import PROTOCOLS, read_look, read_metrics
 from qurl_megatron.bench.load.requests import Ask, arriving, groups
 from qurl_megatron.errors import ConfigError
@@ -133,7 +133,7 @@ def server(running):
 
 def drive(server, asks, *, protocol="sglang", at_once=None, **options):
     client = EngineClient(server.url, timeout_s=20)
-    return Load(client, PROTOCOLS[protocol], "toy", **options).drive(asks, at_once)
+    return DrivenLoad(client, PROTOCOLS[protocol], "toy", **options).drive(asks, at_once)
 
 
 def ask(tokens):

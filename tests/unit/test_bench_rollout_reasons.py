@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qurl_megatron.bench.load import reasons
-from qurl_megatron.bench.load.outcome import Answer, Client, Look, Outcome
+from qurl_megatron.bench.load.outcome import Client, LoadOutcome, Look, TimedAnswer
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.bench.record import REASONS
 
@@ -20,9 +20,9 @@ def outcome():
             times = [0.1 * (place + 1) for place in range(10)]
             ask = Ask(group, sample, (7,) * 16, tokens=10)
             cached = 15 if sample else 0
-            answers.append(Answer(ask, 0.0, times, list(range(1, 11)), 1.0, "", ids, cached))
+            answers.append(TimedAnswer(ask, 0.0, times, list(range(1, 11)), 1.0, "", ids, cached))
     looks = [Look(0.0, preemptions=5), Look(1.0, preemptions=5)]
-    return Outcome(answers, looks=looks, client=Client(cpu_s=0.2, lags=[0.001] * 100))
+    return LoadOutcome(answers, looks=looks, client=Client(cpu_s=0.2, lags=[0.001] * 100))
 
 
 def names(outcome):

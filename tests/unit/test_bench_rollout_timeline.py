@@ -3,14 +3,14 @@
 import pytest
 
 from qurl_megatron.bench.load import load_figures
-from qurl_megatron.bench.load.outcome import Answer, Look, Outcome, Publication
+from qurl_megatron.bench.load.outcome import LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.bench.load.requests import Ask
 
 
 def answer(began, times, ended=None, *, tokens=None, counts=None, prompt=3, failure=""):
     counts = counts or list(range(1, len(times) + 1))
     ask = Ask(0, 0, (1,) * prompt, counts[-1] if tokens is None else tokens)
-    return Answer(ask, began, list(times), counts, ended or times[-1], failure)
+    return TimedAnswer(ask, began, list(times), counts, ended or times[-1], failure)
 
 
 # Four at once; they end at 1, 2, 3 and 10.
@@ -97,23 +97,23 @@ def test_lengths_other_than_those_asked_for_are_wrong_and_failures_are_not_lengt
 
 
 def test_occupancy_is_none_where_the_engine_does_not_tell():
-    assert load_figures.occupancy(Outcome(looks=[Look(0.0, running=3)])) is None
+    assert load_figures.occupancy(LoadOutcome(looks=[Look(0.0, running=3)])) is None
     looks = [Look(0.0, occupancy=0.25), Look(1.0), Look(2.0, occupancy=0.75)]
-    assert load_figures.occupancy(Outcome(looks=looks)) == (0.5, 0.75)
+    assert load_figures.occupancy(LoadOutcome(looks=looks)) == (0.5, 0.75)
 
 
 def test_preemptions_are_those_of_the_load_by_the_engines_counter_or_its_answers():
     looks = [Look(0.0, preemptions=40), Look(1.0), Look(2.0, preemptions=43)]
-    assert load_figures.preemptions(Outcome(looks=looks)) == 3
+    assert load_figures.preemptions(LoadOutcome(looks=looks)) == 3
     taken_back = answer(0.0, [1.0])
     taken_back.preempted = 2
-    assert load_figures.preemptions(Outcome(answers=[taken_back, *BATCH])) == 2
+    assert load_figures.preemptions(LoadOutcome(answers=[taken_back, *BATCH])) == 2
 
 
 def test_what_a_publication_took_back_was_not_preempted():
     taken_back = answer(0.0, [1.0, 5.0])
     taken_back.preempted = 2
-    outcome = Outcome([taken_back], [Publication("7", 2.0, 3.0, 0.9)])
+    outcome = LoadOutcome([taken_back], [Publication("7", 2.0, 3.0, 0.9)])
     assert load_figures.preemptions(outcome) == 1
     outcome.publications.append(Publication("8", 4.0, 4.5, 0.4))
     assert load_figures.preemptions(outcome) == 0

@@ -17,7 +17,7 @@ from qurl_megatron.bench.step import one_run
 from qurl_megatron.bench.step.cases import case_of, told
 from qurl_megatron.bench.step.forecast import Foretold
 from qurl_megatron.bench.step.one_run import Usual, read_run
-from qurl_megatron.bench.step.settings import Setting
+from qurl_megatron.bench.step.settings import StepSetting
 from qurl_megatron.bench.step.sizes import Sizes, doubled, linear, parse, sharing, smallest
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.errors import ConfigError
@@ -228,7 +228,7 @@ def test_the_overlap_of_a_case_is_a_figure_in_percent_that_is_told_and_not_compa
         Usual(seconds=TOOK, engines=4.0, overlap=share, length=3.0, accepted=5.0, joules=None)
         for share in (0.5, 0.625)
     ]
-    setting = Setting(name="q", keys={}, own=Own(QUICKSTART, (), GPUS["h100"], node=8))
+    setting = StepSetting(name="q", keys={}, own=Own(QUICKSTART, (), GPUS["h100"], node=8))
     figure = case_of(setting, Repeats(results=runs, yardsticks=[1.0] * 2), Foretold(), "").figure(
         "overlap"
     )
@@ -238,7 +238,7 @@ def test_the_overlap_of_a_case_is_a_figure_in_percent_that_is_told_and_not_compa
 def test_what_follows_from_other_figures_is_not_compared_with_an_older_record():
     usual = Usual(seconds=TOOK, engines=4.0, overlap=0.0, length=3.0, accepted=5.0, joules=10.0)
     own = Own(QUICKSTART, (), GPUS["h100"], node=8)
-    setting = Setting(name="quickstart", keys={}, own=own)
+    setting = StepSetting(name="quickstart", keys={}, own=own)
     case = case_of(setting, Repeats(results=[usual], yardsticks=[1.0]), Foretold(), "package-0")
     assert case.figure("energy per accepted sample").median == 2.0
     compared = {figure.name for figure in case.figures if figure.better}

@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 
 from qurl_megatron.convert.anykind import open_any
 from qurl_megatron.convert.diff import differences
-from qurl_megatron.convert.job import MANIFEST, Job, partial_folder, read_manifest, run, verify
+from qurl_megatron.convert.job import (
+    MANIFEST,
+    ConversionJob,
+    partial_folder,
+    read_manifest,
+    run,
+    verify,
+)
 from qurl_megatron.convert.quantized_export import to_quantized
 from qurl_megatron.convert.to_huggingface import to_huggingface
 from qurl_megatron.convert.to_megatron import to_megatron
@@ -299,7 +306,7 @@ def test_a_changed_file_is_found(tmp_path):
     assert any("__0_1.distcp has" in line for line in wrong) and "common.pt is missing" in wrong
 
 
-def stopped(job: Job) -> None:
+def stopped(job: ConversionJob) -> None:
     """Run a job that comes to an end in its last step, with all large files written."""
 
     def stop(folder: Path, kept: dict) -> None:

@@ -5,7 +5,7 @@ import random
 
 from qurl_megatron.errors import CAUSES
 from qurl_megatron.observe.catalogue import GROUPS, known, unit
-from qurl_megatron.observe.plots import SECTIONS
+from qurl_megatron.observe.panels import SECTIONS
 from qurl_megatron.observe.progress import FIELDS
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.text import reading

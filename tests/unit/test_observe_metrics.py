@@ -169,3 +169,10 @@ def test_importing_observe_loads_no_heavy_package():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_only_reads_a_run_loads_no_matplotlib():
+    readers = ("observe.panels", "observe.predicted", "study.finished", "bench.step.one_run")
+    code = "import sys\n" + "".join(f"import qurl_megatron.{reader}\n" for reader in readers)
+    code += "assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.plots import COLORS, SECTIONS, History, draw_lines, smooth, thin
+from qurl_megatron.observe.drawing import draw_lines, smooth, thin
+from qurl_megatron.observe.history import History
+from qurl_megatron.observe.panels import COLORS, SECTIONS
 from qurl_megatron.observe.report import save_overview_png, write_report
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.text import number

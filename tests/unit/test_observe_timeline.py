@@ -5,9 +5,9 @@ import time
 import pytest
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.lanes import lanes_svg, overlap, recent
+from qurl_megatron.observe.lanes import lanes_svg, recent
 from qurl_megatron.observe.report import write_report
-from qurl_megatron.observe.timeline import Span, Timeline, read_timeline
+from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline
 from tests.unit.observe_fake_run import write_fake_run
 
 

@@ -7,12 +7,10 @@ from qurl_megatron.config import QuantConfig
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.publish.drift import Drift, of_an_update
 from qurl_megatron.quant import (
-    QUANT_METRICS,
     QuantizedWeight,
     code_flips,
     dequantize,
     diagnostics,
-    quant_metrics,
     quantize,
     rounding_of,
     update_passed,
@@ -72,16 +70,13 @@ def test_sums_of_shards_are_the_sums_of_the_whole():
 
     total = table(slice(0, 16)) + table(slice(16, 64))
     torch.testing.assert_close(total, table(slice(0, 64)))
-    metrics = quant_metrics(total)
-    assert list(metrics) == list(QUANT_METRICS)
-    assert metrics["quant/weight_update"] == pytest.approx(1e-4, rel=0.2)
-    assert 0.1 < metrics["quant/code_flip_rate"] < 0.5
-    assert 0 < metrics["quant/weight_error"] < 1e-4
+    flips, update, error = (total[:, 0] / total[:, 1]).tolist()
+    assert update == pytest.approx(1e-4, rel=0.2)
+    assert 0.1 < flips < 0.5
+    assert 0 < error < 1e-4
 
 
-def test_what_was_not_measured_is_left_out():
-    totals = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 4.0]])
-    assert quant_metrics(totals) == {"quant/weight_error": 0.25}
+def test_an_empty_shard_counts_as_nothing():
     empty = torch.empty(0, 4)
     assert weight_update(empty, empty).tolist() == [0, 0]
 

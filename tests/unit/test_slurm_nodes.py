@@ -17,14 +17,14 @@ from qurl_megatron.slurm.addresses import reachable
 from qurl_megatron.slurm.bad_nodes import GIB, Report, judge
 from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, NodeConfig
 from qurl_megatron.slurm.examination import Found, tell_apart
-from qurl_megatron.slurm.gpus import Gpu
+from qurl_megatron.slurm.gpus import GpuState
 from qurl_megatron.slurm.layout import lay_out
 from qurl_megatron.slurm.measure import as_json, from_json
 from tests.programs import Programs
 
 # -- the verdict -----------------------------------------------------------------------------------
 
-SOUND = Gpu(0, 0, 600 << 20, 0, remap_failed=False, remap_pending=False, clock=1980)
+SOUND = GpuState(0, 0, 600 << 20, 0, remap_failed=False, remap_pending=False, clock=1980)
 
 
 def report(node: str, **changed) -> Report:
@@ -228,7 +228,7 @@ def nvml(count: int = 2, **answers) -> SimpleNamespace:
 def test_what_the_driver_says_becomes_plain_data():
     said = nvml(1, remapped=(0, 3, 1, 0), ecc=7, processes=[SimpleNamespace(pid=4711)])
     (found,) = gpus.read(said, {})
-    assert found == Gpu(0, 1, 600 << 20, 7, remap_failed=False, remap_pending=True)
+    assert found == GpuState(0, 1, 600 << 20, 7, remap_failed=False, remap_pending=True)
 
 
 def test_a_kind_of_gpu_that_does_not_count_errors_has_none():

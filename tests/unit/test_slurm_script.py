@@ -34,7 +34,7 @@ def with_job(**values) -> ClusterConfig:
 @pytest.mark.parametrize("name", READY)
 def test_the_scripts_that_ship_are_what_render_gives(name):
     assert (FOLDER / name).read_text() == rendered(name), (
-        "python -m qurl_megatron.slurm.ready writes them anew"
+        "python -m qurl_megatron.slurm.ready writes them again"
     )
 
 

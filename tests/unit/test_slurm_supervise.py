@@ -15,7 +15,7 @@ from qurl_megatron.slurm.supervise import (
     POLL_S,
     REQUEUE_S,
     WATCH_S,
-    Step,
+    SrunStep,
     Times,
     beside,
     end_of,
@@ -86,7 +86,7 @@ def test_a_final_exit_code_is_read_from_what_srun_says(line, code):
 
 
 def test_a_program_ended_by_a_signal_ends_with_128_and_it():
-    step = Step(["sleep", "60"])
+    step = SrunStep(["sleep", "60"])
     assert step.wait(0.01) is None
     step.end()
     assert step.wait(10) == 128 + signal.SIGTERM
@@ -94,7 +94,7 @@ def test_a_program_ended_by_a_signal_ends_with_128_and_it():
 
 def test_what_the_engines_srun_says_is_told_from_what_the_ranks_says(tmp_path, capfd):
     line = "srun: error: roll1: task 1: Killed"
-    Step(["sh", "-c", f"echo '{line}' >&2"]).wait(10)
+    SrunStep(["sh", "-c", f"echo '{line}' >&2"]).wait(10)
     with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"], lambda: 10.0):
         while not (tmp_path / "said").exists():
             time.sleep(0.01)

@@ -58,7 +58,7 @@ def test_without_retries_the_first_failure_ends_the_job():
 def test_two_attempts_without_a_checkpoint_are_one_sentence_with_the_mend():
     outcome = decide(137, "", 8, 8, Before(1, True), steps=40, retries=3, failed="hung")
     assert outcome.why == (
-        "hung, the second attempt in a row without a new checkpoint; step 8 is saved; mend the "
+        "hung, the second attempt in a row without a new checkpoint; step 8 is saved; fix the "
         "cause, then `qurl slurm submit`, as before, goes on"
     )
 

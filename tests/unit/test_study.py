@@ -17,7 +17,7 @@ import pytest
 from qurl_megatron.config import load, to_toml
 from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.plots import History
+from qurl_megatron.observe.history import History
 from qurl_megatron.observe.sinks import Record
 from qurl_megatron.study import command as study_command
 from qurl_megatron.study import findings

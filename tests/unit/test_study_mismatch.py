@@ -87,7 +87,7 @@ def measure(root: Path, cell: str, kl: float, **others: float) -> None:
 
 
 def test_the_tables_of_the_page_are_made_of_the_records():
-    """``python -m qurl_megatron.study.mismatch_page`` writes them anew."""
+    """``python -m qurl_megatron.study.mismatch_page`` writes them again."""
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(text, rendered(kept()))
 

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.network import free_port
 from qurl_megatron.slurm import folder, supervise
 from qurl_megatron.slurm.cause import Evidence, first_cause
 from qurl_megatron.slurm.logs import logs
@@ -25,10 +26,10 @@ from qurl_megatron.torchrun import agent, command, head
 from qurl_megatron.torchrun import member as members
 from qurl_megatron.torchrun.agent import command as torchruns_command
 from qurl_megatron.torchrun.agent import failures
-from qurl_megatron.torchrun.board import Board, Order, Row, Word, ask
+from qurl_megatron.torchrun.board import Board, NodeRow, Order, Word, ask
 from qurl_megatron.torchrun.command import endpoint_of, is_here, main
-from qurl_megatron.torchrun.head import Head, Plan, free_port, told_by
-from qurl_megatron.torchrun.member import Member
+from qurl_megatron.torchrun.head import Head, RunPlan, told_by
+from qurl_megatron.torchrun.member import NodeMember
 from qurl_megatron.torchrun.round import Round, missing, seats
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -65,8 +66,8 @@ Root Cause (first observed failure):
 """
 
 
-def row(name: str, **facts) -> Row:
-    return Row(name, LIKE, **facts)
+def row(name: str, **facts) -> NodeRow:
+    return NodeRow(name, LIKE, **facts)
 
 
 def ordered(*nodes: str) -> Order:
@@ -74,7 +75,7 @@ def ordered(*nodes: str) -> Order:
     return Order(3, "runs/math", "/shared/3", "train1", 29501, names)
 
 
-def round_of(**rows: Row) -> Round:
+def round_of(**rows: NodeRow) -> Round:
     return Round(ordered(*rows), {node: replace(one, attempt=2) for node, one in rows.items()})
 
 
@@ -212,13 +213,13 @@ def test_whoever_gets_a_signal_ends_the_run_and_a_last_warning_is_one(received, 
 
 
 def test_a_node_that_does_not_see_the_attempts_folder_yet_looks_again(tmp_path):
-    member = Member("a", row("train1"), 1)
+    member = NodeMember("a", row("train1"), 1)
     order = replace(ordered("b", "a"), logs=str(tmp_path / "3"))
     assert member.follow(Word(order)) == row("train1")
 
 
 def test_a_node_without_a_seat_takes_no_part(tmp_path):
-    member = Member("a", row("train1"), 1)
+    member = NodeMember("a", row("train1"), 1)
     order = replace(ordered("b", "c"), logs=str(tmp_path))
     assert member.follow(Word(order), "TERM") == row("train1", received="TERM")
     assert not list(tmp_path.iterdir())
@@ -250,7 +251,7 @@ def test_a_node_takes_the_heads_word_home_and_leaves_its_row():
 def test_a_node_that_was_started_otherwise_is_refused_in_a_sentence(like, why):
     with listening() as (board, endpoint):
         with pytest.raises(ConfigError, match=f"the head refuses this node: {why}"):
-            ask(endpoint, "b", Row("train2", like))
+            ask(endpoint, "b", NodeRow("train2", like))
         assert board.rows() == {}
 
 
@@ -380,7 +381,7 @@ def test_nodes_that_never_come_end_the_head_with_7_and_are_counted(recipe, capsy
 def test_what_stops_a_run_names_the_options_of_this_script():
     words = {"limit": "--retries", "again": "the same command goes on"}
     idle = decide(1, "", 2, 2, Before(1, True), steps=9, retries=3, **words)
-    assert idle.why.endswith("mend the cause, then the same command goes on")
+    assert idle.why.endswith("fix the cause, then the same command goes on")
     many = decide(1, "", 2, 3, Before(3), steps=9, retries=3, **words)
     assert "and --retries=3 allows no further attempt" in many.why
 
@@ -402,22 +403,22 @@ def shell(monkeypatch):
     return lambda line: monkeypatch.setattr(agent, "command", lambda *_: ["sh", "-c", line])
 
 
-def started(folder: Path) -> Member:
+def started(folder: Path) -> NodeMember:
     """A node on which an attempt has begun."""
-    member = Member("a", row("train1"), 1)
+    member = NodeMember("a", row("train1"), 1)
     member.follow(Word(replace(ordered("a"), logs=str(folder))))
     assert member.row.attempt == 3
     return member
 
 
-def planned(run_dir: Path = Path("runs/math"), **facts) -> Plan:
+def planned(run_dir: Path = Path("runs/math"), **facts) -> RunPlan:
     plan = {"nodes": 1, "retries": 0, "hung_s": 60.0, "wait_s": 20.0, **facts}
-    return Plan(run_dir, 8, per_node=1, address="127.0.0.1", hung_steps=10.0, **plan)
+    return RunPlan(run_dir, 8, per_node=1, address="127.0.0.1", hung_steps=10.0, **plan)
 
 
 def headed(tmp_path: Path, board: Board, **facts) -> Head:
     (tmp_path / "slurm").mkdir(exist_ok=True)
-    member, received = Member("a", row("train1"), 1), SimpleNamespace(newest="")
+    member, received = NodeMember("a", row("train1"), 1), SimpleNamespace(newest="")
     return Head(planned(tmp_path, **facts), board, member, received)
 
 
@@ -447,7 +448,7 @@ def test_logs_quotes_a_torchrun_that_could_not_start(shell, tmp_path, capsys):
 
 
 @contextlib.contextmanager
-def answering(board: Board, rows: Callable[[int], dict[str, Row]]) -> Iterator[None]:
+def answering(board: Board, rows: Callable[[int], dict[str, NodeRow]]) -> Iterator[None]:
     """Inside, other nodes bring their rows, which depend on the newest attempt that was on."""
     over = threading.Event()
 
@@ -473,7 +474,7 @@ def test_logs_names_a_lost_node_whose_place_a_spare_one_takes(shell, tmp_path, c
     board = Board(None, LIKE)
     run = headed(tmp_path, board, nodes=2, retries=1)
 
-    def rows(newest: int) -> dict[str, Row]:
+    def rows(newest: int) -> dict[str, NodeRow]:
         spare = {"attempt": 2, "ended": 1, "failed": {"1": 3}} if newest == 2 else {}
         return {
             "b": row("train2", attempt=min(newest, 1), left=newest > 0),
@@ -492,7 +493,7 @@ def test_a_node_that_does_not_see_the_runs_folder_tells_the_head_before_it_leave
     monkeypatch.setattr(members, "CACHED_S", 0.0)
     with listening() as (board, endpoint):
         board.word = Word(replace(ordered("a"), logs="/elsewhere/attempts/3"))
-        member = Member("a", row("train1"), 1)
+        member = NodeMember("a", row("train1"), 1)
         with pytest.raises(ConfigError, match="is not visible on train1 after 0 s") as error:
             command._follow(planned(), endpoint, member, SimpleNamespace(newest=""))
         left = board.rows()["a"]
@@ -503,9 +504,9 @@ def test_a_node_that_comes_after_the_head_of_a_run_with_all_steps_has_left_ends_
     monkeypatch, capsys
 ):
     monkeypatch.setattr(command, "SILENT_S", 0.1)
-    monkeypatch.setattr(Plan, "saved", lambda plan: 8)
+    monkeypatch.setattr(RunPlan, "saved", lambda plan: 8)
     endpoint = "127.0.0.1", free_port()
-    member, received = Member("a", row("train1"), 1), SimpleNamespace(newest="")
+    member, received = NodeMember("a", row("train1"), 1), SimpleNamespace(newest="")
     assert command._follow(planned(wait_s=60.0), endpoint, member, received) == 0
     assert "runs/math has all its 8 steps" in capsys.readouterr().out
 
@@ -531,7 +532,7 @@ def test_what_keeps_a_node_from_taking_part_ends_the_run_with_that_sentence(
 
 def test_the_folder_of_each_attempt_may_take_its_time_to_appear(tmp_path, monkeypatch):
     monkeypatch.setattr(members, "CACHED_S", 0.05)
-    member = Member("a", row("train1"), 1)
+    member = NodeMember("a", row("train1"), 1)
     order = replace(ordered("a"), logs=str(tmp_path / "3"))
     member.follow(Word(order))
     time.sleep(0.06)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from qurl_megatron.bench.load.outcome import Answer, Look, Outcome, Publication
+from qurl_megatron.bench.load.outcome import LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.bench.load.protocols import Protocol
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.errors import ConfigError
@@ -35,7 +35,7 @@ class Publishing:
     once: bool = False
 
 
-class Load:
+class DrivenLoad:
     """One load on one engine; use once."""
 
     def __init__(
@@ -54,10 +54,10 @@ class Load:
         """
         self._client, self._protocol, self._model = client, protocol, model
         self._look, self._publishing = look, publishing
-        self._outcome = Outcome()
+        self._outcome = LoadOutcome()
         self._start = 0.0
 
-    def drive(self, asks: Sequence[Ask], at_once: int | None = None) -> Outcome:
+    def drive(self, asks: Sequence[Ask], at_once: int | None = None) -> LoadOutcome:
         """
         Args:
             at_once: requests that are under way at a time; None sends each when it is due.
@@ -91,7 +91,7 @@ class Load:
         for ask in waiting:
             if ask.due is not None:
                 await asyncio.sleep(ask.due - self._now)
-            answer = Answer(ask, began=self._now if ask.due is None else ask.due)
+            answer = TimedAnswer(ask, began=self._now if ask.due is None else ask.due)
             self._outcome.answers.append(answer)
             endpoint, body = self._protocol.endpoint, self._protocol.body(ask, self._model)
             try:

@@ -1,10 +1,10 @@
 """The same load through GuideLLM, an independent load generator, for figures to stand beside ours.
 
 It is started as a process of its own, from an environment of its own, with a file of prompts and
-lengths; what it reports of each request is read into an ``Answer``, so that one arithmetic serves
-both. It tells when a response's first and last token came, not those between, and sends text to
-``/v1/completions``. Its report has every body that it sent, and those are held against what it was
-asked to send.
+lengths; what it reports of each request is read into a ``TimedAnswer``, so that one arithmetic
+serves both. It tells when a response's first and last token came, not those between, and sends text
+to ``/v1/completions``. Its report has every body that it sent, and those are held against what it
+was asked to send.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.bench.load.drive import LOOK_S, Looking
-from qurl_megatron.bench.load.outcome import Answer, Look, Outcome
+from qurl_megatron.bench.load.outcome import LoadOutcome, Look, TimedAnswer
 from qurl_megatron.bench.load.requests import Ask, Clients
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
@@ -64,7 +64,7 @@ class GuideLLM:
         self._program, self._client, self._look, self._texts = program, client, look, texts
         self._looks: list[Look] = []
 
-    def drive(self, asks: Sequence[Ask], clients: Clients) -> Outcome:
+    def drive(self, asks: Sequence[Ask], clients: Clients) -> LoadOutcome:
         """
         Raises:
             ConfigError: it did not come to an end, or its report cannot be read.
@@ -182,7 +182,7 @@ def scenario(client: EngineClient, count: int, clients: Clients, folder: Path) -
 
 def read_report(
     report: Mapping[str, Any], asked: Sequence[tuple[str, Ask]], looks: Sequence[Look] = ()
-) -> Outcome:
+) -> LoadOutcome:
     """What came of a load, by its report.
 
     Args:
@@ -219,7 +219,7 @@ def read_report(
     start = min(found["info"]["timings"]["request_start"] for _, found, _ in sent)
     answers = [_answer(kind, found, ask, start) for kind, found, ask in sent]
     over = start + max(answer.ended for answer in answers)
-    return Outcome(
+    return LoadOutcome(
         answers,
         looks=[look for look in looks if start <= look.at <= over],
         client=None,
@@ -242,10 +242,10 @@ def _told(asked: int, sent: int, unasked: int, odd: Sequence[tuple[int, int]]) -
     return "; ".join(told)
 
 
-def _answer(kind: str, found: Mapping[str, Any], ask: Ask, start: float) -> Answer:
+def _answer(kind: str, found: Mapping[str, Any], ask: Ask, start: float) -> TimedAnswer:
     timings = found["info"]["timings"]
     due = None if ask.due is None else timings["targeted_start"]
-    answer = Answer(ask, began=(due or timings["request_start"]) - start)
+    answer = TimedAnswer(ask, began=(due or timings["request_start"]) - start)
     ended = timings["request_end"]
     answer.ended = (timings["resolve_end"] if ended is None else ended) - start
     answer.cached = found.get("cached_tokens")

@@ -10,22 +10,22 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from qurl_megatron.bench.load.outcome import Answer, Outcome, Publication
+from qurl_megatron.bench.load.outcome import LoadOutcome, Publication, TimedAnswer
 
 PERCENTILES = (50, 90, 99)
 
 
-def makespan(answers: Sequence[Answer]) -> float:
+def makespan(answers: Sequence[TimedAnswer]) -> float:
     """Seconds from the first request to the end of the last."""
     return max(a.ended for a in answers) - min(a.began for a in answers)
 
 
-def tokens(answers: Iterable[Answer]) -> int:
+def tokens(answers: Iterable[TimedAnswer]) -> int:
     """Of whole answers."""
     return sum(answer.tokens for answer in answers if answer.done)
 
 
-def tail_share(answers: Sequence[Answer]) -> float:
+def tail_share(answers: Sequence[TimedAnswer]) -> float:
     """Share of the makespan, after most were under way at once, with fewer than half of them."""
     changes = sorted([(a.began, 1) for a in answers] + [(a.ended, -1) for a in answers])
     running = np.cumsum([change for _, change in changes])
@@ -36,12 +36,12 @@ def tail_share(answers: Sequence[Answer]) -> float:
     return float(spans[few].sum() / makespan(answers))
 
 
-def first_token(answers: Iterable[Answer]) -> list[float]:
+def first_token(answers: Iterable[TimedAnswer]) -> list[float]:
     """Seconds from each request to its first token."""
     return [a.times[0] - a.began for a in answers if a.done and a.times]
 
 
-def gaps(answers: Iterable[Answer]) -> list[float]:
+def gaps(answers: Iterable[TimedAnswer]) -> list[float]:
     """Seconds from each token to the next of its response; tokens that came together share theirs
     evenly."""
     found: list[float] = []
@@ -52,7 +52,7 @@ def gaps(answers: Iterable[Answer]) -> list[float]:
     return found
 
 
-def per_token(answers: Iterable[Answer]) -> list[float]:
+def per_token(answers: Iterable[TimedAnswer]) -> list[float]:
     """Seconds per token of each response, after those that came first."""
     return [
         (a.times[-1] - a.times[0]) / (a.counts[-1] - a.counts[0])
@@ -68,14 +68,14 @@ def percentiles(values: Sequence[float]) -> dict[int, float]:
     return dict(zip(PERCENTILES, np.percentile(values, PERCENTILES).tolist(), strict=True))
 
 
-def first_valid(publication: Publication, answers: Iterable[Answer]) -> float | None:
+def first_valid(publication: Publication, answers: Iterable[TimedAnswer]) -> float | None:
     """Seconds from the start of a publication to the first token that its weights made; None:
     nothing was left to generate, or the protocol does not say which weights made a token."""
     moments = [a.first_of[publication.name] for a in answers if publication.name in a.first_of]
     return min(moments) - publication.began if moments else None
 
 
-def recomputed(publication: Publication, answers: Iterable[Answer]) -> int:
+def recomputed(publication: Publication, answers: Iterable[TimedAnswer]) -> int:
     """Tokens whose keys and values the new weights made old: those of all responses under way,
     prompts once per response."""
     at = publication.began
@@ -84,18 +84,18 @@ def recomputed(publication: Publication, answers: Iterable[Answer]) -> int:
     )
 
 
-def wrong_lengths(answers: Iterable[Answer]) -> list[Answer]:
+def wrong_lengths(answers: Iterable[TimedAnswer]) -> list[TimedAnswer]:
     """Whole answers that are not as long as they were told to be."""
     return [a for a in answers if a.done and a.tokens != a.ask.tokens]
 
 
-def occupancy(outcome: Outcome) -> tuple[float, float] | None:
+def occupancy(outcome: LoadOutcome) -> tuple[float, float] | None:
     """Mean and highest share of the key/value cache in use; None where the engine tells none."""
     seen = [look.occupancy for look in outcome.looks if look.occupancy is not None]
     return (float(np.mean(seen)), max(seen)) if seen else None
 
 
-def preemptions(outcome: Outcome) -> int:
+def preemptions(outcome: LoadOutcome) -> int:
     """Times that requests were taken back for lack of room, by answers or the engine's counter.
 
     A publication takes every response under way back once, which is not counted.

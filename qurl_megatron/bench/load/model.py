@@ -11,7 +11,7 @@ from pathlib import Path
 from qurl_megatron.bench.load.words import write_tokenizer
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.config import SyncConfig
-from qurl_megatron.convert.source import folding, read_tensors
+from qurl_megatron.convert.read_source import folding, read_tensors
 from qurl_megatron.engines.embedded.decoder import DTYPES
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.publish.update import Update

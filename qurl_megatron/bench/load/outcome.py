@@ -11,7 +11,7 @@ TOGETHER_S = 1e-4  # events closer than this came in one piece: their distance i
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """One request, as its events come in."""
 
     ask: Ask
@@ -78,10 +78,10 @@ class Client:
 
 
 @dataclass
-class Outcome:
+class LoadOutcome:
     """All that a load left."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TimedAnswer] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
     unpublished: str = ""  # why a publication failed
     looks: list[Look] = field(default_factory=list)

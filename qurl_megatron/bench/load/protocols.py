@@ -1,4 +1,4 @@
-"""The streams of SGLang's ``/generate`` and of OpenAI's ``/v1/completions``, read into an Answer.
+"""The streams of SGLang's ``/generate`` and OpenAI's ``/v1/completions``, read into a TimedAnswer.
 
 Prompts are token ids in both, and temperature 1 without any cut, as in training. OpenAI's protocol
 does not say which weights made a token, nor what was preempted; token ids it tells where the server
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_megatron.bench.load.outcome import Answer, Look
+from qurl_megatron.bench.load.outcome import Look, TimedAnswer
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.wire.schema import shortened
 
@@ -18,7 +18,7 @@ from qurl_megatron.wire.schema import shortened
 class Protocol:
     endpoint: str
     body: Callable[[Ask, str], dict]  # of a request to the model of that name
-    read: Callable[[Answer, Any, float], None]  # one event, at its time
+    read: Callable[[TimedAnswer, Any, float], None]  # one event, at its time
 
 
 def _sglang_body(ask: Ask, model: str) -> dict:
@@ -26,7 +26,7 @@ def _sglang_body(ask: Ask, model: str) -> dict:
     return {"input_ids": list(ask.prompt), "sampling_params": params, "stream": True}
 
 
-def _read_sglang(answer: Answer, event: Any, at: float) -> None:
+def _read_sglang(answer: TimedAnswer, event: Any, at: float) -> None:
     if _failed(answer, event):
         return
     ids, meta = event["output_ids"], event["meta_info"]
@@ -60,7 +60,7 @@ def _openai_body(ask: Ask, model: str) -> dict:
     }
 
 
-def _read_openai(answer: Answer, event: Any, at: float) -> None:
+def _read_openai(answer: TimedAnswer, event: Any, at: float) -> None:
     if _failed(answer, event):
         return
     for choice in event.get("choices", ()):
@@ -80,7 +80,7 @@ def _read_openai(answer: Answer, event: Any, at: float) -> None:
         answer.cached = details.get("cached_tokens")
 
 
-def _failed(answer: Answer, event: Any) -> bool:
+def _failed(answer: TimedAnswer, event: Any) -> bool:
     error = event.get("error")
     if error:
         message = error.get("message") if isinstance(error, dict) else error

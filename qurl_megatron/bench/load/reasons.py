@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from qurl_megatron.bench.load import load_figures
-from qurl_megatron.bench.load.outcome import Answer, Outcome
+from qurl_megatron.bench.load.outcome import LoadOutcome, TimedAnswer
 
 BUSY = 0.8  # of one core, that Python on this side may use
 TOO_LATE = 0.5  # of the median gap between tokens, that this side's event loop may be late
@@ -23,7 +23,7 @@ MORE_ROOM = (
 ALIKE = 8  # first tokens that samples of one prompt do not have in common by chance
 
 
-def client_bound(outcome: Outcome, allowed: int) -> str:
+def client_bound(outcome: LoadOutcome, allowed: int) -> str:
     if outcome.client is None:
         return ""
     share = outcome.client.cpu_s / load_figures.makespan(outcome.answers)
@@ -40,7 +40,7 @@ def client_bound(outcome: Outcome, allowed: int) -> str:
     return ""
 
 
-def wrong_lengths(outcome: Outcome, allowed: int) -> str:
+def wrong_lengths(outcome: LoadOutcome, allowed: int) -> str:
     wrong = load_figures.wrong_lengths(outcome.answers)
     if not wrong:
         return ""
@@ -51,7 +51,7 @@ def wrong_lengths(outcome: Outcome, allowed: int) -> str:
     )
 
 
-def cache_hits(outcome: Outcome, allowed: int) -> str:
+def cache_hits(outcome: LoadOutcome, allowed: int) -> str:
     """Of a group's first response to be computed: what its own prompt has in common with others is
     a few tokens; the other responses may find all of it."""
     groups = defaultdict(list)
@@ -67,19 +67,19 @@ def cache_hits(outcome: Outcome, allowed: int) -> str:
     )
 
 
-def failed(outcome: Outcome, allowed: int) -> str:
+def failed(outcome: LoadOutcome, allowed: int) -> str:
     found = [answer for answer in outcome.answers if not answer.done]
     if not found:
         return ""
     return f"{len(found)} of {len(outcome.answers)} requests; the first: {found[0].failure}"
 
 
-def preempted(outcome: Outcome, allowed: int) -> str:
+def preempted(outcome: LoadOutcome, allowed: int) -> str:
     count = load_figures.preemptions(outcome)
     return f"{count} times; {MORE_ROOM}" if count else ""
 
 
-def waited(outcome: Outcome, allowed: int) -> str:
+def waited(outcome: LoadOutcome, allowed: int) -> str:
     """For room, of requests that are sent without a rate: some wait, and no more of them run than
     did three looks before. Those that wait for their prompts alone begin to run meanwhile."""
     if any(answer.ask.due is not None for answer in outcome.answers):
@@ -96,8 +96,8 @@ def waited(outcome: Outcome, allowed: int) -> str:
     return f"{most.waiting} while {most.running} ran; {MORE_ROOM}"
 
 
-def identical(outcome: Outcome, allowed: int) -> str:
-    groups: dict[int, list[Answer]] = defaultdict(list)
+def identical(outcome: LoadOutcome, allowed: int) -> str:
+    groups: dict[int, list[TimedAnswer]] = defaultdict(list)
     for answer in outcome.answers:
         if answer.done:
             groups[answer.ask.group].append(answer)
@@ -105,20 +105,20 @@ def identical(outcome: Outcome, allowed: int) -> str:
     return f"in {same} of {len(groups)} groups" if same else ""
 
 
-def _alike(one: Answer, other: Answer) -> bool:
+def _alike(one: TimedAnswer, other: TimedAnswer) -> bool:
     length = min(len(one.ids), len(other.ids))
     return length >= ALIKE and one.ids[:length] == other.ids[:length]
 
 
-def wrong_requests(outcome: Outcome, allowed: int) -> str:
+def wrong_requests(outcome: LoadOutcome, allowed: int) -> str:
     return outcome.unasked
 
 
-def unpublished(outcome: Outcome, allowed: int) -> str:
+def unpublished(outcome: LoadOutcome, allowed: int) -> str:
     return outcome.unpublished
 
 
-TESTS: Mapping[str, Callable[[Outcome, int], str]] = {
+TESTS: Mapping[str, Callable[[LoadOutcome, int], str]] = {
     "client-bound": client_bound,
     "wrong requests": wrong_requests,
     "wrong lengths": wrong_lengths,
@@ -131,7 +131,7 @@ TESTS: Mapping[str, Callable[[Outcome, int], str]] = {
 }
 
 
-def found(outcome: Outcome, allowed_hits: int) -> dict[str, str]:
+def found(outcome: LoadOutcome, allowed_hits: int) -> dict[str, str]:
     """The names of ``TESTS`` that apply, each with what was found.
 
     Args:

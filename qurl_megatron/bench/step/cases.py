@@ -8,7 +8,7 @@ from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.step.forecast import Foretold, by_others, only_told
 from qurl_megatron.bench.step.one_run import PHASES, Usual
-from qurl_megatron.bench.step.settings import Setting
+from qurl_megatron.bench.step.settings import StepSetting
 from qurl_megatron.bench.step.sizes import linear, sharing, smallest
 from qurl_megatron.planning.own import Own
 
@@ -22,7 +22,7 @@ def told(counters: Sequence[JouleCounter], missing: Sequence[str]) -> str:
 
 
 def case_of(
-    setting: Setting,
+    setting: StepSetting,
     runs: Repeats[Usual],
     foretold: Foretold,
     energy: str,
@@ -90,7 +90,7 @@ def _costs(own: Own, runs: Sequence[Usual]) -> list[Figure]:
 
 
 def scaling_cases(
-    settings: Sequence[Setting],
+    settings: Sequence[StepSetting],
     measured: Mapping[str, Repeats[Usual]],
     foretold: Mapping[str, Foretold],
     energy: str,

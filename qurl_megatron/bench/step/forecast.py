@@ -8,7 +8,7 @@ from pathlib import Path
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.step.one_run import Usual
-from qurl_megatron.bench.step.settings import Setting, scaling_setting
+from qurl_megatron.bench.step.settings import StepSetting, scaling_setting
 from qurl_megatron.bench.step.sizes import Sizes, doubled, sharing
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.measured import Measured
@@ -35,7 +35,7 @@ def foretell(own: Own) -> Foretold:
 
 def larger(
     options: argparse.Namespace,
-    settings: Sequence[Setting],
+    settings: Sequence[StepSetting],
     measured: Mapping[str, Repeats[Usual]],
 ) -> list[Case]:
     """Layouts twice as large as those that were run."""
@@ -44,7 +44,7 @@ def larger(
 
 
 def by_others(
-    setting: Setting, others: Sequence[Setting], measured: Mapping[str, Repeats[Usual]]
+    setting: StepSetting, others: Sequence[StepSetting], measured: Mapping[str, Repeats[Usual]]
 ) -> list[Figure]:
     """The step that a plan expects from what other layouts took, and by how much it was wrong;
     round by round. Nothing where there is no other layout, or no plan."""
@@ -60,7 +60,7 @@ def by_others(
 
 
 def extrapolations(
-    target: Own, others: Sequence[Setting], measured: Mapping[str, Repeats[Usual]]
+    target: Own, others: Sequence[StepSetting], measured: Mapping[str, Repeats[Usual]]
 ) -> list[float]:
     """Seconds of a step of ``target``, by round."""
     if not others:
@@ -86,7 +86,7 @@ def as_measured(run: Usual) -> Measured:
 
 def next_case(
     options: argparse.Namespace,
-    settings: Sequence[Setting],
+    settings: Sequence[StepSetting],
     sizes: Sizes,
     measured: Mapping[str, Repeats[Usual]],
 ) -> Case:

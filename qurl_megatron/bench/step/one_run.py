@@ -11,11 +11,10 @@ from pathlib import Path
 
 from qurl_megatron.bench.energy import Meter
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.history import METRICS_FILE, History
 from qurl_megatron.observe.hours import accepted
-from qurl_megatron.observe.lanes import overlap
-from qurl_megatron.observe.plots import History
 from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.observe.timeline import overlap, read_timeline
 
 PHASES = ("rollout", "reward", "score", "train", "publish")
 FIRST = 2  # steps that do not count: they wait for engines and caches
@@ -59,7 +58,7 @@ def read_run(run_dir: Path, meter: Meter | None = None) -> Usual:
     Raises:
         ConfigError: it has no step that counts.
     """
-    records = read_metrics(run_dir / "metrics.jsonl")
+    records = read_metrics(run_dir / METRICS_FILE)
     history = History(records)
 
     def counted(metric: str) -> list[float]:

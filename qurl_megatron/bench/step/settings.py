@@ -16,7 +16,7 @@ from qurl_megatron.planning.own import Own
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class StepSetting:
     """One thing to run."""
 
     name: str
@@ -37,7 +37,7 @@ def machine_of(options: argparse.Namespace) -> Gpu:
 
 def setting_of(
     options: argparse.Namespace, here: Gpu, name: str, keys: dict, overrides: Sequence[str], **more
-) -> Setting:
+) -> StepSetting:
     """
     Raises:
         ConfigError: the recipe cannot be run so.
@@ -59,10 +59,10 @@ def setting_of(
         "overrides": " ".join(options.overrides),
         "threads": options.threads,
     }
-    return Setting(name=f"{recipe.stem}, {name}", keys={**given, **keys}, own=own, **more)
+    return StepSetting(name=f"{recipe.stem}, {name}", keys={**given, **keys}, own=own, **more)
 
 
-def in_own_layout(options: argparse.Namespace, here: Gpu) -> list[Setting]:
+def in_own_layout(options: argparse.Namespace, here: Gpu) -> list[StepSetting]:
     return [
         setting_of(
             options,
@@ -75,7 +75,7 @@ def in_own_layout(options: argparse.Namespace, here: Gpu) -> list[Setting]:
     ]
 
 
-def scaled(options: argparse.Namespace, here: Gpu, layouts: Sequence[Sizes]) -> list[Setting]:
+def scaled(options: argparse.Namespace, here: Gpu, layouts: Sequence[Sizes]) -> list[StepSetting]:
     """Strong scaling of each layout, weak scaling of those that can have it.
 
     Raises:
@@ -93,7 +93,7 @@ def scaled(options: argparse.Namespace, here: Gpu, layouts: Sequence[Sizes]) -> 
 
 def scaling_setting(
     options: argparse.Namespace, here: Gpu, sizes: Sizes, work: float, kind: str
-) -> Setting:
+) -> StepSetting:
     prompts = load(options.recipe, options.overrides).data.prompts_per_step * work
     if prompts != int(prompts):
         raise ConfigError(

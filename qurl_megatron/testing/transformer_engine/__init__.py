@@ -87,7 +87,7 @@ def install() -> None:
     top.__version__ = VERSION
     top.runs_without_cuda = True  # ``runtime.env`` asks
     if not torch.cuda.is_available():
-        torch.cuda.Stream = plain.Stream  # Megatron makes one for context parallelism
+        torch.cuda.Stream = plain.NoStream  # Megatron makes one for context parallelism
 
 
 def _holds_megatron(name: str, module: ModuleType) -> bool:

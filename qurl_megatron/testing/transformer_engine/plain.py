@@ -116,5 +116,5 @@ def cast_master_weights_to_fp8(*_, **__):
 replace_raw_data = cast_master_weights_to_fp8
 
 
-class Stream:
+class NoStream:
     """Of a GPU that is not there; work is done when a call returns."""

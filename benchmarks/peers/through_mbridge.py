@@ -1,6 +1,6 @@
 """The conversions of ``bench.convert`` by mbridge: the whole model, in Megatron's modules.
 
-``python -m qurl_megatron.bench.peers.through_mbridge to-megatron HF OUT``, or ``to-hf CKPT HF OUT``
+``python -m benchmarks.peers.through_mbridge to-megatron HF OUT``, or ``to-hf CKPT HF OUT``
 
 mbridge builds its models of Transformer Engine's layers, which need CUDA; where there is none, the
 subclass below gives it this package's layers. No random initialization, which would be overwritten.

@@ -1,6 +1,6 @@
 """Hugging Face -> W8A8 INT8 by llm-compressor's model-free quantization.
 
-``python -m qurl_megatron.bench.peers.through_llmcompressor HF OUT``
+``python -m benchmarks.peers.through_llmcompressor HF OUT``
 """
 
 import sys

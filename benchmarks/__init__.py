@@ -1,0 +1,1 @@
+"""Beside `qurl bench`, in a checkout alone: no part of the wheel."""

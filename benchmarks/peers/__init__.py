@@ -1,0 +1,1 @@
+"""How others do what we do, for `qurl bench` to measure beside it."""

@@ -1,0 +1,43 @@
+"""Files that appear whole, and files that one process holds at a time."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+
+def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Write ``path``, text as UTF-8; whoever reads it meanwhile sees the old file or the new one.
+
+    Args:
+        sync: have the disk hold the content before the name changes.
+
+    Raises:
+        OSError: the system refused; the old file is whole, and nothing is left beside it.
+    """
+    aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
+    try:
+        with aside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def lock(file: IO, how: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file until it is closed; False where another process holds it.
+
+    Raises:
+        OSError: its file system has no locks.
+    """
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
