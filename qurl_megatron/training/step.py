@@ -23,8 +23,8 @@ from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction, rejected_responses
+from qurl_megatron.training.credit import attach_advantages
 from qurl_megatron.training.examples import advantages_of, kept_of
 from qurl_megatron.training.finite import NotFinite, check_gradient
 from qurl_megatron.training.mismatch import mismatch

@@ -116,7 +116,7 @@ def delivered(ranks, samples, config, *, step: int) -> Responses:
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     """Gradients of the first minibatch, then the weights after two whole steps."""
     from qurl_megatron.observe.metrics import Timer, merge, values
-    from qurl_megatron.training.advantages import attach_advantages
+    from qurl_megatron.training.credit import attach_advantages
     from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
     from qurl_megatron.training.step import attach_scores, improve, lay_out
 
@@ -267,7 +267,7 @@ def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tenso
 
 
 def first_gradients(device, config, samples, out) -> None:
-    from qurl_megatron.training.advantages import attach_advantages
+    from qurl_megatron.training.credit import attach_advantages
     from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
     from qurl_megatron.training.step import attach_scores, lay_out
 
