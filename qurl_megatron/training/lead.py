@@ -1,6 +1,5 @@
 """What the leading rank alone has: engines, prompts, answers, and the places where metrics go."""
 
-import json
 import math
 import os
 import signal
@@ -61,6 +60,7 @@ from qurl_megatron.training.guard import Guard, Verdict
 from qurl_megatron.training.mismatch import BeyondRounding
 from qurl_megatron.training.rank import StopRequest
 from qurl_megatron.training.refill import Draft, fill, useful
+from qurl_megatron.training.rollout_file import Proximal, path_of, write_rollouts
 from qurl_megatron.training.state import RECIPE, Claim, TrainState
 from qurl_megatron.training.too_long import no_room_for_the_environment
 from qurl_megatron.types import Prompt, Sample
@@ -122,6 +122,7 @@ class Lead:
         self._arch = arch_of(description_of(config.model.path))
         self.cursor = self.prompts.state_dict()  # after the step that was taken last
         self._told: set[str] = set()  # what is said once
+        self._samples: list[Sample] = []  # of the step at hand, where they are kept
         self._kept: dict[int, Sample] = {}  # of the step at hand, by their places in it
         self._drawing, self._grading = threading.Lock(), threading.Lock()
 
@@ -301,9 +302,7 @@ class Lead:
                 "nothing",
                 step,
             )
-        if self.config.train.save_rollouts:
-            path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-            self._keep(path, lambda: save_samples(path, samples))
+        self._samples = samples if self.config.train.save_rollouts else []
         responses = Responses.of(samples)
         count = self.config.observe.samples
         self._kept = {index: samples[index] for index in kept_of(responses.summary, count)}
@@ -546,6 +545,11 @@ class Lead:
         if beyond := self._beyond.noticed(metrics):
             self.alarm("rollout", beyond, step)
 
+    def keep_rollout(self, step: int, proximal: Proximal) -> None:
+        """Write all samples of a step, with what the policy before the update says of them."""
+        path, samples, self._samples = path_of(self.run_dir, step), self._samples, []
+        self._keep(path, lambda: write_rollouts(path, samples, proximal))
+
     def keep_examples(self, step: int, advantages: Mapping[int, float]) -> None:
         """Keep responses of a step that was trained on.
 
@@ -612,34 +616,6 @@ def _stopped(stop: StopRequest, step: int, steps: int) -> str:
     if not step:
         return f"stopped by {by} before its first step was done: nothing is saved"
     return f"stopped by {by}: step {step} of {steps} is saved; the same command goes on from there"
-
-
-def save_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """One JSON object per sample; the file appears whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        # A table's metadata may hold what JSON has no word for, such as dates.
-        file.writelines(json.dumps(_record(sample), default=str) + "\n" for sample in samples)
-    aside.rename(path)
-
-
-def _record(sample: Sample) -> dict[str, Any]:
-    """A sample as JSON says it, with one version per token, null where the policy wrote none."""
-    record = {
-        "prompt": asdict(sample.prompt),
-        "response_ids": sample.response_ids.tolist(),
-        "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
-        "finish_reason": sample.finish_reason,
-        "versions": sample.token_versions,
-        "text": sample.text,
-        "reward": sample.reward,
-    }
-    if not sample.written.all():
-        record["loss_mask"] = sample.written.astype(int).tolist()
-    if sample.failure:
-        record["failure"] = asdict(sample.failure)
-    return record
 
 
 def _sample_metrics(samples: list[Sample], *, newest: int) -> dict[str, Metric]:

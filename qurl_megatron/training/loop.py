@@ -353,7 +353,10 @@ def _improved(
     """
     config, policy, critic = parts.config, parts.policy, parts.critic
     try:
-        learnt = improve(policy, samples, config, step=step, timer=timer, critic=critic)
+        keep = parts.lead and partial(parts.lead.keep_rollout, step)
+        learnt = improve(
+            policy, samples, config, step=step, timer=timer, critic=critic, scored=keep
+        )
         everywhere = _everywhere((*learnt, look([policy, critic] if critic else [policy])))
         metrics, advantages, weights = zip(*everywhere, strict=True)
         measured = merge(metrics)
