@@ -1,6 +1,7 @@
 """A calculator as a tool of the policy, from the command line to the checkpoint."""
 
 import json
+import re
 import shutil
 from itertools import groupby
 from pathlib import Path
@@ -126,7 +127,8 @@ def test_rescoring_names_each_token_whose_record_is_wrong(whole):
     assert f"2  line {second + 1}, token 1: {token} " in rows["proximal"]
     tokens = sum(version is not None for sample in samples for version in sample["versions"])
     for whose in ("engine", "actor"):
-        assert f"record and {whose} part by more than 0.01 nats at 1 of {tokens}" in done.stdout
+        said = rf"record and {whose} part by more than 0\.0\d+ nats at 1 of {tokens} tokens"
+        assert re.search(said, done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(
