@@ -78,22 +78,24 @@ def verdict(engine: Gap, actor: Gap, quantization: Gap, version: int) -> str:
     """Where the sayings part, in one sentence."""
     largest = quantization.largest
     limit = max(LEAST, TIMES * largest if np.isfinite(largest) else 0.0)
-    parts = []
-    for gap, whose, why in (
+    blames = (
         (
-            *(engine, "engine"),
-            f"the engine had other weights than version {version}, or reported wrong log-probs",
+            engine,
+            f"a fresh engine differ by more than {limit:.2g} nats",
+            f"the run's engine had "
+            f"other weights than version {version}, or reported wrong log-probs",
         ),
         (
-            *(actor, "actor"),
+            actor,
+            f"the actor differ by more than {limit:.2g} nats",
             f"the trainer scored with other weights than those of step {version}, or other tokens",
         ),
-    ):
-        if found := gap.beyond(limit):
-            parts.append(
-                f"record and {whose} part by more than {limit:.2g} nats at {found} of "
-                f"{how_many(len(gap.sizes), 'token')}: {why}"
-            )
+    )
+    parts = [
+        f"the record and {differs} at {found} of {how_many(len(gap.sizes), 'token')}: {why}"
+        for gap, differs, why in blames
+        if (found := gap.beyond(limit))
+    ]
     if parts:
         return "; ".join(parts)
     named = ((engine, "a fresh engine"), (actor, "the actor"))
@@ -131,23 +133,8 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
             "temperature 1 alone, so its scores cannot be compared with this run's"
         )
     samples = [one.sample for one in records]
-    chosen = [i for i, one in enumerate(samples) if {v for v, _ in one.versions} <= {version}]
-    if others := len(samples) - len(chosen):
-        print(
-            f"{how_many(others, 'response')} of other versions than {version} left to the actor "
-            "alone (rollout.max_staleness)"
-        )
     print(f"scoring {how_many(len(samples), 'response')} again by {checkpoint}", flush=True)
-    fresh: list[np.ndarray | None] = [None] * len(samples)
-    try:
-        with fresh_engine(
-            checkpoint, config.rollout, scheme=scheme, dtype=config.model.dtype
-        ) as client:
-            scored = engine_scores(client, [samples[i] for i in chosen], config.rollout.temperature)
-    except EngineError as error:
-        raise ConfigError(f"the fresh engine cannot score the samples: {error}") from error
-    for index, one in zip(chosen, scored, strict=True):
-        fresh[index] = one
+    fresh = _by_engine(checkpoint, scheme, samples, config, version)
     actor = actor_scores(config, checkpoint, path, len(samples))
     if isinstance(actor, int):
         return actor
@@ -156,6 +143,32 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
     engine, proximal, quantization, _ = gaps
     say(verdict(engine, proximal, quantization, version))
     return 0
+
+
+def _by_engine(
+    checkpoint: Path, scheme: str, samples: Sequence[Sample], config: RunConfig, version: int
+) -> Scores:
+    """Scores of a fresh engine; None for a sample with tokens of another version.
+
+    Raises:
+        ConfigError: it could not be started, or not score.
+    """
+    chosen = [i for i, one in enumerate(samples) if {v for v, _ in one.versions} <= {version}]
+    if others := len(samples) - len(chosen):
+        print(
+            f"{how_many(others, 'response')} with tokens of another version than {version} "
+            "(rollout.max_staleness): scored by the actor alone"
+        )
+    found: list[np.ndarray | None] = [None] * len(samples)
+    rollout, dtype = config.rollout, config.model.dtype
+    try:
+        with fresh_engine(checkpoint, rollout, scheme=scheme, dtype=dtype) as client:
+            scored = engine_scores(client, [samples[i] for i in chosen], rollout.temperature)
+    except EngineError as error:
+        raise ConfigError(f"the fresh engine cannot score the samples: {error}") from error
+    for index, one in zip(chosen, scored, strict=True):
+        found[index] = one
+    return found
 
 
 def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[Gap]:
@@ -223,18 +236,14 @@ def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, s
         ConfigError: it is not there, or damaged.
     """
     found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
-    scheme = config.quant.scheme
     if version in found:
-        state = TrainState.read(found[version])
-        begins = state.unquantized_since
-        scheme = scheme if begins is None or version < begins else "none"
         refuse_damaged(find_torch_dist(found[version]) or found[version])
-        return found[version], scheme
+        return found[version], TrainState.read(found[version]).scheme(config.quant.scheme)
     start = Path(config.model.path)
     if version == 0 and start.exists():
         folded = open_checkpoint(start).uaq_scale
         if folded == config.quant.uaq_scale:
-            return start, scheme
+            return start, config.quant.scheme
         raise ConfigError(
             f"step 1 was sampled from {start} with quant.uaq_scale={config.quant.uaq_scale:g} "
             "folded in, which no folder holds; name a later step"

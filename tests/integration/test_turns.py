@@ -126,8 +126,8 @@ def test_rescoring_names_each_token_whose_record_is_wrong(whole):
     token = samples[second]["response_ids"][0]
     assert f"2  line {second + 1}, token 1: {token} " in rows["proximal"]
     tokens = sum(version is not None for sample in samples for version in sample["versions"])
-    for whose in ("engine", "actor"):
-        said = rf"record and {whose} part by more than 0\.0\d+ nats at 1 of {tokens} tokens"
+    for whose in ("a fresh engine", "the actor"):
+        said = rf"record and {whose} differ by more than 0\.0\d+ nats at 1 of {tokens} tokens"
         assert re.search(said, done.stdout), done.stdout
 
 

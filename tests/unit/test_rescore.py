@@ -85,11 +85,14 @@ WRONG_ENGINE, WRONG_ACTOR = ((-1, -2, -3), (-1, -2)), (None, (-1.5, 9))
 @pytest.mark.parametrize(
     "recorded, proximal, expected",
     [
-        (WRONG_ENGINE, ACTORS_RECORD, ["engine part by more than 1 nats at 1 of 5"]),
-        (ENGINE, WRONG_ACTOR, ["actor part by more than 1 nats at 1 of 2"]),
+        (WRONG_ENGINE, ACTORS_RECORD, ["engine differ by more than 1 nats at 1 of 5"]),
+        (ENGINE, WRONG_ACTOR, ["actor differ by more than 1 nats at 1 of 2"]),
         (
             *(((-9, -9, -9), (np.nan, -0.25)), (None, (np.nan, 9))),
-            ["engine part by more than 1 nats at 4 of 5", "actor part by more than 1 nats at 2 of"],
+            [
+                "engine differ by more than 1 nats at 4 of 5",
+                "actor differ by more than 1 nats at 2 of",
+            ],
         ),
     ],
     ids=["engine", "actor", "both, and nan"],
@@ -97,7 +100,7 @@ WRONG_ENGINE, WRONG_ACTOR = ((-1, -2, -3), (-1, -2)), (None, (-1.5, 9))
 def test_a_record_that_is_not_confirmed_says_whose(recorded, proximal, expected):
     _, sentence = judged(recorded=recorded, proximal=proximal)
     assert all(part in sentence for part in expected)
-    assert sentence.count("part by") == len(expected) and "quantization" not in sentence
+    assert sentence.count("differ by") == len(expected) and "quantization" not in sentence
 
 
 def test_the_worst_token_is_counted_over_all_responses():
