@@ -82,8 +82,8 @@ def verdict(engine: Gap, actor: Gap, quantization: Gap, version: int) -> str:
         (
             engine,
             f"a fresh engine differ by more than {limit:.2g} nats",
-            f"the run's engine had "
-            f"other weights than version {version}, or reported wrong log-probs",
+            f"the run's engine had other weights than version {version}, or reported wrong "
+            "log-probs",
         ),
         (
             actor,
