@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import CAUSES, ConfigError, Unscored, unscored
+from qurl_megatron.errors import CAUSES, ConfigError, Foreseen, Unscored, unscored
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards.item import Item, Score
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # workers import this package, and need no numpy
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
 
 
-class RewardDown(Exception):
+class RewardDown(Foreseen):
     """Servers did not score, and may when the run is started again."""
 
 
