@@ -277,8 +277,9 @@ def test_a_missing_wandb_is_said_before_anything_is_loaded(recipe, uninterrupted
 def test_whatever_is_killed_nothing_is_left_and_it_goes_on_at_once(recipe, uninterrupted):
     run = Run(recipe, "killed", "parallel.tensor=2", "checkpoint.every=1")
     with run.process() as launcher:
+        run.wait(lambda: "step 0: held-out" in run.stdout())
+        run.processes()  # takes as long as several steps where the machine is busy
         run.wait(lambda: 2 in run.saved())
-        run.processes()
         launcher.kill()
         launcher.wait()
         assert run.left() == []

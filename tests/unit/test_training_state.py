@@ -32,6 +32,7 @@ from qurl_megatron.training.state import (
     folders,
     latest,
     recipe_of,
+    scored,
     stopped,
 )
 from tests.disks import fill, small_disk
