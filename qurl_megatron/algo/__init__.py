@@ -2,11 +2,13 @@
 
 from qurl_megatron.algo.advantages import (
     ADVANTAGES,
+    ESTIMATES,
     AdvantageKind,
     at_last_token,
     discounted_returns,
     gae,
     group_advantages,
+    token_advantages,
     whitened,
 )
 from qurl_megatron.algo.aggregate import AGGREGATIONS, AggregationKind, token_weights
@@ -15,6 +17,7 @@ from qurl_megatron.algo.log_probs import token_log_probs
 from qurl_megatron.algo.objective import (
     OBJECTIVES,
     SURROGATES,
+    Limits,
     ObjectiveKind,
     ObjectiveTerms,
     SurrogateKind,
@@ -44,6 +47,7 @@ from qurl_megatron.algo.values import value_loss
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
+    "ESTIMATES",
     "ESTIMATORS",
     "LEVELS",
     "MAX_LOG_RATIO",
@@ -53,6 +57,7 @@ __all__ = [
     "AdvantageKind",
     "AggregationKind",
     "EstimatorKind",
+    "Limits",
     "ObjectiveKind",
     "ObjectiveTerms",
     "RatioKind",
@@ -76,6 +81,7 @@ __all__ = [
     "owners_of",
     "padded",
     "sum_per_response",
+    "token_advantages",
     "token_log_probs",
     "token_weights",
     "unpadded",

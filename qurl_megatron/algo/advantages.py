@@ -2,19 +2,16 @@
 
 Three ways to say what was expected. The other responses to the same prompt: one number per response
 (``group_advantages``). The whole batch: discounted returns of each token, ``whitened`` over all
-ranks. A critic: ``gae``. They are put together like this:
+ranks. A critic: ``gae``. ``ESTIMATES`` says how they are put together; ``token_advantages`` is the
+one call.
 
-    grpo, dr_grpo, rloo      group_advantages, the same for every token of a response
-    reinforce_pp             whitened(discounted_returns(reward at the last token - KL penalty))
-    reinforce_pp_baseline    the same of reward - group mean; without discount and penalty all
-                             tokens of a response are worth the same
-    gae                      whitened advantages; the returns, which the critic learns, as they are
-
-Shapes: P = prompts, G = responses per prompt, R = responses, N = tokens of all of them one response
-after the other, L = tokens of the longest.
+Shapes: P = prompts, G = responses per prompt, R = responses of the step, on whatever rank; r =
+responses of this rank; N = tokens of these one response after the other, L = tokens of the longest.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,7 +20,8 @@ from torch import Tensor
 
 from qurl_megatron.algo.segments import padded, unpadded
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+GroupKind = Literal["grpo", "dr_grpo", "rloo"]
 
 # Keeps the division defined; small against any spread of rewards that means something.
 STD_EPSILON = 1e-6
@@ -31,7 +29,47 @@ STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
 
 
-def group_advantages(rewards: Tensor, kind: AdvantageKind = "grpo") -> Tensor:
+def token_advantages(
+    rewards: Tensor,
+    lengths: Sequence[int] | Tensor,
+    kind: AdvantageKind = "grpo",
+    *,
+    group_size: int,
+    indices: Sequence[int] | Tensor | None = None,
+    penalty: Tensor | None = None,
+    values: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """What each token of this rank's responses is worth.
+
+    Args:
+        rewards: of all responses of the step, prompt-major, [R]; the same on every rank.
+        lengths: tokens of this rank's responses, [r]; 0 is allowed.
+        kind: a key of ``ESTIMATES``.
+        group_size: G.
+        indices: which of the step's responses are this rank's, [r]; None: all of them, in order.
+        penalty: what is taken off each token's reward (a KL penalty), [N]; None: nothing.
+        values: what a critic expected from before each token on, [N]; for gae.
+        gamma: discount per token.
+        lam: gae's lambda.
+        group: the ranks that have the step's other responses; None: there are none.
+
+    Returns:
+        [N] advantages, and for gae [N] returns for the critic to learn, else None; detached.
+    """
+    device = rewards.device
+    lengths_r = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    here = range(len(lengths_r)) if indices is None else indices
+    indices_r = torch.as_tensor(here, dtype=torch.int64, device=device)
+    tokens = int(lengths_r.sum())
+    free_N = rewards.new_zeros(tokens) if penalty is None else penalty.detach()
+    known = Known(rewards, group_size, indices_r, lengths_r, free_N, values, gamma, lam, group)
+    return ESTIMATES[kind](known)
+
+
+def group_advantages(rewards: Tensor, kind: GroupKind = "grpo") -> Tensor:
     """Advantage of every response over its group, [P, G] -> [P, G].
 
     A group whose rewards are all equal (a group of one, too) says nothing about which response is
@@ -153,3 +191,79 @@ def whitened(
     variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
     scaled = (x - mean) / (variance + VARIANCE_EPSILON).sqrt()
     return (scaled if centre else scaled + mean).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an advantage can be made of; see ``token_advantages``."""
+
+    rewards_R: Tensor
+    group_size: int
+    indices_r: Tensor
+    lengths_r: Tensor
+    penalty_N: Tensor
+    values_N: Tensor | None
+    gamma: float
+    lam: float
+    group: dist.ProcessGroup | None
+
+    def token_rewards(self, rewards_R: Tensor) -> Tensor:
+        """The response's reward at its last token, less each token's penalty, [N]."""
+        return at_last_token(rewards_R[self.indices_r], self.lengths_r) - self.penalty_N
+
+    def penalised(self) -> Tensor:
+        """Rewards less the penalties of whole responses, [R], the same on every rank."""
+        owners_N = self.indices_r.repeat_interleave(self.lengths_r)
+        taken_R = torch.zeros_like(self.rewards_R).index_add_(0, owners_N, self.penalty_N)
+        if self.group is not None:
+            dist.all_reduce(taken_R, group=self.group)
+        return self.rewards_R - taken_R
+
+    def whitened_returns(self, rewards_R: Tensor) -> Tensor:
+        """Rewards still to come of each token, whitened over the whole batch, [N]."""
+        to_come_N = discounted_returns(self.token_rewards(rewards_R), self.lengths_r, self.gamma)
+        return whitened(to_come_N, group=self.group)
+
+
+def over_group(kind: GroupKind, known: Known) -> tuple[Tensor, None]:
+    """Each response against the others to its prompt; all its tokens alike."""
+    groups_PG = known.penalised().view(-1, known.group_size)
+    worth_R = group_advantages(groups_PG, kind).flatten()
+    return worth_R[known.indices_r].repeat_interleave(known.lengths_r), None
+
+
+def over_batch(known: Known) -> tuple[Tensor, None]:
+    """Rewards still to come, whitened over the whole batch."""
+    return known.whitened_returns(known.rewards_R), None
+
+
+def over_group_and_batch(known: Known) -> tuple[Tensor, None]:
+    """The same with the group's mean as the baseline of the reward. Without discount and penalty
+    all tokens of a response are worth the same."""
+    groups_PG = known.rewards_R.view(-1, known.group_size)
+    return known.whitened_returns(group_advantages(groups_PG, "dr_grpo").flatten()), None
+
+
+def against_critic(known: Known) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, whitened; the critic's targets are not."""
+    advantages_N, returns_N = gae(
+        known.token_rewards(known.rewards_R),
+        known.values_N,
+        known.lengths_r,
+        gamma=known.gamma,
+        lam=known.lam,
+    )
+    return whitened(advantages_N, group=known.group), returns_N
+
+
+Estimate = Callable[[Known], tuple[Tensor, Tensor | None]]
+"""(advantages [N], returns [N] for the critic or None)."""
+
+ESTIMATES: dict[str, Estimate] = {
+    "grpo": partial(over_group, "grpo"),
+    "dr_grpo": partial(over_group, "dr_grpo"),
+    "rloo": partial(over_group, "rloo"),
+    "reinforce_pp": over_batch,
+    "reinforce_pp_baseline": over_group_and_batch,
+    "gae": against_critic,
+}

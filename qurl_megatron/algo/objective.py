@@ -15,7 +15,7 @@ Shapes: N = response tokens of a microbatch, R = its responses.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -33,6 +33,45 @@ ObjectiveKind = Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"
 SurrogateKind = Literal["clip", "cispo"]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The numbers that weights and bounds are made with, each under the name of its setting.
+
+    A formula with a number of its own adds the number here, the setting to ``config``, and nothing
+    between the two: every formula below gets all of them.
+    """
+
+    clip_low: float = 0.2
+    """The ratio stops paying below ``1 - clip_low`` where the advantage is negative,"""
+
+    clip_high: float = 0.2
+    """and above ``1 + clip_high`` where it is positive; acr moves this bound, there."""
+
+    cap: float = 2.0
+    """C, the largest importance weight (tis, acr)."""
+
+    acr_max_bound: float = 0.0
+    """Largest upper bound that acr may raise the clip range to, never below ``1 + clip_high``; 0 is
+    off."""
+
+    dual_clip: float = 0.0
+    """Where the advantage is negative, the surrogate stays at or above ``dual_clip * advantage``,
+    and a token beyond has no gradient (arXiv:1912.09729); 0 is off."""
+
+    band_low: float = 0.5
+    band_high: float = 5.0
+    """rho outside of the band gets weight 0 (icepop)."""
+
+    @classmethod
+    def of(cls, *settings: object) -> "Limits":
+        """Each number from the section of settings that has it."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{n: getattr(one, n) for n in names for one in settings if hasattr(one, n)})
+
+
+DEFAULT = Limits()
+
+
 def objective(
     current: Tensor,
     proximal: Tensor,
@@ -43,67 +82,13 @@ def objective(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     cap: float = 2.0,
-    band: tuple[float, float] = (0.5, 5.0),
-    level: RhoLevel = "token",
-    ratio: RatioKind = "token",
-    owners: Tensor | None = None,
-    responses: int | None = None,
-    surrogate: SurrogateKind = "clip",
-    dual_clip: float = 0.0,
-    max_bound: float = 0.0,
-    weight_scale: float | Tensor = 1.0,
-    keep: Tensor | None = None,
 ) -> Tensor:
-    """Per-token objective J, to be maximised; same shape as the inputs.
+    """Per-token objective J of the paper, to be maximised; same shape as the inputs.
 
-    Args:
-        current: log-probs of the actor being optimised, [N] (any shape, unless ``owners`` is used).
-        proximal: log-probs of the full-precision actor before this update.
-        behaviour: log-probs the quantized engine reported while sampling.
-        advantages: advantage of each token.
-        kind: paper Eq. 3 (naive), Eq. 1 on quantized rollouts (proximal), Eq. 4 (decoupled),
-            Eq. 5 (tis), Eq. 9 (acr), or IcePop (arXiv:2510.18855).
-        clip_low: the ratio stops paying below ``1 - clip_low`` where the advantage is negative.
-        clip_high: and above ``1 + clip_high`` where it is positive; acr moves this bound, there.
-        cap: C, the largest importance weight (tis, acr).
-        band: rho outside of it gets weight 0 (icepop).
-        level: what the weight is of: rho of each token, the product over its response, or its
-            geometric mean.
-        ratio: what is clipped: each token's ratio, or its response's geometric mean (GSPO,
-            arXiv:2507.18071). acr raises the bound by the rho on this scale, whatever ``level``.
-        owners: response of each token, [N] int64; needed unless level and ratio are token.
-        responses: R, how many there are.
-        surrogate: clip: PPO's; cispo: the bounded ratio, whatever the sign of the advantage, as a
-            constant factor of log current (arXiv:2506.13585, Eq. 4).
-        dual_clip: where the advantage is negative, the surrogate stays at or above
-            ``dual_clip * advantage``, and a token beyond has no gradient (arXiv:1912.09729);
-            0 is off.
-        max_bound: largest upper bound that acr may raise the clip range to, never below
-            ``1 + clip_high``; 0 is off.
-        weight_scale: factor of all importance weights, for their normalisation over a batch.
-        keep: [N] bool, alike for all tokens of a response; without it a token gets value 0 and
-            gradient 0, whatever its log-probs are.
+    Arguments as in ``objective_terms``, which has the other ratios, surrogates and numbers.
     """
-    return objective_terms(
-        current,
-        proximal,
-        behaviour,
-        advantages,
-        kind=kind,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        cap=cap,
-        band=band,
-        level=level,
-        ratio=ratio,
-        owners=owners,
-        responses=responses,
-        surrogate=surrogate,
-        dual_clip=dual_clip,
-        max_bound=max_bound,
-        weight_scale=weight_scale,
-        keep=keep,
-    ).value
+    limits = Limits(clip_low=clip_low, clip_high=clip_high, cap=cap)
+    return objective_terms(current, proximal, behaviour, advantages, kind=kind, limits=limits).value
 
 
 @dataclass(frozen=True)
@@ -133,23 +118,37 @@ def objective_terms(
     advantages: Tensor,
     *,
     kind: ObjectiveKind = "acr",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    cap: float = 2.0,
-    band: tuple[float, float] = (0.5, 5.0),
+    limits: Limits = DEFAULT,
     level: RhoLevel = "token",
     ratio: RatioKind = "token",
     owners: Tensor | None = None,
     responses: int | None = None,
     surrogate: SurrogateKind = "clip",
-    dual_clip: float = 0.0,
-    max_bound: float = 0.0,
     weight_scale: float | Tensor = 1.0,
     keep: Tensor | None = None,
 ) -> ObjectiveTerms:
-    """``objective`` together with the facts per token that the trainer logs as fractions."""
+    """The objective, and the facts per token that the trainer logs as fractions.
+
+    Args:
+        current: log-probs of the actor being optimised, [N] (any shape, unless ``owners`` is used).
+        proximal: log-probs of the full-precision actor before this update.
+        behaviour: log-probs the quantized engine reported while sampling.
+        advantages: advantage of each token.
+        kind: paper Eq. 3 (naive), Eq. 1 on quantized rollouts (proximal), Eq. 4 (decoupled),
+            Eq. 5 (tis), Eq. 9 (acr), or IcePop (arXiv:2510.18855).
+        level: what the weight is of: rho of each token, the product over its response, or its
+            geometric mean.
+        ratio: what is clipped: each token's ratio, or its response's geometric mean (GSPO,
+            arXiv:2507.18071). acr raises the bound by the rho on this scale, whatever ``level``.
+        owners: response of each token, [N] int64; needed unless level and ratio are token.
+        responses: R, how many there are.
+        surrogate: clip: PPO's; cispo: the bounded ratio, whatever the sign of the advantage, as a
+            constant factor of log current (arXiv:2506.13585, Eq. 4).
+        weight_scale: factor of all importance weights, for their normalisation over a batch.
+        keep: [N] bool, alike for all tokens of a response; without it a token gets value 0 and
+            gradient 0, whatever its log-probs are.
+    """
     rule, form, compare = OBJECTIVES[kind], SURROGATES[surrogate], RATIOS[ratio]
-    limits = Limits(clip_low, clip_high, cap, band, max_bound)
     if keep is not None:
         # Before any exp and any sum over a response: 0 * inf is nan, in the gradient too.
         current, proximal, behaviour, advantages = (
@@ -173,10 +172,11 @@ def objective_terms(
     upper = torch.where(advantages > 0, rule.upper_bound(bound_rho, limits), fixed)
     above = form.bounded_above(advantages)
     too_high = above & (quotient > upper)
-    too_low = form.bounded_below(advantages) & (quotient < 1 - clip_low)
-    bounded = torch.where(too_high, upper, torch.where(too_low, 1 - clip_low, quotient))
+    lower = 1 - limits.clip_low
+    too_low = form.bounded_below(advantages) & (quotient < lower)
+    bounded = torch.where(too_high, upper, torch.where(too_low, lower, quotient))
     paid, dual_clipped = dual_clipped_value(
-        form.value(bounded, current, advantages), advantages, dual_clip
+        form.value(bounded, current, advantages), advantages, limits
     )
     return ObjectiveTerms(
         value=weight * paid,
@@ -185,7 +185,7 @@ def objective_terms(
         weight=weight,
         clipped=too_high | too_low,
         dual_clipped=dual_clipped,
-        truncated=rho > cap,
+        truncated=rho > limits.cap,
         banded=raw_weight == 0,
         acr_active=above & (upper > fixed),
         acr_rescued=above & (quotient > fixed) & ~too_high,
@@ -197,30 +197,18 @@ def importance_weights(
     behaviour: Tensor,
     *,
     kind: ObjectiveKind = "acr",
-    cap: float = 2.0,
-    band: tuple[float, float] = (0.5, 5.0),
+    limits: Limits = DEFAULT,
     level: RhoLevel = "token",
     owners: Tensor | None = None,
     responses: int | None = None,
 ) -> Tensor:
-    """The weight w of each token before ``weight_scale``, [N]; arguments as in ``objective``.
+    """The weight w of each token before ``weight_scale``, [N]; arguments as in ``objective_terms``.
 
     ``weight_scale = count / sum(w)`` over the tokens of a whole step, on every rank, gives the
     weights the mean 1.
     """
     rho = importance_ratio(proximal, behaviour, level=level, owners=owners, responses=responses)
-    return OBJECTIVES[kind].weight(rho, Limits(cap=cap, band=band))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The numbers that weights and bounds are made with; see ``objective``."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    cap: float = 2.0
-    band: tuple[float, float] = (0.5, 5.0)
-    max_bound: float = 0.0
+    return OBJECTIVES[kind].weight(rho, limits)
 
 
 def unit_weight(rho: Tensor, limits: Limits) -> Tensor:
@@ -239,8 +227,8 @@ def truncated_weight(rho: Tensor, limits: Limits) -> Tensor:
 
 def masked_weight(rho: Tensor, limits: Limits) -> Tensor:
     """rho inside the band, 0 outside."""
-    low, high = limits.band
-    return torch.where((rho >= low) & (rho <= high), rho, 0.0)
+    inside = (rho >= limits.band_low) & (rho <= limits.band_high)
+    return torch.where(inside, rho, 0.0)
 
 
 def fixed_bound(rho: Tensor, limits: Limits) -> Tensor:
@@ -250,10 +238,10 @@ def fixed_bound(rho: Tensor, limits: Limits) -> Tensor:
 def adaptive_bound(rho: Tensor, limits: Limits) -> Tensor:
     """(1 + clip_high) / r, r = min(1, C / rho): wider by as much as the weight was truncated.
 
-    Times a weight of the same rho it is (1 + clip_high) rho, without an end; ``max_bound`` is one.
+    Times a weight of the same rho it is (1 + clip_high) rho, without an end but ``acr_max_bound``.
     """
     bound = (1 + limits.clip_high) * (rho / limits.cap).clamp(min=1.0)
-    highest = limits.max_bound or float("inf")
+    highest = limits.acr_max_bound or float("inf")
     return bound.clamp(max=max(highest, 1 + limits.clip_high))
 
 
@@ -293,16 +281,14 @@ def weighted_log_prob(bounded: Tensor, current: Tensor, advantages: Tensor) -> T
     return bounded.detach() * advantages * current
 
 
-def dual_clipped_value(
-    value: Tensor, advantages: Tensor, dual_clip: float
-) -> tuple[Tensor, Tensor]:
+def dual_clipped_value(value: Tensor, advantages: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
     """``max(value, dual_clip * A)`` where A < 0, and where that stops the gradient.
 
     A token that has become likely although its advantage is negative would otherwise pay without
     end. (cispo's value is positive there, and its factor bounded already: nothing happens.)
     """
-    floor = dual_clip * advantages
-    below = (advantages < 0) & (value.detach() < floor) & bool(dual_clip)
+    floor = limits.dual_clip * advantages
+    below = (advantages < 0) & (value.detach() < floor) & bool(limits.dual_clip)
     return torch.where(below, floor, value), below
 
 

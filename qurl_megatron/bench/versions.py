@@ -1,110 +1,58 @@
 """Did the engines of a run serve what its checkpoints hold?
 
-For every checkpoint of a finished run on SGLang engines: quantize it into a folder, start a new
-SGLang server on that folder, and have it score the responses that the run's engines gave at this
-version. The log-probs that the run recorded while sampling, from weights that came shard by shard
-into live parameters, must be those of a server that never knew another version.
+For every checkpoint of a finished run: start a new engine on it, as ``qurl rescore`` does for one
+step, and have it score the responses that the run's engines gave at this version. The log-probs
+that the run recorded while sampling, from weights that came shard by shard into live parameters,
+must be those of an engine that never knew another version.
 
 The run needs ``train.save_rollouts=true``, ``checkpoint.every=1`` and a ``checkpoint.keep`` that
-keeps them all. As a control each version's responses are also scored by the server of another one.
+keeps them all. As a control each version's responses are also scored by the engine of another one.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import progress
 from qurl_megatron.config import load
-from qurl_megatron.engines.sglang.command_line import engine_launch
-from qurl_megatron.engines.sglang.start import sglang_python
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient
-from qurl_megatron.fleet.process import EngineProcess, port_file, stop
+from qurl_megatron.training.fresh_scores import engine_scores, fresh_engine
+from qurl_megatron.training.rollout_file import path_of, read_rollouts
 from qurl_megatron.training.state import RECIPE, checkpoints
-
-QUANTIZE = Path(__file__).parents[2] / "checkpoints_tools/quantize.py"
-START_S = 300.0
-GRACE_S = 10.0
-
-Response = dict
-"""One line of ``rollouts/step_000012.jsonl``."""
+from qurl_megatron.types import Sample
 
 
-def recorded(run_dir: Path, version: int, limit: int) -> list[Response]:
+def recorded(run_dir: Path, version: int, limit: int) -> list[Sample]:
     """The first distinct responses that were generated wholly at ``version``."""
-    path = run_dir / "rollouts" / f"step_{version + 1:06d}.jsonl"
+    path = path_of(run_dir, version + 1)
     if not path.is_file():
         return []
-    found: dict[tuple, Response] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        response = json.loads(line)
+    found: dict[tuple, Sample] = {}
+    for one in read_rollouts(path):
+        sample = one.sample
         # What an environment wrote has no version, and no engine's log-probs.
-        if set(response["versions"]) == {version}:
-            key = (*response["prompt"]["input_ids"], -1, *response["response_ids"])
-            found.setdefault(key, response)
+        if sample.written.all() and {v for v, _ in sample.versions} == {version}:
+            key = (*sample.prompt.input_ids, -1, *sample.response_ids.tolist())
+            found.setdefault(key, sample)
     return list(found.values())[:limit]
 
 
-def differences(client: EngineClient, responses: Sequence[Response]) -> list[float]:
+def differences(client: EngineClient, samples: Sequence[Sample]) -> list[float]:
     """|recorded - scored| of every response token's log-prob."""
-    found: list[float] = []
-    for response in responses:
-        prompt, tokens = response["prompt"]["input_ids"], response["response_ids"]
-        scored = client.score(prompt + tokens, start=len(prompt))
-        recorded_T = response["behaviour_log_probs"]
-        found += [abs(a - b) for a, b in zip(recorded_T, scored, strict=True)]
-    return found
-
-
-@contextmanager
-def fresh_engine(checkpoint: Path, python: Path, scheme: str, dtype: str) -> Iterator[EngineClient]:
-    """A server that has only ever seen this checkpoint, quantized as an export for SGLang."""
-    with tempfile.TemporaryDirectory(prefix="qurl-version-") as folder:
-        export = Path(folder) / "model"
-        options = ["--model", checkpoint, "--scheme", scheme, "--format", "sglang"]
-        command = [sys.executable, QUANTIZE, *options, "--dtype", "float32", "--out", export]
-        subprocess.run([*map(str, command)], check=True, capture_output=True)
-        launch = engine_launch(
-            python,
-            export,
-            scheme=scheme,
-            dtype=dtype,
-            threads=2,
-            port_file=port_file(Path(folder), "engine"),
-            empty=False,
-        )
-        process = EngineProcess("engine", launch, Path(folder))
-        process.start()
-        try:
-            yield _client(process)
-        finally:
-            stop([process], GRACE_S)
-
-
-def _client(process: EngineProcess) -> EngineClient:
-    deadline = time.monotonic() + START_S
-    while (port := process.port()) is None:
-        if death := process.exited():
-            raise ConfigError(f"the engine {death}")
-        if time.monotonic() > deadline:
-            raise ConfigError(f"the engine did not start within {START_S:.0f} s")
-        time.sleep(0.2)
-    return EngineClient(f"http://127.0.0.1:{port}")
+    scored = engine_scores(client, samples, temperature=1.0)
+    pairs = zip(samples, scored, strict=True)
+    return [d for s, one in pairs for d in np.abs(s.behaviour_log_probs - one).tolist()]
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """One case per version that has a checkpoint and responses."""
     run_dir: Path = options.run_dir
     config = load(run_dir / RECIPE)
-    python = sglang_python(config.rollout.sglang_python)
     cases = []
     for checkpoint in checkpoints(run_dir):
         version = int(checkpoint.name.removeprefix("step_"))
@@ -112,7 +60,9 @@ def run(options: argparse.Namespace) -> list[Case]:
         others = recorded(run_dir, version - 1, options.responses)
         if not responses:
             continue
-        with fresh_engine(checkpoint, python, config.quant.scheme, config.model.dtype) as client:
+        with fresh_engine(
+            checkpoint, config.rollout, scheme=config.quant.scheme, dtype=config.model.dtype
+        ) as client:
             same, other = differences(client, responses), differences(client, others)
         cases.append(case_of(version, same, other))
         progress(f"version {version}: {cases[-1].figure('mean difference').median:.2g} nats")

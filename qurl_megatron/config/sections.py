@@ -839,8 +839,8 @@ class TrainConfig(Section, name="train", on_resume="free"):
     """Held-out prompts per evaluation; 0 turns evaluation off."""
 
     save_rollouts: bool = False
-    """Keep every sample that trains in run_dir/rollouts/step_000012.jsonl: tokens, behaviour
-    log-probs, the version of each token, text and reward."""
+    """Keep every sample that trains in run_dir/rollouts/step_000012.jsonl: tokens, behaviour and
+    proximal log-probs, the version of each token, text and reward."""
 
     eval_samples: int = key(1, at_least(1), on_resume="change")
     """Responses per held-out prompt: 1 decodes greedily (Avg@1), more are sampled at

@@ -172,11 +172,18 @@ class EngineClient:
             raise EngineError(f"{self.url}/generate answered a batch with {shortened(answers)!r}")
         return answers
 
-    def score(self, input_ids: Sequence[int], *, start: int) -> list[float]:
-        """Log-probs of ``input_ids[start:]``, each given all tokens before it; SGLang only."""
+    def score(
+        self, input_ids: Sequence[int], *, start: int, temperature: float = 1.0
+    ) -> list[float]:
+        """Log-probs of ``input_ids[start:]``, each given all tokens before it.
+
+        Args:
+            start: 1 or more.
+            temperature: what logits are divided by; SGLang leaves those of a prompt as they are.
+        """
         body = {
             "input_ids": list(input_ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
             "return_logprob": True,
             "logprob_start_len": 0,
         }

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.algo import importance_weights, kept
+from qurl_megatron.algo import Limits, importance_weights, kept
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.observe.metrics import Max, Mean, Metric
@@ -47,8 +47,7 @@ def attach_correction(
                 batch.proximal,
                 batch.behaviour,
                 kind=algo.objective,
-                cap=algo.cap,
-                band=(correction.band_low, correction.band_high),
+                limits=Limits.of(algo, correction),
                 level=correction.level,
                 owners=batch.owners,
                 responses=len(batch.lengths),

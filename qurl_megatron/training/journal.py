@@ -4,7 +4,6 @@ It lives on the leading rank. What the disk refuses must not end that rank in th
 ranks do: the journal then writes no more, and ``refused`` says why where all of them listen.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -41,6 +40,7 @@ from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.runtime.filesystem import refusal, refusing
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.mismatch import BeyondRounding
+from qurl_megatron.training.rollout_file import Proximal, path_of, write_rollouts
 from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stopped
 from qurl_megatron.types import Sample
 
@@ -164,10 +164,10 @@ class Journal:
         view = step % VIEWED == 0 or step in (1, self.config.train.steps)
         self._keep_examples(step, examples, view=view)
 
-    def keep_rollout(self, step: int, samples: Sequence[Sample]) -> None:
-        """Keep all responses of a step."""
-        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-        self._keep(path, lambda: save_samples(path, samples))
+    def keep_rollout(self, step: int, samples: Sequence[Sample], proximal: Proximal) -> None:
+        """Keep all responses of a step, with what the policy before the update says of them."""
+        path = path_of(self.run_dir, step)
+        self._keep(path, lambda: write_rollouts(path, samples, proximal))
 
     def evaluated(self, step: int, samples: Sequence[Sample], tally: Tally) -> float:
         """Write and print what an evaluation came to; its score."""
@@ -273,31 +273,3 @@ def _missing(last: int, step: int) -> str:
         return ""
     lost = f"step {step} is" if last + 1 == step else f"steps {last + 1} to {step} are"
     return f"ends with step {last}: {lost} in the checkpoint, but missing there and in the report"
-
-
-def save_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """One JSON object per sample; the file appears whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        # A table's metadata may hold what JSON has no word for, such as dates.
-        file.writelines(json.dumps(_record(sample), default=str) + "\n" for sample in samples)
-    aside.rename(path)
-
-
-def _record(sample: Sample) -> dict[str, Any]:
-    """A sample as JSON says it, with one version per token, null where the policy wrote none."""
-    record = {
-        "prompt": asdict(sample.prompt),
-        "response_ids": sample.response_ids.tolist(),
-        "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
-        "finish_reason": sample.finish_reason,
-        "versions": sample.token_versions,
-        "text": sample.text,
-        "reward": sample.reward,
-    }
-    if not sample.written.all():
-        record["loss_mask"] = sample.written.astype(int).tolist()
-    if sample.failure:
-        record["failure"] = asdict(sample.failure)
-    return record

@@ -17,6 +17,7 @@ from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.runtime.stop import StopRequest
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.journal import Journal
+from qurl_megatron.training.rollout_file import Proximal
 from qurl_megatron.training.rollout_source import RolloutSource
 from qurl_megatron.training.state import Claim, TrainState
 from qurl_megatron.weights.places import description_of
@@ -48,6 +49,10 @@ class Lead:
         """Keep what a step came to, and what happened to the engines meanwhile."""
         self.journal.step(step, {**metrics, **self.happened(step)})
         self.journal.keep_examples(step, self.source.kept, advantages)
+
+    def keep_rollout(self, step: int, proximal: Proximal) -> None:
+        """Keep all responses of a step, with what the policy before the update says of them."""
+        self.journal.keep_rollout(step, self.source.samples, proximal)
 
     def happened(self, step: int) -> dict[str, float]:
         """Keep what happened to the engines since the last call; metrics of it."""

@@ -337,7 +337,13 @@ class _Run:
         """
         models = [self.policy, self.critic] if self.critic else [self.policy]
         learnt = improve(
-            self.policy, samples, self.config, step=step, timer=timer, critic=self.critic
+            self.policy,
+            samples,
+            self.config,
+            step=step,
+            timer=timer,
+            critic=self.critic,
+            scored=self.lead and partial(self.lead.keep_rollout, step),
         )
         metrics, advantages, weights = zip(*_everywhere((*learnt, look(models))), strict=True)
         measured = merge(metrics)

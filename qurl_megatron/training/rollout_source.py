@@ -83,6 +83,8 @@ class RolloutSource:
         """
         self.config, self.prompts, self.fleet = config, prompts, fleet
         self.rewards, self.journal = rewards, journal
+        self.samples: list[Sample] = []
+        """All of the step at hand, where they are kept."""
         self.kept: dict[int, Sample] = {}
         """Responses of the step at hand that are examples, by their places in it."""
         self._turns, self._stop = turns, stop
@@ -138,8 +140,7 @@ class RolloutSource:
         samples = [sample for group in draft.chosen() for sample in group]
         metrics = self._measured(step, draft, samples)
         self._tell(step, draft, samples)
-        if self.config.train.save_rollouts:
-            self.journal.keep_rollout(step, samples)
+        self.samples = samples if self.config.train.save_rollouts else []
         responses = Responses.of(samples)
         count = self.config.observe.samples
         self.kept = {index: samples[index] for index in kept_of(responses.summary, count)}

@@ -8,7 +8,7 @@ left out before any ratio is formed.
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import k3, kl_penalty, objective_terms, token_log_probs
+from qurl_megatron.algo import Limits, k3, kl_penalty, objective_terms, token_log_probs
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.model.context import ContextPart
@@ -77,12 +77,7 @@ class PolicyLoss:
             kind=algo.objective,
             surrogate=algo.surrogate,
             ratio=algo.ratio,
-            clip_low=algo.clip_low,
-            clip_high=algo.clip_high,
-            dual_clip=algo.dual_clip,
-            cap=algo.cap,
-            max_bound=algo.acr_max_bound,
-            band=(correction.band_low, correction.band_high),
+            limits=Limits.of(algo, correction),
             level=correction.level,
             weight_scale=self.weight_scale,
             keep=batch.kept,

@@ -5,7 +5,7 @@ microbatch it is dealt to. So scores computed once serve every epoch, and no lay
 summed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 
@@ -23,11 +23,12 @@ from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
-from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction, rejected_responses
+from qurl_megatron.training.credit import attach_advantages
 from qurl_megatron.training.examples import advantages_of, kept_of
 from qurl_megatron.training.finite import NotFinite, check_gradient
 from qurl_megatron.training.mismatch import mismatch
+from qurl_megatron.training.rollout_file import Proximal, gather_proximal
 from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
 from qurl_megatron.training.value_loss import ValueLoss, attach_values
 
@@ -42,12 +43,15 @@ def improve(
     step: int,
     timer: Timer,
     critic: Critic | None = None,
+    scored: Callable[[Proximal], None] | None = None,
 ) -> tuple[dict[str, Metric], dict[int, float]]:
     """Score the samples, then update the policy on them; all ranks call it together.
 
     Args:
         samples: of one step, with at least this data-parallel rank's share (``shares``) held.
         critic: updated on the same minibatches, each time before the policy.
+        scored: on the leading rank, gets the proximal log-probs before any update, where
+            ``train.save_rollouts`` keeps them.
 
     Returns:
         This rank's metrics, to be merged over ranks, and the advantages of those kept responses
@@ -71,6 +75,10 @@ def improve(
             rejected = rejected_responses(ranks, flat, len(samples))
             flat = averaged_without(rejected, ranks, flat, samples.summary, config, step=step)
         flat, worth = attach_advantages(ranks, flat, samples.summary, config)
+    if config.train.save_rollouts:
+        proximal = {} if algo.bypass else gather_proximal(ranks, flat)
+        if scored:
+            scored(proximal)
     seen: list[dict[str, Metric]] = []
     advantages: dict[int, float] = {}
     if ranks.last_stage and ranks.counted:

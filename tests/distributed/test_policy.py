@@ -1,5 +1,6 @@
 """Loss and gradients do not depend on how the model is split; masters keep what BF16 drops."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def delivered(ranks, samples, config, *, step: int) -> Responses:
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     """Gradients of the first minibatch, then the weights after two whole steps."""
     from qurl_megatron.observe.metrics import Timer, merge, values
-    from qurl_megatron.training.advantages import attach_advantages
+    from qurl_megatron.training.credit import attach_advantages
     from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
     from qurl_megatron.training.step import attach_scores, improve, lay_out
 
@@ -129,10 +130,12 @@ def train_twice(device, config: RunConfig, samples, out: Path) -> None:
         first, _ = attach_advantages(ranks, first, share.summary, config)
         policy.accumulate(first, PolicyLoss(score, config.algo))
         gradients = whole(policy, gradient(policy))
-        seen = []
+        seen, kept = [], []
+        config = replace(config, train=replace(config.train, save_rollouts=True))
         for step in (1, 2):
             share = delivered(ranks, samples, config, step=step)
-            learnt = improve(policy, share, config, step=step, timer=Timer())
+            scored = kept.append if ranks.leads else None
+            learnt = improve(policy, share, config, step=step, timer=Timer(), scored=scored)
             gathered: list = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, learnt)
             seen.append(values(merge(metrics for metrics, _ in gathered)))
@@ -140,7 +143,8 @@ def train_twice(device, config: RunConfig, samples, out: Path) -> None:
         weights = whole(policy)
         if ranks.leads:
             done = {"gradients": gradients, "weights": weights, "metrics": seen}
-            torch.save({**done, "advantages": sorted(told)}, out)
+            proximal = [[torch.from_numpy(step[i]) for i in range(len(step))] for step in kept]
+            torch.save({**done, "advantages": sorted(told), "proximal": proximal}, out)
 
 
 def run(tmp_path, backend, config, name) -> dict:
@@ -175,6 +179,8 @@ def assert_same_training(actual: dict, expected: dict, *, rounding: float = 1e-5
         # Adam divides by the gradient's own size, which turns rounding of tiny gradients
         # into steps.
         assert relative(actual["weights"][name], value) < 10 * rounding, name
+    # What the rollouts' file gets, of every response, wherever it was scored.
+    torch.testing.assert_close(actual["proximal"], expected["proximal"], rtol=1e-3, atol=1e-4)
     # Each response that is kept has one rank that tells of it.
     indices, advantages = zip(*actual["advantages"], strict=True)
     assert len(indices) == 8 and (indices, pytest.approx(advantages, abs=1e-5)) == tuple(
@@ -267,7 +273,7 @@ def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tenso
 
 
 def first_gradients(device, config, samples, out) -> None:
-    from qurl_megatron.training.advantages import attach_advantages
+    from qurl_megatron.training.credit import attach_advantages
     from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
     from qurl_megatron.training.step import attach_scores, lay_out
 

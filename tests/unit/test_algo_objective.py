@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from qurl_megatron.algo import OBJECTIVES, importance_weights, objective, objective_terms
+from qurl_megatron.algo import OBJECTIVES, Limits, importance_weights, objective
+from qurl_megatron.config.sections import AlgoConfig, CorrectionConfig
+from tests.objectives import terms_of
 
 KINDS = sorted(OBJECTIVES)
 
@@ -20,7 +22,7 @@ def tokens(*rows, requires_grad=True):
 
 def value_and_gradient(kind, *rows, **options):
     current, *others = tokens(*rows)
-    value = objective(current, *others, kind=kind, **options)
+    value = terms_of(current, *others, kind=kind, **options).value
     value.sum().backward()
     return value.detach(), current.grad
 
@@ -106,7 +108,7 @@ def same(a, b, where=slice(None)):
 def evaluate(kind, inputs, **options):
     current, *others = inputs
     current = current.detach().requires_grad_()
-    value = objective(current, *others, kind=kind, **options)
+    value = terms_of(current, *others, kind=kind, **options).value
     value.sum().backward()
     return value.detach(), current.grad
 
@@ -156,7 +158,7 @@ def test_extreme_log_ratios_stay_finite_in_value_and_gradient(kind, dtype):
     gaps = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], dtype=dtype)
     grid = torch.cartesian_prod(gaps, gaps, torch.tensor([-3.0, 0.0, 3.0], dtype=dtype))
     current = grid[:, 0].clone().requires_grad_()
-    terms = objective_terms(current, torch.zeros_like(gaps[0]), -grid[:, 1], grid[:, 2], kind=kind)
+    terms = terms_of(current, torch.zeros_like(gaps[0]), -grid[:, 1], grid[:, 2], kind=kind)
     terms.value.sum().backward()
     assert terms.value.isfinite().all() and current.grad.isfinite().all()
     assert terms.rho.isfinite().all() and terms.weight.isfinite().all()
@@ -179,13 +181,13 @@ def test_terms_say_what_happened_to_each_token():
         (1.5, 1.0, 1.0),  # clipped
         (0.5, 4.0, -1.0),  # truncated, clipped below; a negative token is never active
     ]
-    acr = objective_terms(*tokens(*rows), kind="acr")
+    acr = terms_of(*tokens(*rows), kind="acr")
     assert acr.clipped.tolist() == [False, False, True, False, True, True]
     assert acr.truncated.tolist() == [False, True, True, True, False, True]
     assert acr.acr_active.tolist() == [False, True, True, True, False, False]
     assert acr.acr_rescued.tolist() == [False, True, False, False, False, False]
     torch.testing.assert_close(acr.weight, torch.tensor([1, 2, 2, 2, 1, 2.0]).double())
-    tis = objective_terms(*tokens(*rows), kind="tis")
+    tis = terms_of(*tokens(*rows), kind="tis")
     assert tis.clipped.tolist() == [False, True, True, False, True, True]
     assert not tis.acr_active.any() and not tis.acr_rescued.any()
     assert (tis.clipped & ~acr.clipped).tolist() == acr.acr_rescued.tolist()
@@ -194,12 +196,27 @@ def test_terms_say_what_happened_to_each_token():
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipped_tokens_are_exactly_those_without_gradient(kind):
     current, *others = random_tokens()
-    terms = objective_terms(current, *others, kind=kind)
+    terms = terms_of(current, *others, kind=kind)
     terms.value.sum().backward()
     assert torch.equal(current.grad == 0, terms.clipped | terms.banded)
     assert terms.banded.any() == (kind == "icepop")
     for name in ("ratio", "rho", "weight"):
         assert not getattr(terms, name).requires_grad
+
+
+def test_every_number_is_a_setting_of_its_name_and_default():
+    algo = AlgoConfig(clip_low=0.1, clip_high=0.3, cap=3.0, acr_max_bound=9.0, dual_clip=4.0)
+    correction = CorrectionConfig(band_low=0.25, band_high=4.0)
+    assert Limits.of(algo, correction) == Limits(0.1, 0.3, 3.0, 9.0, 4.0, 0.25, 4.0)
+    assert Limits.of(AlgoConfig(), CorrectionConfig()) == Limits()
+    settings = vars(algo).keys() | vars(correction).keys()
+    assert vars(Limits()).keys() <= settings
+
+
+def test_the_public_objective_takes_the_papers_numbers():
+    inputs = random_tokens()
+    numbers = dict(kind="tis", clip_low=0.1, clip_high=0.28, cap=1.5)
+    assert torch.equal(objective(*inputs, **numbers), terms_of(*inputs, **numbers).value)
 
 
 def test_any_shape_and_none():
@@ -222,9 +239,9 @@ def test_icepop_keeps_rho_within_the_band_and_drops_the_token_outside():
     expected = torch.tensor([0, 0.51, 1.0, 4.99, 0]).double() * 1.1 * 2
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(gradient, expected)
-    narrow, _ = value_and_gradient("icepop", *rows, band=(0.9, 1.1))
+    narrow, _ = value_and_gradient("icepop", *rows, band_low=0.9, band_high=1.1)
     assert (narrow != 0).tolist() == [False, False, True, False, False]
-    assert objective_terms(*tokens(*rows), kind="icepop").banded.tolist() == [
+    assert terms_of(*tokens(*rows), kind="icepop").banded.tolist() == [
         *(True, False, False, False, True)
     ]
 
@@ -235,10 +252,10 @@ def test_dual_clip_ends_what_a_likely_bad_token_costs():
     value, gradient = value_and_gradient("proximal", *rows, dual_clip=3.0)
     torch.testing.assert_close(value, torch.tensor([-6.0, -5.8, -1.6, 2.4]).double())
     torch.testing.assert_close(gradient, torch.tensor([0.0, -5.8, 0.0, 0.0]).double())
-    terms = objective_terms(*tokens(*rows), kind="proximal", dual_clip=3.0)
+    terms = terms_of(*tokens(*rows), kind="proximal", dual_clip=3.0)
     assert terms.dual_clipped.tolist() == [True, False, False, False]
     assert terms.clipped.tolist() == [False, False, True, True]
-    off = objective_terms(*tokens(*rows), kind="proximal")
+    off = terms_of(*tokens(*rows), kind="proximal")
     assert not off.dual_clipped.any() and off.value[0].item() == pytest.approx(-8)
 
 
@@ -261,7 +278,7 @@ def test_cispo_bounds_the_factor_on_both_sides_and_stops_no_gradient():
     factor = torch.tensor([1.2, -1.2, 0.8, -0.8, 1.1]).double() * 2
     torch.testing.assert_close(gradient, factor)
     torch.testing.assert_close(value, factor * tokens(*rows)[0].detach())
-    terms = objective_terms(*tokens(*rows), kind="proximal", surrogate="cispo")
+    terms = terms_of(*tokens(*rows), kind="proximal", surrogate="cispo")
     assert terms.clipped.tolist() == [True, True, True, True, False]
 
 
@@ -270,7 +287,7 @@ def test_cispo_with_acr_has_the_raised_bound_for_good_tokens_alone():
     rows = [(2.0, 4.0, 1.0), (2.0, 4.0, -1.0), (3.0, 4.0, 1.0)]
     _, gradient = value_and_gradient("acr", *rows, surrogate="cispo")
     torch.testing.assert_close(gradient, 2 * torch.tensor([2.0, -1.2, 2.4]).double())
-    terms = objective_terms(*tokens(*rows), kind="acr", surrogate="cispo")
+    terms = terms_of(*tokens(*rows), kind="acr", surrogate="cispo")
     assert terms.acr_active.tolist() == [True, False, True]
     assert terms.acr_rescued.tolist() == [True, False, False]
     assert terms.clipped.tolist() == [False, True, True]
@@ -286,11 +303,11 @@ def test_a_bad_token_far_off_costs_no_more_with_acr_than_with_tis():
 def test_the_cap_on_the_raised_bound_ends_it_and_never_narrows_the_clip_range():
     # rho = 10, C = 2: the bound would be 6.
     rows = [(2.9, 10.0, 1.0), (3.1, 10.0, 1.0), (1.19, 10.0, 1.0)]
-    _, gradient = value_and_gradient("acr", *rows, max_bound=3.0)
+    _, gradient = value_and_gradient("acr", *rows, acr_max_bound=3.0)
     torch.testing.assert_close(gradient, 2 * torch.tensor([2.9, 0.0, 1.19]).double())
-    _, gradient = value_and_gradient("acr", *rows, max_bound=0.5)
+    _, gradient = value_and_gradient("acr", *rows, acr_max_bound=0.5)
     torch.testing.assert_close(gradient, 2 * torch.tensor([0.0, 0.0, 1.19]).double())
-    _, gradient = value_and_gradient("tis", *rows, max_bound=3.0)
+    _, gradient = value_and_gradient("tis", *rows, acr_max_bound=3.0)
     assert gradient[0].item() == 0
 
 
@@ -300,7 +317,7 @@ def test_the_weight_scale_multiplies_value_gradient_and_weight(kind):
     value, gradient = evaluate(kind, inputs)
     scaled = evaluate(kind, inputs, weight_scale=torch.tensor(0.25, dtype=torch.float64))
     same(scaled, (0.25 * value, 0.25 * gradient))
-    terms = objective_terms(*inputs, kind=kind, weight_scale=0.25)
+    terms = terms_of(*inputs, kind=kind, weight_scale=0.25)
     torch.testing.assert_close(terms.weight, 0.25 * importance_weights(*inputs[1:3], kind=kind))
 
 
@@ -313,7 +330,7 @@ def test_tokens_that_are_not_kept_are_silent_even_with_impossible_log_probs(kind
     spoiled = [(x.detach() + bad) for x in (current, *others)]
     options = dict(kind=kind, surrogate=surrogate, dual_clip=2.0)
     leaf = spoiled[0].requires_grad_()
-    terms = objective_terms(leaf, *spoiled[1:], keep=keep, **options)
+    terms = terms_of(leaf, *spoiled[1:], keep=keep, **options)
     terms.value.sum().backward()
     value, gradient = evaluate(inputs=(current, *others), **options)
     torch.testing.assert_close(terms.value.detach(), torch.where(keep, value, 0.0))
@@ -354,7 +371,7 @@ def test_value_and_gradient_are_those_of_the_written_formula(kind, surrogate, du
     options = dict(kind=kind, surrogate=surrogate, dual_clip=dual_clip)
     expected = written(current, *others, **options)
     (expected_gradient,) = torch.autograd.grad(expected.sum(), current)
-    actual = objective(current, *others, clip_high=0.28, **options)
+    actual = terms_of(current, *others, clip_high=0.28, **options).value
     (gradient,) = torch.autograd.grad(actual.sum(), current)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradient, expected_gradient)
@@ -366,12 +383,12 @@ def test_extremes_stay_finite_with_every_option_on(kind, surrogate):
     gaps = torch.tensor([-1e4, -21.0, 0.0, 21.0, 1e4])
     grid = torch.cartesian_prod(gaps, gaps, torch.tensor([-3.0, 0.0, 3.0]))
     current = grid[:, 0].clone().requires_grad_()
-    terms = objective_terms(
+    terms = terms_of(
         *(current, torch.zeros(len(grid)), -grid[:, 1], grid[:, 2]),
         kind=kind,
         surrogate=surrogate,
         dual_clip=3.0,
-        max_bound=10.0,
+        acr_max_bound=10.0,
         weight_scale=0.5,
         keep=torch.arange(len(grid)) % 2 == 0,
     )

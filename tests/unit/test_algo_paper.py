@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_megatron.algo import kl_penalty, objective_terms
+from qurl_megatron.algo import Limits, kl_penalty, objective_terms
 
 N, LENGTH = 200_000, 16
 OWNERS = np.arange(N) // LENGTH
@@ -112,7 +112,7 @@ def assert_agree(found, expected):
 def test_values_gradients_and_clips_are_the_papers(kind, low, high, cap):
     inputs = log_probs()
     expected = EQUATIONS[kind](*inputs, low, high, cap)
-    found = computed(inputs, kind=kind, clip_low=low, clip_high=high, cap=cap)
+    found = computed(inputs, kind=kind, limits=Limits(low, high, cap))
     assert_agree(found, expected)
     assert 0.05 < expected.clipped.mean() < 0.6
 

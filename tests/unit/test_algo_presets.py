@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algo import (
-    ADVANTAGES,
     ESTIMATORS,
-    at_last_token,
-    discounted_returns,
-    gae,
-    group_advantages,
-    objective,
+    Limits,
+    objective_terms,
     owners_of,
-    sum_per_response,
+    token_advantages,
     token_weights,
     value_loss,
-    whitened,
 )
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.sections import AlgoConfig
@@ -71,42 +66,26 @@ def train_on(
     behaviour = proximal - logs(rho or ones)
     reference = proximal - torch.tensor(gaps or [0.0] * tokens, dtype=torch.float64)
     penalise = ESTIMATORS[algo.kl_estimator]
-    returns = None
 
-    penalty = kl_coef * (algo.kl_in == "reward") * penalise(proximal, reference)
-    token_rewards = at_last_token(rewards.flatten(), lengths) - penalty
-    if algo.advantage == "gae":
-        raw, returns = gae(
-            token_rewards,
-            torch.tensor(values, dtype=torch.float64),
-            lengths,
-            gamma=algo.gamma,
-            lam=algo.gae_lambda,
-        )
-        advantages = whitened(raw)
-    elif algo.advantage == "reinforce_pp":
-        advantages = whitened(discounted_returns(token_rewards, lengths, algo.gamma))
-    elif algo.advantage == "reinforce_pp_baseline":
-        centred = at_last_token(group_advantages(rewards, "dr_grpo").flatten(), lengths)
-        advantages = whitened(discounted_returns(centred - penalty, lengths, algo.gamma))
-    else:
-        assert algo.advantage in ADVANTAGES
-        outcome = sum_per_response(token_rewards, owners, len(lengths)).view_as(rewards)
-        advantages = group_advantages(outcome, algo.advantage).flatten()[owners]
-
-    value = objective(
+    advantages, returns = token_advantages(
+        rewards.flatten(),
+        lengths,
+        algo.advantage,
+        group_size=rewards.shape[1],
+        penalty=kl_coef * (algo.kl_in == "reward") * penalise(proximal, reference),
+        values=None if values is None else torch.tensor(values, dtype=torch.float64),
+        gamma=algo.gamma,
+        lam=algo.gae_lambda,
+    )
+    value = objective_terms(
         *(current, proximal, behaviour, advantages),
         kind=algo.objective,
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
-        cap=algo.cap,
+        limits=Limits.of(algo),
         ratio=algo.ratio,
         surrogate=algo.surrogate,
-        dual_clip=algo.dual_clip,
-        max_bound=algo.acr_max_bound,
         owners=owners,
         responses=len(lengths),
-    )
+    ).value
     value = value - kl_coef * (algo.kl_in == "loss") * penalise(current, reference)
     weights = token_weights(lengths, algo.aggregation, constant=max_new_tokens)
     loss = -(weights.double()[owners] * value).sum()

@@ -11,13 +11,12 @@ from qurl_megatron.algo import (
     importance_ratio,
     importance_weights,
     mean_per_response,
-    objective,
-    objective_terms,
     owners_of,
     padded,
     sum_per_response,
     unpadded,
 )
+from tests.objectives import terms_of
 
 KINDS = sorted(OBJECTIVES)
 # (level of the weight's rho, what is clipped). The bound's rho is on the scale of what is clipped.
@@ -46,7 +45,7 @@ def random_responses(spread=0.5, drift=0.3, lengths=LENGTHS):
 def run(inputs, owners, **options):
     leaf = inputs[0].detach().requires_grad_()
     responses = len(LENGTHS)
-    terms = objective_terms(leaf, *inputs[1:], owners=owners, responses=responses, **options)
+    terms = terms_of(leaf, *inputs[1:], owners=owners, responses=responses, **options)
     terms.value.sum().backward()
     return terms, leaf.grad
 
@@ -162,14 +161,14 @@ def test_acr_gradient_passes_up_to_the_raised_bound_and_stops_beyond(level, rati
     owners = torch.tensor([0, 0, 1, 1])
     current = logs(2.999, 2.999, 3.001, 3.001).requires_grad_()
     zero = torch.zeros(4, dtype=torch.float64)
-    value = objective(
+    value = terms_of(
         *(current, zero, -logs(5, 5, 5, 5), torch.ones(4, dtype=torch.float64)),
         kind="acr",
         level=level,
         ratio=ratio,
         owners=owners,
         responses=2,
-    )
+    ).value
     value.sum().backward()
     torch.testing.assert_close(value, 2 * torch.tensor([2.999, 2.999, 3, 3]).double())
     torch.testing.assert_close(current.grad, 2 * torch.tensor([2.999, 2.999, 0, 0]).double())
@@ -182,9 +181,9 @@ def test_gspos_weight_is_of_the_level_that_is_asked_for():
     zero = torch.zeros_like(log_rho)
     inputs = (zero, zero, -log_rho, torch.ones_like(zero))
     at = dict(kind="acr", ratio="sequence", owners=torch.zeros(8192, dtype=torch.int64))
-    tokens = objective_terms(*inputs, level="token", responses=1, **at)
+    tokens = terms_of(*inputs, level="token", responses=1, **at)
     assert tokens.weight[17] == 2 and tokens.truncated[17] and (tokens.weight[18:] == 1).all()
-    mean = objective_terms(*inputs, level="geometric", responses=1, **at)
+    mean = terms_of(*inputs, level="geometric", responses=1, **at)
     assert mean.weight[17].item() == pytest.approx(1.000844, abs=1e-6)  # 1000^(1 / 8192)
 
 
@@ -192,7 +191,7 @@ def test_the_bound_of_a_token_is_raised_by_its_own_rho_though_the_weight_is_of_t
     # rho 25 and 0.2, their product 5: both weigh 2, and may reach 1.2 * 25 / 2 = 15 and 1.2.
     current = logs(14.9, 1.3).requires_grad_()
     zero = torch.zeros(2, dtype=torch.float64)
-    terms = objective_terms(
+    terms = terms_of(
         *(current, zero, -logs(25, 0.2), torch.ones(2, dtype=torch.float64)),
         kind="acr",
         level="sequence",
@@ -277,7 +276,7 @@ def test_extreme_log_ratios_stay_finite_in_value_and_gradient(kind, level, ratio
     grid = torch.cartesian_prod(gaps, gaps, torch.tensor([-3.0, 3.0]))
     current = grid[:, 0].clone().requires_grad_()
     owners = torch.arange(len(grid)) // 3  # some responses cancel, some do not
-    terms = objective_terms(
+    terms = terms_of(
         *(current, torch.zeros(len(grid)), -grid[:, 1], grid[:, 2]),
         kind=kind,
         level=level,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from qurl_megatron.engines.embedded import engine
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.wire.message import LOADER, Message, payload
 from tests.unit.engine_models import (
@@ -88,6 +89,22 @@ def test_a_seeded_request_repeats_and_its_samples_differ(live):
     assert len({tuple(a["output_ids"]) for a in first}) == 4
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_prompt_is_scored_as_its_tokens_were_when_they_were_drawn(live, temperature, monkeypatch):
+    monkeypatch.setattr(engine, "SCORED_TOKENS", 7)  # of 5 + 40: the logits come in parts
+    prompt = [5, 6, 7, 8, 9]
+    params = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature}
+    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+    answer = live.post("/generate", body).json()
+    drawn = [log_prob for log_prob, *_ in answer["meta_info"]["output_token_logprobs"]]
+    tokens = prompt + answer["output_ids"]
+    scored = live.client.score(tokens, start=len(prompt), temperature=temperature)
+    torch.testing.assert_close(torch.tensor(scored), torch.tensor(drawn), rtol=0, atol=2e-5)
+    body = {"input_ids": tokens, "logprob_start_len": 0, "return_logprob": True}
+    pairs = live.post("/generate", body).json()["meta_info"]["input_token_logprobs"]
+    assert pairs[0] == [None, 5, None] and [token for _, token, _ in pairs] == tokens
+
+
 @pytest.mark.parametrize(
     "body,message",
     [
@@ -103,6 +120,7 @@ def test_a_seeded_request_repeats_and_its_samples_differ(live):
         ({"input_ids": [5], "sampling_params": {"n": 0}}, "n must be"),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "1 entries for 2 prompts"),
         ({"input_ids": [5], "stream": "yes"}, "stream"),
+        ({"input_ids": [5], "logprob_start_len": 3}, "logprob_start_len must be 0 or -1"),
         ({"input_ids": [5], "text": "a"}, "not both"),
         ({"input_ids": [5], "top_logprobs_num": 2}, "top_logprobs_num = 2"),
         ({"input_ids": [5], "sampling_params": {"stop": ["."]}}, r"sampling_params.stop = \['.'\]"),

@@ -9,7 +9,7 @@ from qurl_megatron.algo import group_advantages
 from qurl_megatron.config import load
 from qurl_megatron.data.responses import Summary
 from qurl_megatron.rewards import overlong_penalty
-from qurl_megatron.training.advantages import shaped_rewards
+from qurl_megatron.training.credit import shaped_rewards
 
 DAPO = Path(__file__).parents[2] / "launch" / "recipes" / "dapo_qwen2.5_7b_math.toml"
 

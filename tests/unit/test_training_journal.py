@@ -107,7 +107,7 @@ def test_what_the_disk_refuses_ends_nothing_at_once_and_is_said_with_what_is_sav
             journal.step(step, STEP)
         assert full.asked == 1 and "No space left on device" in str(journal.refused)
         assert "train.run_dir" in str(journal.refused)
-        journal.keep_rollout(3, answers(1.0))
+        journal.keep_rollout(3, answers(1.0), {})
         with pytest.raises(ConfigError, match="No space left.*; step 3 is saved all the same"):
             journal.finish(TrainState(step=3))
     assert [one.step for one in read_metrics(run_dir / "metrics.jsonl")] == [1]
@@ -131,6 +131,6 @@ def test_who_stops_a_run_reads_how_far_it_is_and_of_which_step_its_score_is(
 
 def test_a_rollout_is_kept_whole_token_by_token(config, run_dir):
     with opened(config, run_dir) as journal:
-        journal.keep_rollout(7, answers(1.0, 0.0))
+        journal.keep_rollout(7, answers(1.0, 0.0), {})
     lines = (run_dir / "rollouts/step_000007.jsonl").read_text().splitlines()
     assert len(lines) == 2 and '"reward": 1.0' in lines[0] and '"versions": [0]' in lines[0]

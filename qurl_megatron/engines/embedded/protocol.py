@@ -24,13 +24,13 @@ KNOWN = {
     "text",
     "sampling_params",
     "return_logprob",
+    "logprob_start_len",
     "return_text_in_logprobs",
     "stream",
     "rid",
 }
 # What clients send all the same, and the values that ask for nothing.
 INERT: dict[str, tuple] = {
-    "logprob_start_len": (-1,),
     "top_logprobs_num": (0,),
     "lora_path": ("",),
     "return_hidden_states": (False,),
@@ -106,6 +106,8 @@ def parse_generate(
         given = _Params(own, spelled or "sampling_params.{}".format)
         samples = _sequences(prompt, given, rid, limits)
         interval = given.number("stream_interval", 0, int, minimum=0) or interval
+        for sample in samples:
+            sample.scores_prompt = bool(log_prob) and body.get("logprob_start_len") == 0
         style = given.style(bool(log_prob), bool(body.get("return_text_in_logprobs")))
         given.refuse_rest()
         sequences += samples
@@ -122,6 +124,10 @@ def _check_keys(body: dict) -> None:
             raise ConfigError(f"{key} is not supported by the embedded engine")
         if value not in INERT[key]:
             raise ConfigError(f"{key} = {value!r} is not supported by the embedded engine")
+    if (start := body.get("logprob_start_len")) not in (None, -1, 0):
+        raise ConfigError(
+            f"logprob_start_len must be 0 or -1 for the embedded engine, got {start!r}"
+        )
     if body.get("stream") not in (None, True, False):
         raise ConfigError(f"stream must be true or false, got {body['stream']!r}")
 
@@ -264,7 +270,11 @@ def answer_body(progress: Progress, *, incremental: bool = False) -> dict:
         "cached_tokens": 0,
     }
     if progress.log_probs is not None:
-        meta["input_token_logprobs"] = []
+        scored = [None, *sequence.prompt_log_probs] if sequence.scores_prompt else []
+        meta["input_token_logprobs"] = [
+            [log_prob, token, None]
+            for log_prob, token in zip(scored, sequence.prompt, strict=False)
+        ]
         meta["output_token_logprobs"] = progress.log_probs[first:]
         meta["output_token_logprobs_length"] = len(progress.log_probs)
     if progress.finish_reason is not None:

@@ -20,8 +20,8 @@ from qurl_megatron.config import (
 from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.testing.ranks import run_on_ranks
-from qurl_megatron.training.advantages import attach_advantages
 from qurl_megatron.training.correction import attach_correction, rejected_responses
+from qurl_megatron.training.credit import attach_advantages
 from qurl_megatron.types import Prompt, Sample
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]  # two prompts, two responses each

@@ -1,0 +1,138 @@
+"""Recorded samples scored again by what a checkpoint alone says: a new engine, and the actor.
+
+The engine has never known another version, and the actor has never been updated, so neither can be
+wrong in the way that a published version or a running trainer is.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qurl_megatron.config import RolloutConfig, RunConfig
+from qurl_megatron.convert.job import run
+from qurl_megatron.convert.quantized_export import to_quantized
+from qurl_megatron.convert.to_huggingface import to_huggingface
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.client import EngineClient
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
+from qurl_megatron.runtime.launch import launch, tell
+from qurl_megatron.tensors.arch import arch_of
+from qurl_megatron.training.rollout_file import gather_proximal, read_rollouts
+from qurl_megatron.types import Sample
+from qurl_megatron.weights.places import description_of
+from qurl_megatron.weights.source import open_checkpoint
+
+
+@contextmanager
+def fresh_engine(
+    checkpoint: Path, rollout: RolloutConfig, *, scheme: str, dtype: str
+) -> Iterator[EngineClient]:
+    """An engine of the run's kind; embedded ones quantize the checkpoint themselves, SGLang loads
+    an export of it.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+    alone = replace(rollout, engines=1, engine_first_gpu=0, urls=(), rendezvous="", colocate=False)
+    with tempfile.TemporaryDirectory(prefix="qurl-rescore-") as folder:
+        model = checkpoint
+        if rollout.backend == "sglang":
+            source, model = open_checkpoint(checkpoint), Path(folder) / "model"
+            if scheme == "none":
+                run(to_huggingface(source, model))
+            else:
+                run(to_quantized(source, model, scheme=scheme, fmt="sglang", dtype=torch.float32))
+        vocabulary = arch_of(description_of(checkpoint)).vocab
+        with Fleet(
+            alone,
+            model,
+            scheme=scheme,
+            dtype=dtype,
+            log_dir=folder,
+            vocabulary=vocabulary,
+            fixed=True,
+        ) as fleet:
+            yield fleet.clients[0]
+
+
+def engine_scores(
+    client: EngineClient, samples: Sequence[Sample], temperature: float
+) -> list[np.ndarray]:
+    """Log-probs of the tokens that the policy wrote, float32, of each sample."""
+    found = []
+    for sample in samples:
+        prompt, response = list(sample.prompt.input_ids), sample.response_ids.tolist()
+        scored = client.score(prompt + response, start=len(prompt), temperature=temperature)
+        found.append(np.array(scored, np.float32)[sample.written])
+    return found
+
+
+def actor_scores(
+    config: RunConfig, checkpoint: Path, rollouts: Path, count: int
+) -> list[np.ndarray] | int:
+    """The same by the full-precision actor, on ranks of this machine, split as the run's is.
+
+    Args:
+        rollouts: file of samples, of which the first ``count`` are scored.
+
+    Returns:
+        The log-probs, or where a rank failed, which has said why, the exit code.
+    """
+    config = replace(
+        config,
+        model=replace(config.model, path=str(checkpoint)),
+        parallel=replace(config.parallel, data=1),
+        algo=replace(config.algo, minibatches=1, deal="responses", bypass=False),
+        train=replace(config.train, micro_batch=math.gcd(count, config.train.micro_batch)),
+    )
+    with tempfile.TemporaryDirectory(prefix="qurl-rescore-") as folder:
+        out = Path(folder) / "scores.npz"
+        code = launch(score_rank, (config, rollouts, count, out), config.parallel.world_size)
+        if code:
+            return code
+        with np.load(out) as scores:
+            return [scores[str(index)] for index in range(count)]
+
+
+def score_rank(config: RunConfig, rollouts: Path, count: int, out: Path) -> int:
+    """One rank of ``actor_scores``."""
+    prepare_cuda(config.parallel)
+    try:
+        use_transformer_engine()
+        _score(config, rollouts, count, out)
+    except ConfigError as error:
+        tell(f"qurl: {error}")
+        return 2
+    return 0
+
+
+def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
+    from qurl_megatron.model.policy import Policy  # Megatron comes with it
+    from qurl_megatron.runtime.megatron import megatron_runtime
+    from qurl_megatron.training.alignment import alignment
+    from qurl_megatron.training.sharded_loss import Scorer
+    from qurl_megatron.training.step import attach_scores, lay_out
+
+    samples = [one.sample for one in read_rollouts(rollouts)[:count]]
+    with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
+        policy = Policy.build(
+            config.model,
+            config.parallel,
+            config.policy_optimizer,
+            ranks,
+            uaq_scale=config.quant.uaq_scale,
+            align=alignment(config, ranks.device),
+        )
+        (batches,) = lay_out(ranks, Responses.of(samples), config, step=1)
+        score = Scorer(policy, config.rollout.temperature)
+        scores = gather_proximal(ranks, attach_scores(policy, batches, score, with_reference=False))
+        if ranks.leads:
+            np.savez(out, **{str(index): one for index, one in scores.items()})

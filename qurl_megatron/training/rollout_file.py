@@ -1,0 +1,134 @@
+"""The samples of one step on disk: ``run_dir/rollouts/step_000012.jsonl``, a JSON object each.
+
+Beside what the engines said stands what the full-precision actor said of the same tokens, so the
+file is written between scoring and training: whole, and also where the update then fails.
+
+Shapes: R = responses of the step; per-token lists have one entry for each response token, null
+where the policy did not write it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.errors import ConfigError, Unscored, reading
+from qurl_megatron.runtime.megatron import Ranks
+from qurl_megatron.types import Prompt, Sample
+
+Proximal = Mapping[int, np.ndarray]
+"""Log-probs of the written tokens, float32, by the response's place in the step; it has no entry
+for a response that was not scored."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One line of the file."""
+
+    sample: Sample
+    proximal: np.ndarray | None  # float32, one per written token
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+
+
+def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
+    """Those of all ranks, on the leading rank; nothing on the others. All ranks call it together.
+
+    Args:
+        batches: this rank's microbatches of the step, scored.
+    """
+    mine: Proximal = {}
+    if ranks.last_stage and ranks.counted:
+        mine = {
+            index: part.float().cpu().numpy()
+            for batch in batches
+            for index, part in zip(batch.indices, batch.proximal.split(batch.lengths), strict=True)
+        }
+    everywhere: list[Proximal] | None = [{}] * ranks.world_size if ranks.leads else None
+    dist.gather_object(mine, everywhere)
+    return {i: one for part in everywhere or () for i, one in part.items()}
+
+
+def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) -> None:
+    """The file appears whole.
+
+    Args:
+        samples: of one step, [R].
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        for index, sample in enumerate(samples):
+            # A table's metadata may hold what JSON has no word for, such as dates.
+            file.write(json.dumps(_record(sample, proximal.get(index)), default=str) + "\n")
+    aside.rename(path)
+
+
+def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
+    record = {
+        "prompt": asdict(sample.prompt),
+        "response_ids": sample.response_ids.tolist(),
+        "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
+        "proximal_log_probs": None if proximal is None else _spread(proximal, sample.written),
+        "finish_reason": sample.finish_reason,
+        "versions": sample.token_versions,
+        "text": sample.text,
+        "reward": sample.reward,
+    }
+    if not sample.written.all():
+        record["loss_mask"] = sample.written.astype(int).tolist()
+    if sample.failure:
+        record["failure"] = asdict(sample.failure)
+    return record
+
+
+def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
+    """One entry per response token."""
+    theirs = iter(log_probs.tolist())
+    return [next(theirs) if mine else None for mine in written]
+
+
+def read_rollouts(path: Path) -> list[Recorded]:
+    """
+    Raises:
+        ConfigError: the file is not there, or a line is not what ``write_rollouts`` writes.
+    """
+    try:
+        with reading(path):
+            lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; train.save_rollouts=true keeps samples") from None
+    return [_recorded(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _recorded(line: str, where: str) -> Recorded:
+    try:
+        record = json.loads(line)
+        prompt = {**record["prompt"]}
+        prompt |= {name: tuple(prompt[name]) for name in ("input_ids", "turns")}
+        failure = record.get("failure")
+        written = np.array([version is not None for version in record["versions"]], bool)
+        sample = Sample(
+            Prompt(**prompt),
+            record["response_ids"],
+            record["behaviour_log_probs"],
+            record["finish_reason"],
+            tuple((version, 1) for version in record["versions"] if version is not None),
+            record["text"],
+            record["reward"],
+            written,
+            failure and Unscored(**failure),
+        )
+        proximal = record.get("proximal_log_probs")  # older files have none
+        if proximal is not None:
+            proximal = np.array(proximal, np.float32)[written]
+    except (ValueError, TypeError, KeyError, IndexError, AssertionError) as error:
+        raise ConfigError(f"{where} is damaged ({error!s:.200})") from None
+    return Recorded(sample, proximal)
