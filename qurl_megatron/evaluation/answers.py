@@ -10,14 +10,13 @@ would be the accuracy of neither.
 import itertools
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.rewards.pool import Tally
+from qurl_megatron.errors import ConfigError, Unscored
+from qurl_megatron.rewards.pool import Tally, way_of
 
 CODE = "code of "  # before what names code of the user's own: a setting, its checksum
 Key = tuple[str, int]
@@ -144,10 +143,16 @@ def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
 
 def tally_of(answers: Iterable[Answer]) -> Tally:
     """How many have no score, and why; of a whole file, also those of earlier processes."""
-    answers = list(answers)
-    lost = [one.unscored.partition(": ") for one in answers if one.unscored]
-    first = {cause: why for cause, _, why in reversed(lost)}
-    return Tally(len(answers), len(lost), Counter(cause for cause, _, _ in lost), first)
+    tally = Tally()
+    for one in answers:
+        tally.responses += 1
+        if one.unscored:
+            cause, _, why = one.unscored.partition(": ")
+            way = way_of(Unscored(cause, why))
+            tally.failed += 1
+            tally.ways[way] += 1
+            tally.first.setdefault(way, why)
+    return tally
 
 
 def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:

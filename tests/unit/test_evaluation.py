@@ -19,7 +19,7 @@ from qurl_megatron.config.sections import MixedReward, RewardConfig, RolloutConf
 from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
-from qurl_megatron.evaluation.answers import Answer, AnswerFile
+from qurl_megatron.evaluation.answers import Answer, AnswerFile, tally_of
 from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
 from qurl_megatron.evaluation.command import evaluate, make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
@@ -320,6 +320,20 @@ def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):
     path.write_bytes(whole.replace(b'"mode"', b'"mode', 1))
     with pytest.raises(ConfigError, match=r"aime\.samples\.jsonl line 2 is damaged"):
         AnswerFile(path, {"k": 2}, modes)
+
+
+def test_each_way_in_which_an_environment_failed_is_named():
+    whys = ["", "environment: raised: Oops", "environment: took too long: 3 s", "invalid: nan"]
+    [given] = answers_of({"sampled": [[0.0] * 6]}).values()
+    whys += ["environment: raised: another", "invalid: inf"]
+    tally = tally_of(
+        dataclasses.replace(one, unscored=why) for one, why in zip(given, whys, strict=True)
+    )
+    assert (tally.responses, tally.failed) == (6, 5)
+    assert tally.said() == (
+        "2 got no finite number (nan), 2 failed in the environment (raised: Oops), "
+        "1 failed in the environment (took too long: 3 s)"
+    )
 
 
 # The command, against scripted engines. A response begins where the prompt ends: the fake's token
