@@ -78,7 +78,7 @@ class AnswerFile:
             self.answers.setdefault((answer.mode, answer.problem), []).append(answer)
 
     def _load(self, settings: Mapping[str, Any], responses: Mapping[str, int]) -> None:
-        refuse_other_settings(self.path, settings)
+        refuse_answers({self.path: made_otherwise(self.path, settings)})
         *lines, rest = self.path.read_bytes().split(b"\n")
         names = {field.name for field in fields(Answer)}
         for number, line in enumerate(lines[1:], start=2):
@@ -122,8 +122,8 @@ def settings_of(path: Path) -> dict[str, Any]:
     return found
 
 
-def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` where the answers in a file were made with other settings.
+def made_otherwise(path: Path, settings: Mapping[str, Any]) -> str:
+    """How the answers in a file were made with other settings, for ``refuse_answers``; else empty.
 
     Code that only one of the two has a checksum of is taken for unchanged.
     """
@@ -134,11 +134,31 @@ def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
         for key in dict.fromkeys((*found, *settings))
         if key not in unknown and found.get(key) != settings.get(key)
     ]
-    if changed:
-        raise ConfigError(
-            f"{path} holds answers made with other settings ({'; '.join(changed)}); "
-            "undo that to go on with them, give another --out, or delete that file"
-        )
+    return f"made with other settings ({'; '.join(changed)})" if changed else ""
+
+
+def refuse_answers(found: Mapping[Path, str]) -> None:
+    """
+    Args:
+        found: files of answers that are not to be added to, and what these are; empty text: they
+            may be.
+
+    Raises:
+        ConfigError: there is one; it names all.
+    """
+    files: dict[str, list[str]] = {}
+    for path, what in found.items():
+        files.setdefault(what, []).append(str(path))
+    files.pop("", None)
+    if not files:
+        return
+    said = [
+        f"{' and '.join(paths)} hold{'' if paths[1:] else 's'} answers {what}"
+        for what, paths in files.items()
+    ]
+    undo = "undo that to go on with them, " if any("settings" in what for what in files) else ""
+    which = "these files" if sum(map(len, files.values())) > 1 else "that file"
+    raise ConfigError(f"{'; '.join(said)}; {undo}give another --out, or delete {which}")
 
 
 def tally_of(answers: Iterable[Answer]) -> Tally:

@@ -25,7 +25,8 @@ from qurl_megatron.evaluation.answers import (
     Answer,
     AnswerFile,
     Key,
-    refuse_other_settings,
+    made_otherwise,
+    refuse_answers,
     settings_of,
     tally_of,
 )
@@ -153,8 +154,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     asked = [_asked(plan, benchmarks) for plan in plans]
     if arguments.max_new_tokens is None:
         plans = _fitted(plans, max(one.longest for one in asked))
-    for plan, one in zip(plans, asked, strict=True):
-        _refuse_other_answers(plan, one)
+    others = [_other_answers(plan, one) for plan, one in zip(plans, asked, strict=True)]
+    refuse_answers(dict(itertools.chain(*(found.items() for found in others))))
     outcomes = [_evaluated(plan, one) for plan, one in zip(plans, asked, strict=True)]
     if len(plans) == 2:
         print(_compared(plans, benchmarks, outcomes), flush=True)
@@ -180,28 +181,27 @@ def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
     return Asked(tokenizer, prompts)
 
 
-def _refuse_other_answers(plan: Plan, asked: Asked) -> None:
-    """Before engines start, refuse to add to answers of another model, or with other settings.
+def _other_answers(plan: Plan, asked: Asked) -> dict[Path, str]:
+    """Of each file of answers in the plan's folder, that they are of another model or made with
+    other settings; empty text where they may be added to.
 
     Of engines that run already, only they can say what they serve.
     """
     if plan.rollout.urls:
-        return
+        return {}
     settings = plan.settings
     depends = {
         f"{benchmark.name}{ANSWERS}": {"problems": fingerprint(prompts), **settings}
         for benchmark, prompts in asked.prompts
     }
+    found = {}
     for path in sorted(plan.out.glob(f"*{ANSWERS}")):
         # Answers of engines that ran already say nothing of a model's files.
-        there, now = settings_of(path).get("model_files"), settings["model_files"]
-        if there not in (None, now):
-            raise ConfigError(
-                f"{path} holds answers of another model than {plan.model} is now; give another "
-                "--out, or delete that file"
-            )
-        if path.name in depends:
-            refuse_other_settings(path, depends[path.name])
+        if settings_of(path).get("model_files") not in (None, settings["model_files"]):
+            found[path] = f"of another model than {plan.model} is now"
+        elif path.name in depends:
+            found[path] = made_otherwise(path, depends[path.name])
+    return found
 
 
 def _fitted(plans: list[Plan], longest: int) -> list[Plan]:

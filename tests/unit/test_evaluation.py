@@ -17,13 +17,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from qurl_megatron.cli import main
 from qurl_megatron.config.sections import MixedReward, RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import Question
+from qurl_megatron.data.tokenizer import Tokenizer as Words
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import Answer, AnswerFile, tally_of
 from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
 from qurl_megatron.evaluation.command import evaluate, make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
-from qurl_megatron.evaluation.evaluate import as_prompts
+from qurl_megatron.evaluation.evaluate import as_prompts, fingerprint
 from qurl_megatron.evaluation.options import Defaults, add_options
 from qurl_megatron.fleet.collect import sample_seed
 from qurl_megatron.testing.fake_engine import FakeEngine, token_at
@@ -648,6 +649,36 @@ def test_answers_of_others_are_refused_before_an_engine_starts(bench, model, tmp
     with pytest.raises(ConfigError, match=r"other\.samples\.jsonl holds answers of another mod"):
         evaluate(asked("--k", "2"), theirs)
     assert "evaluating" not in capsys.readouterr().out and not [*tmp_path.glob("eval/start")]
+
+
+def test_all_answers_of_others_are_named_at_once(bench, model, tmp_path):
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none",))
+    shutil.copytree(model, tmp_path / "step_000004")
+    own = tmp_path / "own.py"
+    own.write_text("def score(**given): return 1.0")
+    theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
+    given = ["--before", "--max-new-tokens", "4", "--k", "1", "--reward", f"{own}:score"]
+    arguments = parser.parse_args([str(bench), *given])
+    plans = make_plans(arguments, theirs)
+    file = "ladder.samples.jsonl"
+    problems = fingerprint(
+        as_prompts(*read_benchmarks([bench]), Words(model), chat=False, suffix="")
+    )
+    for plan in plans:
+        plan.out.mkdir(parents=True)
+        AnswerFile(plan.out / file, {"problems": problems, **plan.settings}, {})
+    own.write_text("def score(**given): return 0.0")
+    (tmp_path / "eval/start/other.samples.jsonl").write_text('{"settings": {"model_files": ""}}\n')
+    with pytest.raises(ConfigError) as error:
+        evaluate(arguments, theirs)
+    assert re.fullmatch(
+        rf"\S+/start/{file} and \S+/step_000004/{file} hold answers made with other settings "
+        rf"\(code of {own}:score: \w+ there, \w+ here\); \S+/start/other.samples.jsonl holds "
+        r"answers of another model than \S+ is now; undo that to go on with them, give another "
+        "--out, or delete these files",
+        str(error.value),
+    )
 
 
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
