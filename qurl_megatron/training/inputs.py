@@ -1,7 +1,8 @@
 """The data of a run, read and checked before models load.
 
 ``qurl train`` reads the files before it starts a rank, and the leading rank once more, with the
-tokenizer, before it loads the model. ``qurl show --dry-run`` does both, as far as files are there.
+tokenizer, before it loads the model. ``qurl show --dry-run`` does both, the second where there is a
+tokenizer.
 """
 
 from pathlib import Path
@@ -112,17 +113,9 @@ def describe_data(config: RunConfig) -> list[str]:
     """What a dry run says of the data, a sentence each.
 
     Raises:
-        ConfigError: as ``read_prompts``; a file that is not there yet is a remark instead.
+        ConfigError: as ``read_prompts``.
     """
     data, held_out = config.data, config.train.eval_prompts
-    asked = ["path", "eval_path"] if held_out else ["path"]
-    missing = [key for key in asked if (path := getattr(data, key)) and not Path(path).exists()]
-    if data.path and missing:
-        return [
-            f"data.{key}={getattr(data, key)} is not there, so prompts are not checked: looked for "
-            f"{Path(getattr(data, key)).absolute()}"
-            for key in missing
-        ]
     folder = Path(config.model.path)
     if folder.is_dir():
         described = description_of(folder)

@@ -52,15 +52,16 @@ def test_a_mistake_in_the_data_is_found_before_a_model_is_made(name, row, said, 
 
 def test_a_path_that_leads_nowhere_says_where_it_was_looked_for(recipe, tmp_path):
     config = load(recipe, ["data.path=data/train.jsonl"])
-    with pytest.raises(ConfigError) as found:
-        check_files(config)
     looked = tmp_path / "data/train.jsonl"
-    assert str(found.value) == (
-        "data.path=data/train.jsonl does not exist or is not a file: a relative path begins at the "
-        f"working folder, so that is {looked}"
-    )
-    [told] = describe_data(config)
-    assert told.endswith(f"prompts are not checked: looked for {looked}")
+    for refuses in (check_files, describe_data):
+        with pytest.raises(ConfigError) as found:
+            refuses(config)
+        assert str(found.value) == (
+            "data.path=data/train.jsonl does not exist or is not a file: a relative path begins at "
+            f"the working folder, so that is {looked}"
+        )
+    with pytest.raises(ConfigError, match="a part of a file cannot be named: write its rows"):
+        describe_data(load(recipe, ["data.path=train.jsonl@[0:1]"]))
 
 
 def test_rows_without_answers_are_for_rewards_of_ones_own(recipe):
