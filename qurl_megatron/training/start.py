@@ -19,7 +19,7 @@ from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
-from qurl_megatron.tensors.arch import arch_of
+from qurl_megatron.tensors.arch import Arch, arch_of
 from qurl_megatron.training.inputs import check_files
 from qurl_megatron.training.state import (
     TrainState,
@@ -61,9 +61,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         _make_model(config, path)
     if not path.exists():
         raise ConfigError(_missing(config))
-    arch = arch_of(description_of(path))
-    arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
-    refuse_endless_responses(config.rollout, arch)
+    _check_shape(config, arch_of(description_of(path)))
     if placed:
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
@@ -75,6 +73,16 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     print(f"starting {ranks} for {path}; the run is in {config.train.run_dir}", flush=True)
     lost = partial(_lost, Path(config.train.run_dir))
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
+
+
+def _check_shape(config: RunConfig, arch: Arch) -> None:
+    """The run can train, and generate with, a model of this shape.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
+    refuse_endless_responses(config.rollout, arch)
 
 
 def _prepare(source: Path | None, config: RunConfig) -> None:
@@ -191,7 +199,11 @@ def _make_model(config: RunConfig, path: Path) -> None:
     )
     with refusing(path, key="model.path"):
         accuracy = warmstart(
-            path, config.data, config.warmstart, log=lambda line: print(line, flush=True)
+            path,
+            config.data,
+            config.warmstart,
+            log=lambda line: print(line, flush=True),
+            check=partial(_check_shape, config),
         )
     print(
         f"warm start done: {accuracy:.1%} of the held-out answers have the right number", flush=True

@@ -105,6 +105,23 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_a_model_is_made(reci
     assert capsys.readouterr().err == f"qurl: {said} folder\n" and not Path("model").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.max_new_tokens=1024", "leaves no room for a prompt: the model takes 1024 tokens"),
+        ("parallel.pipeline=3", "parallel.pipeline=3 does not divide the model's num_hid"),
+    ],
+    ids=["response", "layers"],
+)
+def test_what_the_model_to_be_made_could_not_do_is_refused_before_it_is_made(
+    override, said, recipe, capsys
+):
+    assert main(["train", str(recipe), "train.run_dir=run", "reward.kind=exact", override]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1
+    assert "warm start:" not in out and not Path("model").exists()
+
+
 def test_chats_are_refused_before_a_model_without_a_template_is_made(recipe, capsys):
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
     with Path("train.jsonl").open("a") as file:
