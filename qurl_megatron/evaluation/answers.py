@@ -24,7 +24,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class GradedAnswer:
     """One response, graded."""
 
     mode: str  # "greedy" or "sampled"
@@ -53,7 +53,7 @@ class AnswerFile:
             ConfigError: the file is damaged, or was made with other settings.
         """
         self.path = path
-        self.answers: dict[Key, list[Answer]] = {}
+        self.answers: dict[Key, list[GradedAnswer]] = {}
         self._header = json.dumps({"settings": settings}) + "\n"
         if path.exists():
             self._load(settings, responses)
@@ -67,25 +67,25 @@ class AnswerFile:
             self.answers = kept
             self._rewrite()
 
-    def add(self, answers: Iterable[Answer]) -> None:
+    def add(self, answers: Iterable[GradedAnswer]) -> None:
         """Whole problems; on disk when this returns."""
         answers = list(answers)
         self._write(self.path, "a", map(_line, answers))
         self._take(answers)
 
-    def _take(self, answers: Iterable[Answer]) -> None:
+    def _take(self, answers: Iterable[GradedAnswer]) -> None:
         for answer in answers:
             self.answers.setdefault((answer.mode, answer.problem), []).append(answer)
 
     def _load(self, settings: Mapping[str, Any], responses: Mapping[str, int]) -> None:
         refuse_answers({self.path: made_otherwise(self.path, settings)})
         *lines, rest = self.path.read_bytes().split(b"\n")
-        names = {field.name for field in fields(Answer)}
+        names = {field.name for field in fields(GradedAnswer)}
         for number, line in enumerate(lines[1:], start=2):
             record = _parsed(line, self.path, number)
             if record.keys() | {"unscored"} != names:
                 raise ConfigError(f"{self.path} line {number} is not an answer; delete the line")
-            self._take([Answer(**record)])
+            self._take([GradedAnswer(**record)])
         # The last batch may have been cut short, in the middle of a line or between two. A header
         # of before there were checksums of code takes up those of now.
         if rest or lines[0] + b"\n" != self._header.encode():
@@ -161,7 +161,7 @@ def refuse_answers(found: Mapping[Path, str]) -> None:
     raise ConfigError(f"{'; '.join(said)}; {undo}give another --out, or delete {which}")
 
 
-def tally_of(answers: Iterable[Answer]) -> Tally:
+def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
     """How many have no score, and why; of a whole file, also those of earlier processes."""
     tally = Tally()
     for one in answers:
@@ -183,7 +183,7 @@ def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _line(answer: Answer) -> str:
+def _line(answer: GradedAnswer) -> str:
     record = asdict(answer)
     if not answer.unscored:
         del record["unscored"]

@@ -22,15 +22,15 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import (
     CODE,
-    Answer,
     AnswerFile,
+    GradedAnswer,
     Key,
     made_otherwise,
     refuse_answers,
     settings_of,
     tally_of,
 )
-from qurl_megatron.evaluation.benchmarks import Benchmark, read_benchmarks
+from qurl_megatron.evaluation.benchmarks import ProblemSet, read_benchmarks
 from qurl_megatron.evaluation.evaluate import (
     Evaluator,
     Sampling,
@@ -61,7 +61,7 @@ PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # what results may
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class EvaluationPlan:
     """What is to be done, every option decided."""
 
     model: Path
@@ -105,11 +105,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questionnaire:
     """What one plan asks."""
 
     tokenizer: Tokenizer
-    prompts: list[tuple[Benchmark, list[Prompt]]]
+    prompts: list[tuple[ProblemSet, list[Prompt]]]
 
     @property
     def longest(self) -> int:
@@ -118,11 +118,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Evaluated:
     """What came of one plan: the table, and the answers of each benchmark."""
 
     table: str
-    answers: list[Mapping[Key, Sequence[Answer]]]
+    answers: list[Mapping[Key, Sequence[GradedAnswer]]]
     shown: list[str]  # responses for a person
 
     @property
@@ -167,7 +167,7 @@ def _given(value: Any, fallback: Any) -> Any:
     return fallback if value is None else value
 
 
-def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
+def _asked(plan: EvaluationPlan, benchmarks: Sequence[ProblemSet]) -> Questionnaire:
     if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
         print(f"comparing the checksums of {checkpoint}", flush=True)
         refuse_damaged(checkpoint)  # once, where each engine would for itself
@@ -178,10 +178,10 @@ def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
     prompts = [
         (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
     ]
-    return Asked(tokenizer, prompts)
+    return Questionnaire(tokenizer, prompts)
 
 
-def _other_answers(plan: Plan, asked: Asked) -> dict[Path, str]:
+def _other_answers(plan: EvaluationPlan, asked: Questionnaire) -> dict[Path, str]:
     """Of each file of answers in the plan's folder, that they are of another model or made with
     other settings; empty text where they may be added to.
 
@@ -204,7 +204,7 @@ def _other_answers(plan: Plan, asked: Asked) -> dict[Path, str]:
     return found
 
 
-def _fitted(plans: list[Plan], longest: int) -> list[Plan]:
+def _fitted(plans: list[EvaluationPlan], longest: int) -> list[EvaluationPlan]:
     """The plans with responses that fit into the models' context beside the longest prompt."""
     limit = min(_context(plan) for plan in plans)
     room = limit - longest
@@ -225,7 +225,7 @@ def _fitted(plans: list[Plan], longest: int) -> list[Plan]:
     ]
 
 
-def _evaluated(plan: Plan, asked: Asked) -> Outcome:
+def _evaluated(plan: EvaluationPlan, asked: Questionnaire) -> Evaluated:
     """Have one plan's engines answer, write the results and print them.
 
     Raises:
@@ -272,7 +272,7 @@ def _evaluated(plan: Plan, asked: Asked) -> Outcome:
 
 
 @contextmanager
-def _scored(plan: Plan, files: Sequence[AnswerFile], tally: Tally) -> Iterator[None]:
+def _scored(plan: EvaluationPlan, files: Sequence[AnswerFile], tally: Tally) -> Iterator[None]:
     """Refuse answers without a single score: they would be an accuracy of 0. They are not kept.
 
     Args:
@@ -294,7 +294,7 @@ def _scored(plan: Plan, files: Sequence[AnswerFile], tally: Tally) -> Iterator[N
 
 
 def _compared(
-    plans: Sequence[Plan], benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]
+    plans: Sequence[EvaluationPlan], benchmarks: Sequence[ProblemSet], outcomes: Sequence[Evaluated]
 ) -> str:
     """What two evaluations of the same problems differ by, written beside them.
 
@@ -328,7 +328,7 @@ def _compared(
     return f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}"
 
 
-def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Plan]:
+def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[EvaluationPlan]:
     """One, or with --before first that of the model which the run began with.
 
     Raises:
@@ -358,7 +358,7 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Plan]:
     ]
 
 
-def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
+def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPlan:
     """Decide every option.
 
     Raises:
@@ -387,7 +387,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
     out = defaults.out if arguments.model is None else None
     variant = f"-{scheme}" if rollout.backend == "embedded" and scheme not in ("", "none") else ""
     out = out or Path("runs/eval") / f"{_by_its_path(model)}{variant}"
-    return Plan(
+    return EvaluationPlan(
         model=model,
         rollout=rollout,
         scheme=scheme,
@@ -497,7 +497,7 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {mend}")
 
 
-def _context(plan: Plan) -> float:
+def _context(plan: EvaluationPlan) -> float:
     """Tokens that the model itself takes, where its config says so in plain words."""
     if any(argument.startswith("--context-length") for argument in plan.rollout.engine_args):
         return math.inf
@@ -511,8 +511,8 @@ def _context(plan: Plan) -> float:
 
 
 def _answer(
-    plan: Plan, evaluator: Evaluator, asked: Sequence[tuple[Benchmark, Sequence[Prompt]]]
-) -> Outcome:
+    plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[tuple[ProblemSet, Sequence[Prompt]]]
+) -> Evaluated:
     """Answer benchmark after benchmark; what is known of them is written after each."""
     sampling, out = plan.sampling, plan.out
     engines = describe_engines(evaluator.fleet, _context(plan))
@@ -563,11 +563,11 @@ def _answer(
             results.write_whole(out / "results.json", text + "\n")
         table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
         results.write_whole(out / "results.md", table + "\n")
-    return Outcome(table, [file.answers for file in files], shown)
+    return Evaluated(table, [file.answers for file in files], shown)
 
 
 def _examples(
-    benchmark: Benchmark, prompts: Sequence[Prompt], file: AnswerFile, count: int
+    benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile, count: int
 ) -> list[str]:
     """Responses with the lowest and the highest rewards, for a person."""
     answers = [one for _, found in sorted(file.answers.items()) for one in found]

@@ -24,8 +24,8 @@ from typing import Any
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError, Unscored
-from qurl_megatron.evaluation.answers import Answer, AnswerFile
-from qurl_megatron.evaluation.benchmarks import Benchmark
+from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
+from qurl_megatron.evaluation.benchmarks import ProblemSet
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Finished, Interrupted, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
@@ -74,7 +74,7 @@ class Sampling:
 
 
 def as_prompts(
-    benchmark: Benchmark, tokenizer: Tokenizer, *, chat: bool, suffix: str
+    benchmark: ProblemSet, tokenizer: Tokenizer, *, chat: bool, suffix: str
 ) -> list[Prompt]:
     """What the engines are asked, in the order of the file; ``suffix`` is a line of its own."""
     end = f"\n{suffix}" if suffix else ""
@@ -101,7 +101,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def check_lengths(
-    benchmark: Benchmark, prompts: Sequence[Prompt], max_new_tokens: int, limit: float
+    benchmark: ProblemSet, prompts: Sequence[Prompt], max_new_tokens: int, limit: float
 ) -> None:
     """Raise ``ConfigError`` where the longest prompt and its response exceed ``limit`` tokens."""
     lengths = [len(prompt.input_ids) for prompt in prompts]
@@ -175,7 +175,7 @@ class Evaluator:
         self.in_batches = all(engine.kind == "embedded" for engine in engines)
         self.batch = BATCH * len(engines)  # responses
 
-    def answer(self, benchmark: Benchmark, prompts: Sequence[Prompt], file: AnswerFile) -> None:
+    def answer(self, benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile) -> None:
         """Add to the file what is not there yet.
 
         Raises:
@@ -236,7 +236,7 @@ class _Round:
     def __init__(
         self,
         evaluator: Evaluator,
-        benchmark: Benchmark,
+        benchmark: ProblemSet,
         file: AnswerFile,
         mode: str,
         clerk: ThreadPoolExecutor,
@@ -305,7 +305,7 @@ class _Round:
         """
         graded, failures = self.evaluator.grade(samples)
         self.file.add(
-            Answer(
+            GradedAnswer(
                 mode=self.mode,
                 problem=sample.prompt.index,
                 id=self.benchmark.problems[sample.prompt.index].id,

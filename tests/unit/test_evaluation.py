@@ -20,8 +20,8 @@ from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer as Words
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
-from qurl_megatron.evaluation.answers import Answer, AnswerFile, tally_of
-from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
+from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
+from qurl_megatron.evaluation.benchmarks import Problem, ProblemSet, read_benchmarks
 from qurl_megatron.evaluation.command import evaluate, make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 from qurl_megatron.evaluation.evaluate import as_prompts, fingerprint
@@ -79,7 +79,7 @@ def answers_of(rewards: dict[str, list[list[float]]], **changes) -> dict:
     for mode, rows in rewards.items():
         for problem, row in enumerate(rows):
             found[mode, problem] = [
-                Answer(
+                GradedAnswer(
                     **{
                         "mode": mode,
                         "problem": problem,
@@ -99,13 +99,13 @@ def answers_of(rewards: dict[str, list[list[float]]], **changes) -> dict:
     return found
 
 
-def asked(benchmark: Benchmark) -> list[tuple[str, str, str]]:
+def asked(benchmark: ProblemSet) -> list[tuple[str, str, str]]:
     return [(p.id, p.question.text, p.question.answer) for p in benchmark.problems]
 
 
-def benchmark_of(name: str, problems: int) -> Benchmark:
+def benchmark_of(name: str, problems: int) -> ProblemSet:
     made = tuple(Problem(str(i), Question("?", "1")) for i in range(problems))
-    return Benchmark(name, Path(f"{name}.jsonl"), made)
+    return ProblemSet(name, Path(f"{name}.jsonl"), made)
 
 
 def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
