@@ -19,6 +19,7 @@ from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards.pool import Tally, way_of
 
 CODE = "code of "  # before what names code of the user's own: a setting, its checksum
+OPTIONAL = {"unscored", "left_out"}  # keys of a line
 Key = tuple[str, int]
 """A mode, and the number of a problem in its file."""
 
@@ -38,6 +39,7 @@ class GradedAnswer:
     version: int  # of the weights; -1 for those an engine started with
     text: str
     unscored: str = ""  # why it has no score, cause and reason; its line lacks the key otherwise
+    left_out: bool = False  # what the environment said next did not fit; the same
 
 
 class AnswerFile:
@@ -59,6 +61,11 @@ class AnswerFile:
             self._load(settings, responses)
         else:
             self._rewrite()
+
+    @property
+    def every(self) -> list[GradedAnswer]:
+        """All answers, by mode and problem."""
+        return [one for _, found in sorted(self.answers.items()) for one in found]
 
     def keep(self, wanted: Callable[[Key], bool]) -> None:
         """Forget all other answers."""
@@ -83,7 +90,7 @@ class AnswerFile:
         names = {field.name for field in fields(GradedAnswer)}
         for number, line in enumerate(lines[1:], start=2):
             record = _parsed(line, self.path, number)
-            if record.keys() | {"unscored"} != names:
+            if record.keys() | OPTIONAL != names:
                 raise ConfigError(f"{self.path} line {number} is not an answer; delete the line")
             self._take([GradedAnswer(**record)])
         # The last batch may have been cut short, in the middle of a line or between two. A header
@@ -184,7 +191,5 @@ def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def _line(answer: GradedAnswer) -> str:
-    record = asdict(answer)
-    if not answer.unscored:
-        del record["unscored"]
+    record = {key: value for key, value in asdict(answer).items() if value or key not in OPTIONAL}
     return json.dumps(record, ensure_ascii=False) + "\n"

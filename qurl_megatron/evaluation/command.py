@@ -119,16 +119,11 @@ class Questionnaire:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of one plan: the table, and the answers of each benchmark."""
+    """What came of one plan: the table with its notes, and the answers of each benchmark."""
 
-    table: str
+    page: str
     answers: list[Mapping[Key, Sequence[GradedAnswer]]]
     shown: list[str]  # responses for a person
-
-    @property
-    def tally(self) -> Tally:
-        """How many responses have no score, those of an earlier call among them."""
-        return tally_of(one for found in self.answers for some in found.values() for one in some)
 
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
@@ -259,14 +254,7 @@ def _evaluated(plan: EvaluationPlan, asked: Questionnaire) -> Evaluated:
             raise ConfigError(f"{error}{rest}") from error
     for text in outcome.shown:
         say(f"{text}\n")
-    print(outcome.table)
-    if (tally := outcome.tally).failed:
-        failed = f"{plan.reward.failed:g}"
-        failed = failed if plan.reward_key.startswith("--") else f"reward.failed={failed}"
-        print(
-            f"{how_many(tally.failed, 'response')} could not be scored and got {failed}: "
-            f"{tally.said()}"
-        )
+    print(outcome.page)
     print(f"results: {plan.out / 'results.json'}", flush=True)
     return outcome
 
@@ -544,6 +532,9 @@ def _answer(
             score = results.score(benchmark, file.answers, sampling.responses, sampling.seed)
             speed = results.tokens_per_second(file.answers)
             shown += _examples(benchmark, prompts, file, plan.show)
+            left_out = {}
+            if plan.rollout.environment:
+                left_out["left_out"] = sum(one.left_out for one in file.every)
             scores.append(score)
             lines.append((benchmark.name, len(benchmark.problems), score, speed))
             found["benchmarks"][benchmark.name] = {
@@ -552,7 +543,8 @@ def _answer(
                 **{mode: one.as_json() for mode, one in score.items()},
                 "tokens_per_s": round(speed, 1),
                 "weight_versions": results.weight_versions(file.answers),
-                "unscored": tally_of(itertools.chain(*file.answers.values())).failed,
+                "unscored": tally_of(file.every).failed,
+                **left_out,
                 "rows": results.rows(benchmark, file.answers),
             }
             if benchmark is asked[-1][0] and len(asked) > 1:
@@ -561,16 +553,38 @@ def _answer(
                 lines.append(("mean", None, average, None))
             text = json.dumps(found, indent=1, ensure_ascii=False)
             results.write_whole(out / "results.json", text + "\n")
+        notes = _notes(plan, [one for file in files for one in file.every])
         table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
-        results.write_whole(out / "results.md", table + "\n")
-    return Evaluated(table, [file.answers for file in files], shown)
+        page = "\n".join([table, *(f"\n{note}" for note in notes)])
+        results.write_whole(out / "results.md", page + "\n")
+    return Evaluated(page, [file.answers for file in files], shown)
+
+
+def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
+    """What to know of the table, those of an earlier call among the answers: which have no score,
+    and which conversations ended early."""
+    notes = []
+    if (tally := tally_of(answers)).failed:
+        failed = f"{plan.reward.failed:g}"
+        failed = failed if plan.reward_key.startswith("--") else f"reward.failed={failed}"
+        notes.append(
+            f"{how_many(tally.failed, 'response')} could not be scored and got {failed}: "
+            f"{tally.said()}"
+        )
+    if left_out := sum(one.left_out for one in answers):
+        notes.append(
+            f"{left_out} of {how_many(len(answers), 'response')} ended early: what the environment "
+            f"said next did not fit into --max-new-tokens {plan.sampling.max_new_tokens}, which "
+            "all turns and its words share; raise it, or have the environment say less"
+        )
+    return notes
 
 
 def _examples(
     benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile, count: int
 ) -> list[str]:
     """Responses with the lowest and the highest rewards, for a person."""
-    answers = [one for _, found in sorted(file.answers.items()) for one in found]
+    answers = file.every
     rewards, problems = [one.reward for one in answers], [one.problem for one in answers]
     shown = []
     for answer in map(answers.__getitem__, telling(rewards, problems, count)):

@@ -317,6 +317,7 @@ class _Round:
                 version=max(version for version, _ in sample.versions),
                 text=sample.text,
                 unscored=f"{failure.cause}: {failure.why}" if failure else "",
+                left_out=sample.left_out,
             )
             for number, (sample, failure) in enumerate(zip(graded, failures, strict=True))
         )

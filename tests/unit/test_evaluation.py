@@ -566,6 +566,34 @@ def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refuse
     assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == 1.0
 
 
+def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "class Asks:\n    def step(self, **given):\n"
+        "        return {'role': 'user', 'content': '7 7 7'}\n"
+    )
+    theirs = Defaults(model=model, rollout=RolloutConfig(environment=f"{own}:Asks", max_turns=2))
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none",))
+    out, fits = tmp_path / "out", tmp_path / "fits"
+    given = [str(bench), "--k", "1", "--reward", "last_number"]
+    with FakeEngine() as engine:
+        engine.stop_every = 5
+        # Turns of 1 to 5 tokens: in 4, only one of 5 does not end by itself.
+        short = [*given, *urls(engine), "--out", str(out), "--max-new-tokens", "4"]
+        for _ in range(2):  # again, when all is there already
+            assert evaluate(parser.parse_args(short), theirs) == 0
+            said = capsys.readouterr().out
+            assert "\n\n5 of 6 responses ended early: what the environment said next did" in said
+            assert (out / "results.md").read_text() in said
+        long = [*given, *urls(engine), "--out", str(fits), "--max-new-tokens", "20"]
+        assert evaluate(parser.parse_args(long), theirs) == 0
+        assert "ended early" not in capsys.readouterr().out
+    found = [json.loads((one / "results.json").read_text()) for one in (out, fits)]
+    assert [one["benchmarks"]["ladder"]["left_out"] for one in found] == [5, 0]
+    assert sum("left_out" in one for one in responses(out)) == 5
+
+
 def test_a_default_length_leaves_room_for_the_longest_prompt(bench, model, tmp_path, capsys):
     with FakeEngine() as engine:
         given = ["--out", str(tmp_path / "out"), "--k", "1", "--reward", "exact", *urls(engine)]
