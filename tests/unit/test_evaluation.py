@@ -572,25 +572,21 @@ def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_
         "class Asks:\n    def step(self, **given):\n"
         "        return {'role': 'user', 'content': '7 7 7'}\n"
     )
-    theirs = Defaults(model=model, rollout=RolloutConfig(environment=f"{own}:Asks", max_turns=2))
-    parser = argparse.ArgumentParser()
+    rollout = RolloutConfig(environment=f"{own}:Asks", max_turns=2, environment_workers=1)
+    parser, out = argparse.ArgumentParser(), tmp_path / "out"
     add_options(parser, ("none",))
-    out, fits = tmp_path / "out", tmp_path / "fits"
-    given = [str(bench), "--k", "1", "--reward", "last_number"]
+    options = ["--k", "1", "--reward", "last_number", "--max-new-tokens", "4", "--out", str(out)]
     with FakeEngine() as engine:
         engine.stop_every = 5
-        # Turns of 1 to 5 tokens: in 4, only one of 5 does not end by itself.
-        short = [*given, *urls(engine), "--out", str(out), "--max-new-tokens", "4"]
+        arguments = parser.parse_args([str(bench), *options, *urls(engine)])
         for _ in range(2):  # again, when all is there already
-            assert evaluate(parser.parse_args(short), theirs) == 0
+            assert evaluate(arguments, Defaults(model=model, rollout=rollout)) == 0
+            # Turns of 1 to 5 tokens: one of 5 is cut off, and nothing is said to it.
             said = capsys.readouterr().out
             assert "\n\n5 of 6 responses ended early: what the environment said next did" in said
             assert (out / "results.md").read_text() in said
-        long = [*given, *urls(engine), "--out", str(fits), "--max-new-tokens", "20"]
-        assert evaluate(parser.parse_args(long), theirs) == 0
-        assert "ended early" not in capsys.readouterr().out
-    found = [json.loads((one / "results.json").read_text()) for one in (out, fits)]
-    assert [one["benchmarks"]["ladder"]["left_out"] for one in found] == [5, 0]
+    found = json.loads((out / "results.json").read_text())
+    assert found["benchmarks"]["ladder"]["left_out"] == 5
     assert sum("left_out" in one for one in responses(out)) == 5
 
 
