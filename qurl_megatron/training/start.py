@@ -19,7 +19,7 @@ from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
-from qurl_megatron.tensors.arch import Arch, arch_of
+from qurl_megatron.tensors.arch import arch_of, read_arch
 from qurl_megatron.training.inputs import check_files
 from qurl_megatron.training.state import (
     TrainState,
@@ -56,16 +56,17 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
         if source is None and _already_done(config, _changes(config)):
             return 0
-        _prepare(source, config)
-    if not placed and not path.exists() and config.warmstart.steps:
-        _make_model(config, path)
-    if not path.exists():
+        _check(config)
+    if not path.exists() and (placed or not config.warmstart.steps):
         raise ConfigError(_missing(config))
-    _check_shape(config, arch_of(description_of(path)))
+    _refuse_impossible(config)
     if placed:
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
             return run_rank(config, partial(_prepare, source, config))
+    _begin(source, config)
+    if not path.exists():
+        _make_model(config, path)
     # Threads that spin at barriers starve the ranks they wait for where there are more
     # ranks than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -75,21 +76,34 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
 
 
-def _check_shape(config: RunConfig, arch: Arch) -> None:
-    """The run can train, and generate with, a model of this shape.
+def _refuse_impossible(config: RunConfig) -> None:
+    """Raise ``ConfigError`` for what the model cannot do, be it there or to be made."""
+    if Path(config.model.path).exists():
+        arch = arch_of(description_of(config.model.path))
+    else:
+        # transformers takes seconds to import
+        from qurl_megatron.training.warmstart import shape_of
 
-    Raises:
-        ConfigError: it cannot.
-    """
+        arch = read_arch(shape_of(config.data, config.warmstart))
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     refuse_endless_responses(config.rollout, arch)
 
 
 def _prepare(source: Path | None, config: RunConfig) -> None:
-    """Check what needs no model, and make the run a fork of ``source``, where there is one."""
+    """What a rank does for all once they have met."""
+    _check(config)
+    _begin(source, config)
+
+
+def _check(config: RunConfig) -> None:
+    """Check what needs no model."""
     for remark in check_files(config):
         print(remark, flush=True)
     _check_own(config)
+
+
+def _begin(source: Path | None, config: RunConfig) -> None:
+    """Make the run a fork of ``source``, where there is one."""
     if source is None:
         return _tell_of_relatives(Path(config.train.run_dir))
     from qurl_megatron.training.fork import fork
@@ -199,11 +213,7 @@ def _make_model(config: RunConfig, path: Path) -> None:
     )
     with refusing(path, key="model.path"):
         accuracy = warmstart(
-            path,
-            config.data,
-            config.warmstart,
-            log=lambda line: print(line, flush=True),
-            check=partial(_check_shape, config),
+            path, config.data, config.warmstart, log=lambda line: print(line, flush=True)
         )
     print(
         f"warm start done: {accuracy:.1%} of the held-out answers have the right number", flush=True

@@ -24,7 +24,6 @@ from qurl_megatron.data.folders import new_folder
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch, read_arch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -38,18 +37,11 @@ IGNORED = -100  # targets that cross_entropy passes over
 
 
 def warmstart(
-    model_dir: Path,
-    data: DataConfig,
-    config: WarmstartConfig,
-    log: Callable[[str], None],
-    check: Callable[[Arch], None] = lambda arch: None,
+    model_dir: Path, data: DataConfig, config: WarmstartConfig, log: Callable[[str], None]
 ) -> float:
     """Make the model and write it to ``model_dir``, whole or not at all.
 
     The checkpoint is in BF16, as pretrained ones are; the accuracy is that of the rounded weights.
-
-    Args:
-        check: raises where the run could not use a model of this shape, before it is fitted.
 
     Returns:
         Share of held-out questions with the right number, tidy or not, decoded greedily.
@@ -61,7 +53,6 @@ def warmstart(
         torch.manual_seed(config.seed)
         questions, held_out = _questions(data)
         tokenizer = build_tokenizer(questions)
-        check(read_arch(_shape(tokenizer, config).to_dict()))
         model = build_model(tokenizer, config)
         pairs = [encode(tokenizer, question) for question in questions]
         parameters = sum(p.numel() for p in model.parameters())
