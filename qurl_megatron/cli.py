@@ -324,7 +324,7 @@ def _study_options(command: argparse.ArgumentParser) -> None:
     for name, help in (
         ("background", "run on after this terminal is closed; the log is study.log"),
         ("status", "only show how far each cell is"),
-        ("report", "only draw tables and pictures anew"),
+        ("report", "only draw tables and pictures again"),
         ("dry-run", "only print the commands"),
     ):
         value = name.replace("-", "_")

@@ -64,7 +64,7 @@ class PromptStream:
         self.epoch = 0
         self.position = 0  # in the order of this epoch
         self.next_index = 0
-        self.dropped = 0  # prompts passed over so far, every epoch anew
+        self.dropped = 0  # prompts passed over so far, in every epoch again
         self._order = self._shuffled()
 
     def next_batch(self, count: int) -> list[Prompt]:
@@ -160,19 +160,20 @@ class PromptStream:
         """
         if {*state, "files"} != self.state_dict().keys():  # older checkpoints have no checksums
             raise ConfigError(
-                f"the checkpoint does not say where the prompts go on ({state!r:.80}); start anew "
-                "in another train.run_dir"
+                f"the checkpoint does not say where the prompts go on ({state!r:.80}); start "
+                "from scratch in another train.run_dir"
             )
         for key, file in self.files.items():
             if state.get("files", {}).get(key, file.checksum) != file.checksum:
                 raise ConfigError(
                     f"{file.name} has changed since the checkpoint was made; restore the file, "
-                    "start anew in another train.run_dir, or go on in another with --fork"
+                    "start from scratch in another train.run_dir, or go on in another with --fork"
                 )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 "the checkpoint was made with other prompts: the data section, the file or "
-                "train.seed has changed since; restore it, or start anew in another train.run_dir"
+                "train.seed has changed since; restore it, or start from scratch in another "
+                "train.run_dir"
             )
         self.epoch = state["epoch"]
         self.position = state["position"]

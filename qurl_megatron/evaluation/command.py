@@ -475,14 +475,14 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     tool = (
         f"quantize.py --scheme {wanted} --model" if wanted != "none" else "megatron_to_hf.py --ckpt"
     )
-    mend = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
+    fix = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
     if megatron:
         raise ConfigError(
-            f"SGLang cannot load the Megatron checkpoint {model}; {mend}, and give --model FOLDER"
+            f"SGLang cannot load the Megatron checkpoint {model}; {fix}, and give --model FOLDER"
         )
     if stored:
-        mend = "give the checkpoint they were made from"
-    raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {mend}")
+        fix = "give the checkpoint they were made from"
+    raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {fix}")
 
 
 def _context(plan: EvaluationPlan) -> float:

@@ -108,13 +108,13 @@ def check_lengths(
     longest = max(lengths)
     if longest + max_new_tokens <= limit:
         return
-    mend = "leave it out, or take an engine with a longer context"
+    fix = "leave it out, or take an engine with a longer context"
     if longest < limit:
-        mend = f"give at most {limit - longest:.0f}"
+        fix = f"give at most {limit - longest:.0f}"
     place = benchmark.problems[lengths.index(longest)].question.place
     raise ConfigError(
         f"{place}: the longest prompt, {longest} tokens, and --max-new-tokens {max_new_tokens} "
-        f"exceed the {limit:.0f} tokens that the engine takes; {mend}"
+        f"exceed the {limit:.0f} tokens that the engine takes; {fix}"
     )
 
 

@@ -72,7 +72,7 @@ def fork(source: Path, config: RunConfig) -> None:
     if never := refused(found, fork=True):
         raise ConfigError(
             f"--fork: the checkpoints of {source} are of other settings, which are part of what is "
-            f"in them ({', '.join(map(str, never))}); set these back, or begin anew with the "
+            f"in them ({', '.join(map(str, never))}); set these back, or begin again with the "
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
     _refuse_another_pace(config, found)

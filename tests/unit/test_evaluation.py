@@ -786,7 +786,7 @@ def test_without_a_model_there_is_nothing_to_evaluate(bench, capsys):
 
 
 @pytest.mark.parametrize(
-    "stated, limit, mend",
+    "stated, limit, fix",
     [
         ({"max_total_num_tokens": 9}, 9, "give at most 2"),
         ({"max_total_num_tokens": 99, "context_length": 5}, 5, "leave it out"),
@@ -794,7 +794,7 @@ def test_without_a_model_there_is_nothing_to_evaluate(bench, capsys):
     ],
 )
 def test_a_prompt_that_no_engine_takes_is_named_before_any_is_asked(
-    stated, limit, mend, bench, model, tmp_path, capsys
+    stated, limit, fix, bench, model, tmp_path, capsys
 ):
     with FakeEngine() as engine:
         info = engine.server_info() | stated
@@ -805,7 +805,7 @@ def test_a_prompt_that_no_engine_takes_is_named_before_any_is_asked(
     error = capsys.readouterr().err
     assert "ladder.jsonl line 6: the longest prompt, 7 tokens, and --max-new-tokens" in error
     assert f"exceed the {limit} tokens that the engine takes" in error
-    assert mend in error and error.count("\n") == 1
+    assert fix in error and error.count("\n") == 1
 
 
 def test_two_evaluations_do_not_write_into_one_folder(bench, model, tmp_path, capsys):
