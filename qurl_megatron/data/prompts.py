@@ -30,11 +30,13 @@ class PromptStream:
         seed: int,
         held_out: int = 0,
         answers: bool = True,
+        files: dict[str, DataFile] | None = None,
     ) -> None:
         """
         Args:
             held_out: how many prompts are wanted that are never trained on.
             answers: every row of a file must have one.
+            files: those of ``config``, by key, where they have been read already.
 
         Raises:
             ConfigError: a file or the task cannot be used, or all its prompts are too long.
@@ -42,9 +44,9 @@ class PromptStream:
         self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
-        self.files: dict[str, DataFile] = data_files(
-            config, held_out=bool(held_out), answers=answers
-        )
+        if files is None:
+            files = data_files(config, held_out=bool(held_out), answers=answers)
+        self.files = files
         self.questions, asked = self._questions(held_out)
         self._unknown: list[tuple[str, Question]] = []  # words that the model cannot see, and where
         self._lengths = [len(ids) for _, ids in self._read(self.questions)]  # tokens

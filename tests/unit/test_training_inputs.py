@@ -9,7 +9,7 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.training.inputs import check_files, describe_data, read_prompts
+from qurl_megatron.training.inputs import check_files, describe_data, doubts, read_prompts
 from qurl_megatron.training.warmstart import build_tokenizer
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2", "level": 3}
@@ -87,16 +87,18 @@ def test_data_that_was_probably_not_meant_is_said_at_start_and_by_a_dry_run(reci
         "data.eval_path=eval.jsonl: 1 prompt, fewer than train.eval_prompts=2; evaluations ask",
         "held-out prompts that are in data.path=train.jsonl, too",
     )
-    said = describe_data(load(recipe))
+    config = load(recipe)
+    said = describe_data(config)
     assert all(any(one.startswith(start) for one in said) for start in (step, few, same))
     # It stands before what ends this run.
     assert main(["train", str(recipe), "warmstart.steps=0"]) == 2
-    assert capsys.readouterr().out.splitlines() == check_files(load(recipe))
+    assert capsys.readouterr().out.splitlines() == doubts(config, check_files(config))
     Path("eval.jsonl").write_text(json.dumps({**GOOD, "prompt": "2 + 2 ="}) + "\n")
     enough = ["data.prompts_per_step=2", "train.eval_prompts=1"]
-    assert check_files(load(recipe, enough)) == []
+    config = load(recipe, enough)
+    assert doubts(config, check_files(config)) == []
     task = ["data.path=", "data.task=sort_digits", "data.task_size=3"]
-    assert [one[:17] for one in check_files(load(recipe, task))] == ["data.task_size=3:"]
+    assert [one[:17] for one in doubts(load(recipe, task), {})] == ["data.task_size=3:"]
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_a_model_is_made(recipe, capsys):
@@ -162,4 +164,9 @@ def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
     assert any("1 of 3 training prompts are longer than data.max_prompt" in one for one in said)
     assert any("kept as metadata: level" in one for one in said)
     assert any("; evaluations ask these 1" in one for one in said)
-    assert read_prompts(load(recipe, ["data.max_prompt_tokens=12"])).held_out[0].answer == "2"
+    config = load(recipe, ["data.max_prompt_tokens=12"])
+    files = check_files(config)
+    assert read_prompts(config).held_out[0].answer == "2"
+    for name in ("train", "eval"):
+        Path(f"{name}.jsonl").unlink()  # a rank that has read them reads them once
+    assert read_prompts(config, files=files).held_out[0].answer == "2"
