@@ -406,8 +406,8 @@ def _reward(given: str | None, base: RewardConfig) -> RewardConfig:
         return dataclasses.replace(base, **{**empty, "function": given}).beside(Path())
     if given not in KINDS:
         raise ConfigError(
-            f"--reward {given} is none of {', '.join(KINDS)}; give one of them, or a function of "
-            "your own as file.py:name or package.module:name"
+            f"--reward {given} is not one of {', '.join(KINDS)}; give one of them, or a function "
+            "of your own as file.py:name or package.module:name"
         )
     return dataclasses.replace(base, **{**empty, "kind": given})
 

@@ -724,7 +724,7 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
     assert planned("--reward", "a:b", theirs=RewardConfig(kind="exact")).kind == ""
     assert planned("--reward", "exact", theirs=function) == RewardConfig(kind="exact")
     with pytest.raises(
-        ConfigError, match="--reward exakt is none of math, last_number, exact; giv"
+        ConfigError, match="--reward exakt is not one of math, last_number, exact; g"
     ):
         planned("--reward", "exakt")
 
