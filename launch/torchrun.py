@@ -4,7 +4,7 @@
     python launch/torchrun.py --nnodes 2 --nproc-per-node 8 --rdzv-endpoint head:29500 RECIPE
 
 A run that fails is started again from its newest checkpoint; docs/reliability.md says what follows
-on what. SIGTERM or Ctrl-C, on any node, saves and ends it on all.
+on what. SIGTERM, Ctrl-C or a closed session, on any node, saves and ends it on all.
 """
 
 import sys

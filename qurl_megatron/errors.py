@@ -23,7 +23,19 @@ CAUSES = {
 LONGEST_REASON = 300  # characters
 
 
-class ConfigError(ValueError):
+class Foreseen(Exception):
+    """What a run must expect, and says in a sentence.
+
+    Raised where the leading rank acts, it is raised on every rank (``runtime.megatron.on_lead``),
+    so that all of them save and end, or go on. Anything else is a mistake of ours.
+    """
+
+
+class Interrupted(Foreseen):
+    """Somebody asked for a stop; what was under way has been given up."""
+
+
+class ConfigError(Foreseen, ValueError):
     """Bad input from outside: a recipe, a checkpoint, a data file.
 
     The message is one sentence that names the key, file, tensor or shape, the value found, and the

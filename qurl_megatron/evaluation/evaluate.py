@@ -23,15 +23,16 @@ from typing import Any
 
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
-from qurl_megatron.errors import ConfigError, Unscored
+from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
 from qurl_megatron.evaluation.benchmarks import ProblemSet
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.fleet.collect import Finished, Interrupted, collect, greedy
+from qurl_megatron.fleet.collect import Finished, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
-from qurl_megatron.rewards import RewardPool, items_of
+from qurl_megatron.rewards import RewardPool
+from qurl_megatron.rewards.grading import graded
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.wire.schema import count, or_none
 from qurl_megatron.wire.shorten import shortened
@@ -210,16 +211,6 @@ class Evaluator:
             turns=self.turns,
         )
 
-    def grade(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Unscored | None]]:
-        """The samples with their scores, and why some have none of their own."""
-        said = [self.tokenizer.said(sample) for sample in samples]
-        grades = self.rewards.grade(items_of(samples, [policy for _, policy in said]))
-        graded = [
-            replace(sample, text=text, reward=reward)
-            for sample, (text, _), reward in zip(samples, said, grades.scores, strict=True)
-        ]
-        return graded, grades.failures
-
     def await_engines(self) -> bool:
         """Wait for one to serve again; False where none will."""
         end = time.monotonic() + IN_ALL * self.fleet.config.start_limit_s
@@ -303,7 +294,8 @@ class _Round:
         Args:
             seconds: of the engines' time that each response took.
         """
-        graded, failures = self.evaluator.grade(samples)
+        one = self.evaluator
+        scored, grades = graded(samples, one.rewards, one.tokenizer)
         self.file.add(
             GradedAnswer(
                 mode=self.mode,
@@ -319,7 +311,7 @@ class _Round:
                 unscored=f"{failure.cause}: {failure.why}" if failure else "",
                 left_out=sample.left_out,
             )
-            for number, (sample, failure) in enumerate(zip(graded, failures, strict=True))
+            for number, (sample, failure) in enumerate(zip(scored, grades.failures, strict=True))
         )
         self._tell()
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
+from qurl_megatron.errors import Foreseen
 from qurl_megatron.fleet.answer import (
     BadAnswer,
     Info,
@@ -45,7 +46,7 @@ Read = TypeVar("Read")
 _DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)
 
 
-class EngineError(RuntimeError):
+class EngineError(Foreseen, RuntimeError):
     """An engine did not do what it was asked: which one, at which endpoint, with what answer."""
 
     def __init__(self, message: str, *, status: int | None = None, faulty: bool = False) -> None:

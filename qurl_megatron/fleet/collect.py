@@ -30,7 +30,7 @@ from itertools import chain
 import numpy as np
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.errors import Unscored
+from qurl_megatron.errors import Interrupted, Unscored
 from qurl_megatron.fleet.answer import (
     Asked,
     BadAnswer,
@@ -52,10 +52,6 @@ ATTEMPTS = 3  # without one new token, before a request is taken for impossible
 
 Finished = Callable[[list[Sample]], None]
 """What is told of a prompt's samples; it must return at once, for the engines wait meanwhile."""
-
-
-class Interrupted(Exception):
-    """``stop()`` became true while engines were generating; their requests have been aborted."""
 
 
 def collect(

@@ -66,6 +66,7 @@ class Fleet:
         fixed: bool = False,
         trainer_ranks: int = 0,
         text: bool = False,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
@@ -79,6 +80,7 @@ class Fleet:
                 load those in ``model_dir``, whose config.json says how they are quantized.
             trainer_ranks: training ranks on this machine, each on the GPU of its number.
             text: engines started here read and write text as well, by a tokenizer in ``model_dir``.
+            stop: asked while the first engines are waited for.
 
         Raises:
             ConfigError: QURL_API_KEY is no key.
@@ -96,7 +98,7 @@ class Fleet:
         self.publishing = False
         self._model_dir, self._scheme, self._dtype = model_dir, scheme, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
-        self._trainer_ranks, self._text = trainer_ranks, text
+        self._trainer_ranks, self._text, self._stop = trainer_ranks, text, stop
         adopts = config.urls or config.rendezvous
         self._api_key = api_key or (given_key(os.environ) if adopts else None)
         self._lock = threading.RLock()  # of all state here and in the engines; held for moments
@@ -116,7 +118,7 @@ class Fleet:
             for url in self.config.urls:
                 self.adopt(Member(url, None), self._api_key)
             self.tenancy.start()
-            self._supervisor.gather(self.config.start_limit_s)
+            self._supervisor.gather(self.config.start_limit_s, self._stop)
             self._supervisor.start()
         except BaseException:
             self.close()  # __exit__ does not run when __enter__ fails

@@ -14,10 +14,11 @@ weights or captures graphs takes minutes, answers nothing, and writes to its log
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
 from qurl_megatron.fleet.engine_record import Engine
 from qurl_megatron.fleet.membership import read_members
@@ -47,12 +48,13 @@ class Supervisor:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
-    def gather(self, timeout_s: float) -> None:
+    def gather(self, timeout_s: float, stop: Callable[[], bool]) -> None:
         """Wait for the engines a run begins with.
 
         One that does not take our key is left out where another does.
 
         Raises:
+            Interrupted: ``stop()`` became true.
             ConfigError: one cannot be this run's, or none takes our key.
             EngineError: one died or did not come up in time.
         """
@@ -60,6 +62,8 @@ class Supervisor:
         untold_until = end - timeout_s + TOLD_AFTER_S
         wanted = self._config.engines if self._rendezvous else 1
         while True:
+            if stop():
+                raise Interrupted("stopped while engines were waited for")
             self._look()
             engines = fleet.engines()
             for engine in engines:

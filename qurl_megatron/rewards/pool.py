@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import CAUSES, ConfigError, Unscored, unscored
+from qurl_megatron.errors import CAUSES, ConfigError, Foreseen, Unscored, unscored
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards.item import Item, Score
@@ -27,7 +27,7 @@ FIXES = {
 """What to do, by the one cause for which responses have no score."""
 
 
-class RewardDown(Exception):
+class RewardDown(Foreseen):
     """Servers did not score, and may when the run is started again."""
 
 

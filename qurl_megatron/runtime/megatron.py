@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Foreseen
 from qurl_megatron.runtime import cpu
 
 T = TypeVar("T")
@@ -171,24 +171,34 @@ def share(value: Any, *, waiting_for: str) -> Any:
     return box[0]
 
 
-def by_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T | None:
-    """What ``act`` returns on the leading rank, None on the others, which wait for it.
+def on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T:
+    """The leading rank acts; what comes of it is the same on every rank.
 
     Args:
+        act: called on the leading rank alone. What it returns is pickled.
         waiting_for: as for ``share``.
 
     Raises:
-        ConfigError: ``act`` did, on every rank.
+        Foreseen: ``act`` did, on every rank. What else it raises is raised there alone.
     """
-    found, refused = None, None
+    result: T | None = None
+    failure: Foreseen | None = None
     if ranks.leads:
         try:
-            found = act()
-        except ConfigError as error:  # the others must not wait for what never comes
-            refused = error
-    if refused := share(refused, waiting_for=waiting_for):
-        raise refused
-    return found
+            result = act()
+        except Foreseen as error:  # the others must not wait for what never comes
+            failure = error
+    result, failure = share((result, failure), waiting_for=waiting_for)
+    if failure is not None:
+        raise failure
+    return result
+
+
+def kept_on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T | None:
+    """As ``on_lead``, but what ``act`` returns stays there; None on the others."""
+    kept: list[T] = []
+    on_lead(lambda: kept.append(act()), ranks, waiting_for=waiting_for)
+    return kept[0] if kept else None
 
 
 def _backend(device: torch.device) -> str:

@@ -53,14 +53,18 @@ class Ending:
 
 
 class Received:
-    """Inside, notes the signals that Slurm sends in place of ending this process."""
+    """Inside, notes signals in place of ending this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *numbers: int) -> None:
+        """
+        Args:
+            numbers: beside those that Slurm sends.
+        """
         self.newest = ""
+        self._numbers = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, *numbers}
 
     def __enter__(self) -> "Received":
-        numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
         return self
 
     def __exit__(self, *_) -> None:

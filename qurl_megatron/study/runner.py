@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime.launch import stopping
 from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints, evaluation
 from qurl_megatron.study.plan import Cell, Study
 from qurl_megatron.study.runs import log_file, look, run_dir
@@ -171,7 +172,7 @@ class _Runner:
         # since it takes the second one as "now, unsaved".
         handlers = {
             number: signal.signal(number, lambda number, _frame: self.signals.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM)
+            for number in stopping()
         }
         passed_on = 0
         try:

@@ -20,6 +20,8 @@ from qurl_megatron.config import load
 from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import duration
+from qurl_megatron.runtime.launch import stopping
+from qurl_megatron.runtime.terminal import terminal
 from qurl_megatron.slurm import folder
 from qurl_megatron.slurm.cluster import JobConfig
 from qurl_megatron.slurm.supervise import Received
@@ -32,12 +34,13 @@ from qurl_megatron.torchrun.member import Member
 LOCAL = "127.0.0.1"
 
 
+@terminal(lasting=True)
 def main(argv: list[str] | None = None) -> int:
     """
     Returns:
         0 when all steps are done; 2 for a mistake in the input; 3 where the guard halted the run; 4
         where another attempt would bring it no further; 7 where a node is missing; 143 after a
-        clean stop on SIGTERM or Ctrl-C; else that of a rank that failed.
+        clean stop on SIGTERM, SIGHUP or Ctrl-C; else that of a rank that failed.
     """
     options = parse(parser(), argv)
     try:
@@ -105,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
     }
     member = Member(uuid.uuid4().hex, Row(socket.gethostname(), like), plan.per_node)
     with contextlib.ExitStack() as stack:
-        received = stack.enter_context(Received())
+        received = stack.enter_context(Received(*stopping()))
         stack.callback(member.end)
         board = _board(endpoint, like)
         if board is None:

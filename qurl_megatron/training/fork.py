@@ -31,6 +31,7 @@ from qurl_megatron.training.state import (
     latest,
     recipe_of,
     setting_of,
+    without_scores,
 )
 from qurl_megatron.weights.integrity import RECORD, read_record, to_disk, write_record
 
@@ -113,7 +114,7 @@ def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
     if any(one.key.startswith("quant.") for one in found):
         state = replace(state, unquantized_since=None, notice="")
     if state.unevaluated:  # what it comes to is the fork's own "before"
-        state = replace(state, accuracy=None, accuracy_before=None)
+        state = without_scores(state)
     return state
 
 

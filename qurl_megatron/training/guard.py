@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qurl_megatron.config import GuardConfig
+from qurl_megatron.errors import Foreseen
 
 
-class Collapse(RuntimeError):
+class Collapse(Foreseen, RuntimeError):
     """The run ends by what it computed: which metric or tensor, its value, at which step."""
 
 

@@ -1,8 +1,8 @@
 """The data of a run, read and checked before models load.
 
 ``qurl train`` reads the files before it starts a rank, and the leading rank once more, with the
-tokenizer, before it loads the model. ``qurl show --dry-run`` does both, the second where there is a
-tokenizer.
+tokenizer, before it loads the model; under torchrun or srun that rank does both, and reads them
+once. ``qurl show --dry-run`` does both, the second where there is a tokenizer.
 """
 
 from pathlib import Path

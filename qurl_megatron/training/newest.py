@@ -6,11 +6,12 @@ run that began anew would write over what can perhaps be restored.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError, Unreadable
 from qurl_megatron.runtime.filesystem import wait_until_seen
-from qurl_megatron.runtime.megatron import Ranks, share
+from qurl_megatron.runtime.megatron import Ranks, on_lead
 from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
 from qurl_megatron.training.whole import damage
 from qurl_megatron.weights.integrity import RECORD, FileSum, read_record, wrong_size
@@ -26,18 +27,22 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
         ConfigError: there are checkpoints, and none is whole, or one cannot be read; nothing was
             changed.
     """
-    candidates = folders(run_dir) if ranks.leads else []
     broken: list[tuple[Path, str]] = []
-    for folder in reversed(share(candidates, waiting_for="reading the run directory")):
-        found = share(_at_first_sight(folder) if ranks.leads else None, waiting_for=str(folder))
-        if isinstance(found, Unreadable):
-            raise found
-        why = found if isinstance(found, str) else _closely(folder, found[1] or {}, ranks)
-        if why is None:
-            if ranks.leads:
-                _tell(folder, found[1], broken)
-            return folder, found[0]
-        broken.append((folder, why))
+    reading = "reading the run directory"
+    for folder in reversed(on_lead(lambda: folders(run_dir), ranks, waiting_for=reading)):
+        try:
+            look = partial(_at_first_sight, folder)
+            state, record = on_lead(look, ranks, waiting_for=str(folder))
+        except Unreadable:
+            raise
+        except ConfigError as error:
+            broken.append((folder, str(error)))
+            continue
+        if why := _closely(folder, record or {}, ranks):
+            broken.append((folder, why))
+            continue
+        on_lead(partial(_tell, folder, record, broken), ranks, waiting_for=str(folder))
+        return folder, state
     if broken:
         raise ConfigError(
             f"no checkpoint in {run_dir} is whole: {'; '.join(why for _, why in broken)}; restore "
@@ -46,17 +51,17 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     return None
 
 
-def _at_first_sight(
-    folder: Path,
-) -> tuple[TrainState, dict[str, FileSum] | None] | str | Unreadable:
-    """The state and the record of a checkpoint; or what is wrong with it, a sentence."""
-    try:
-        state, record = TrainState.read(folder), read_record(folder)
-        return wrong_size(folder, record or {}) or (state, record)
-    except Unreadable as error:
-        return error
-    except ConfigError as error:
-        return str(error)
+def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None]:
+    """The state and the record of a checkpoint.
+
+    Raises:
+        Unreadable: the system cannot read it.
+        ConfigError: it is not what was written, by names and sizes.
+    """
+    state, record = TrainState.read(folder), read_record(folder)
+    if why := wrong_size(folder, record or {}):
+        raise ConfigError(why)
+    return state, record
 
 
 def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str | None:

@@ -9,39 +9,17 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from qurl_megatron.config import RunConfig
+from qurl_megatron.data.rows import DataFile
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import failures
 from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
-from qurl_megatron.runtime.launch import stopping, tell
+from qurl_megatron.runtime.launch import tell
+from qurl_megatron.runtime.stop import StopRequest
 from qurl_megatron.runtime.terminal import terminal
 
 
-class StopRequest:
-    """True after Ctrl-C, SIGTERM or SIGHUP: the loop then saves and leaves at the next safe point.
-
-    A second signal ends the process at once, but not a SIGHUP: where a session is closed, the shell
-    sends one and the kernel another.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        for number in stopping():
-            signal.signal(number, self._receive)
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    def _receive(self, number: int, _frame) -> None:
-        if self.signal is not None:
-            if number == signal.SIGHUP:
-                return
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.signal = number
-
-
 @terminal(lasting=True)
-def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> int:
+def run_rank(config: RunConfig, prepare: Callable[[], dict[str, DataFile]] | None = None) -> int:
     """Train as the rank the environment names.
 
     Args:

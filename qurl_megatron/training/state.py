@@ -59,6 +59,7 @@ class TrainState:
     cursor: dict[str, Any] | None = None  # where the prompts go on
     accuracy_before: float | None = None  # held-out score of the model of step ``begun``
     accuracy: float | None = None  # the newest held-out score
+    accuracy_step: int | None = None  # of that score; None: written before it was kept, or no score
     measured_since: dict[str, int] = field(default_factory=dict)  # what MEASURES say, if not from 0
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
     unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
@@ -102,6 +103,13 @@ class TrainState:
         """True where nothing is left to do of a run of so many steps."""
         return self.step >= steps and not self.unevaluated
 
+    def scored(self, step: int, score: float) -> "TrainState":
+        """The state once ``step`` is evaluated."""
+        before = score if step == self.begun else self.accuracy_before
+        return replace(
+            self, accuracy=score, accuracy_step=step, accuracy_before=before, unevaluated=False
+        )
+
     def summary(self, *, right_or_wrong: bool) -> str:
         """How far the run has come, for a person.
 
@@ -111,16 +119,49 @@ class TrainState:
         text, before, now = f"step {self.step} done", self.accuracy_before, self.accuracy
         if now is None:
             return text
+        late = self.accuracy_step not in (None, self.step)
+        at = f" after step {self.accuracy_step}" if late else ""
         if before is None:
-            now = f"accuracy {now:.1%}" if right_or_wrong else f"reward {now:.3f}"
+            score = _score(now, right_or_wrong=right_or_wrong)
             since = self.measured_since.get("eval", 0)
-            return f"{text}; held-out {now}, which compares with scores after step {since} alone"
+            return (
+                f"{text}; held-out {score}{at}, which compares with scores after step {since} alone"
+            )
+        at = at or " after"
         if not right_or_wrong:
-            return f"{text}; held-out reward {before:.3f} before, {now:.3f} after"
+            return f"{text}; held-out reward {before:.3f} before, {now:.3f}{at}"
         points = 100 * (now - before)
         return (
-            f"{text}; held-out accuracy {before:.1%} before, {now:.1%} after ({points:+.1f} points)"
+            f"{text}; held-out accuracy {before:.1%} before, {now:.1%}{at} ({points:+.1f} points)"
         )
+
+
+def _score(score: float, *, right_or_wrong: bool) -> str:
+    return f"accuracy {score:.1%}" if right_or_wrong else f"reward {score:.3f}"
+
+
+def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
+    """What an evaluation came to, for a person, and the change since the one before.
+
+    Args:
+        before: the state without its score.
+    """
+    said = (
+        f"step {now.accuracy_step}: held-out {_score(now.accuracy, right_or_wrong=right_or_wrong)}"
+    )
+    if before.accuracy is None:
+        return said
+    change = now.accuracy - before.accuracy
+    change = f"{100 * change:+.1f} points" if right_or_wrong else f"{change:+.3f}"
+    since = "the last" if before.accuracy_step is None else f"step {before.accuracy_step}"
+    return f"{said} ({change} since {since})"
+
+
+def stopped(by: str, step: int, steps: int) -> str:
+    """What a person who stopped a run wants to know."""
+    if not step:
+        return f"stopped by {by} before its first step was done: nothing is saved"
+    return f"stopped by {by}: step {step} of {steps} is saved; the same command goes on from there"
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -128,6 +169,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "cursor": (dict, type(None)),
     "accuracy_before": (float, int, type(None)),
     "accuracy": (float, int, type(None)),
+    "accuracy_step": (int, type(None)),
     "measured_since": (dict,),
     "guard": (dict,),
     "unquantized_since": (int, type(None)),
@@ -182,7 +224,11 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
     if "eval" in otherwise and state.unevaluated:  # that of this step will be the first such
         since["eval"] = max(0, state.step - 1)
     state = replace(state, measured_since=since)
-    return replace(state, accuracy=None, accuracy_before=None) if "eval" in otherwise else state
+    return without_scores(state) if "eval" in otherwise else state
+
+
+def without_scores(state: TrainState) -> TrainState:
+    return replace(state, accuracy=None, accuracy_step=None, accuracy_before=None)
 
 
 def setting_of(key: str) -> str:

@@ -5,13 +5,14 @@ not called damaged, and nothing is changed.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.filesystem import wait_until_seen
-from qurl_megatron.runtime.megatron import Ranks, share
+from qurl_megatron.runtime.megatron import Ranks, on_lead
 from qurl_megatron.weights.integrity import MEND, FileSum, damaged, read_record, wrong_size
 from qurl_megatron.weights.places import find_torch_dist
 
@@ -26,10 +27,9 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
         ConfigError: one is not what was written.
     """
     for key, path in paths.items():
-        found = share(_recorded(Path(path)) if ranks.leads else None, waiting_for=f"{key}={path}")
-        if isinstance(found, ConfigError):
-            raise found
-        if why := damage(*found, ranks, key=key):
+        record = partial(_recorded, Path(path))
+        folder, sums = on_lead(record, ranks, waiting_for=f"{key}={path}")
+        if why := damage(folder, sums, ranks, key=key):
             raise ConfigError(f"{why}; {MEND}")
 
 
@@ -59,12 +59,14 @@ def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: st
     return next(filter(None, everywhere), None)
 
 
-def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]] | ConfigError:
-    """The folder that a path leads to, and its record; or why it cannot be used."""
-    try:
-        folder = find_torch_dist(path) or path
-        record = read_record(folder) or {}
-        wrong = wrong_size(folder, record)
-    except ConfigError as error:
-        return error
-    return ConfigError(f"{wrong}; {MEND}") if wrong else (folder, record)
+def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
+    """The folder that a path leads to, and its record.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    folder = find_torch_dist(path) or path
+    record = read_record(folder) or {}
+    if wrong := wrong_size(folder, record):
+        raise ConfigError(f"{wrong}; {MEND}")
+    return folder, record

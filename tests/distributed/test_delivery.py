@@ -84,10 +84,11 @@ def test_each_data_rank_gets_its_share_and_trains_on_the_same_batches(layout, ba
 
 def check_pickles(device) -> None:
     from qurl_megatron.observe.metrics import Timer
-    from qurl_megatron.training.lead import Rollout
-    from qurl_megatron.training.loop import _samples
+    from qurl_megatron.training.loop import _Run
+    from qurl_megatron.training.rollout_source import Rollout
+    from qurl_megatron.training.state import TrainState
 
-    collected = Rollout(Responses.of(SAMPLES), {}, tokens=7, seconds=0.5)
+    collected = Responses.of(SAMPLES), Rollout({}, tokens=7, seconds=0.5, cursor={"epoch": 1})
     sent: list[int] = []
     plain = dist.broadcast_object_list
 
@@ -98,13 +99,12 @@ def check_pickles(device) -> None:
     dist.broadcast_object_list = counting
     recipe = config(dict(data=2), micro_batch=2)
     with megatron_runtime(recipe.parallel) as ranks:
-        lead = SimpleNamespace(
-            stop=None, refused=None, rollout=lambda step, timer: collected, rest=lambda: None
-        )
-        publisher = SimpleNamespace(policy=SimpleNamespace(ranks=ranks))
-        rollout, failure = _samples(recipe, lead if ranks.leads else None, publisher, 1, Timer())
-    assert failure is None and (rollout.tokens, rollout.seconds) == (7, 0.5)
-    assert len(rollout.samples.held) == 8 and len(rollout.samples) == 16
+        source = SimpleNamespace(take=lambda step, timer: collected)
+        lead = SimpleNamespace(source=source) if ranks.leads else None
+        run = _Run(recipe, SimpleNamespace(ranks=ranks), None, None, lead, TrainState(), None)
+        samples, rollout = run._samples(1, Timer())
+    assert rollout == collected[1]
+    assert len(samples.held) == 8 and len(samples) == 16
     assert sum(sent) < 1000, f"{sum(sent)} bytes were pickled"
 
 

@@ -4,6 +4,7 @@ import datetime
 import gc
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,16 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Interrupted
+from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.runtime import cpu, filesystem, launch, megatron
-from qurl_megatron.runtime.megatron import RankLost, by_lead, megatron_runtime, share
+from qurl_megatron.runtime.megatron import (
+    RankLost,
+    kept_on_lead,
+    megatron_runtime,
+    on_lead,
+    share,
+)
 from qurl_megatron.testing.ranks import run_on_ranks
 
 CUDA = torch.device("cuda", 0)
@@ -45,24 +53,34 @@ def test_objects_and_barriers_go_over_gloo_in_every_group():
     assert launch.launch(meet_as_on_gpus, (parallel,), parallel.world_size) == 0
 
 
-def refuse_on_rank_0(folder) -> int:
+def act_on_rank_0(folder) -> int:
     def act() -> str:
         assert dist.get_rank() == 0
         return "found"
 
-    def refuse() -> None:
-        raise ConfigError("the reward has no score")
+    def fail(error: Exception) -> None:
+        assert dist.get_rank() == 0
+        raise error
 
+    failures = (
+        ConfigError("the reward has no score"),
+        Interrupted("a stop"),
+        EngineError("no engine", status=400),
+    )
     with megatron_runtime(ParallelConfig(data=2)) as ranks:
-        assert by_lead(act, ranks, waiting_for="it") == ("found" if ranks.leads else None)
-        with pytest.raises(ConfigError, match="the reward has no score"):
-            by_lead(refuse, ranks, waiting_for="it")
+        assert on_lead(act, ranks, waiting_for="it") == "found"
+        assert kept_on_lead(act, ranks, waiting_for="it") == ("found" if ranks.leads else None)
+        for error in failures:
+            with pytest.raises(type(error), match=str(error)) as raised:
+                on_lead(partial(fail, error), ranks, waiting_for="it")
+            assert vars(raised.value) == vars(error)
+            assert (raised.value is error) == ranks.leads  # whose traceback says where it was
         (folder / f"rank-{ranks.rank}").touch()
     return 0
 
 
-def test_what_rank_0_refuses_is_refused_on_every_rank(tmp_path):
-    assert launch.launch(refuse_on_rank_0, (tmp_path,), 2) == 0
+def test_what_comes_of_rank_0s_work_comes_to_every_rank(tmp_path):
+    assert launch.launch(act_on_rank_0, (tmp_path,), 2) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"rank-0", "rank-1"}
 
 

@@ -9,7 +9,7 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.environments.reply import FIELDS, ROLES
 from qurl_megatron.testing.models import random_samples
-from qurl_megatron.training.lead import _conversations
+from qurl_megatron.training.rollout_metrics import conversation_metrics
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_the_page_names_every_key_argument_role_and_metric():
     keys = {f.name for f in dataclasses.fields(RolloutConfig)}
     own = {key for key in keys if key.startswith(("environment", "turn", "max_turns"))}
     assert len(own) == 5
-    for word in (*own, *FIELDS, *ROLES, *_conversations(random_samples(1))):
+    for word in (*own, *FIELDS, *ROLES, *conversation_metrics(random_samples(1))):
         assert re.search(rf"\b{word}\b", PAGE), word
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from qurl_megatron.runtime.stop import StopRequest
 from qurl_megatron.runtime.terminal import terminal
-from qurl_megatron.training.rank import StopRequest
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 
@@ -56,7 +56,7 @@ def test_a_page_that_does_not_fit_on_the_disk_is_one_sentence():
 
 TWICE = """
 import os, signal
-from qurl_megatron.training.rank import StopRequest
+from qurl_megatron.runtime.stop import StopRequest
 stop = StopRequest()
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGHUP)

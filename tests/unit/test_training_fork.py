@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +15,7 @@ from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.sinks import WANDB_ID, JsonlSink
 from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.rewards.own_code import checksums, named_code
-from qurl_megatron.training import checkpoint, loop
+from qurl_megatron.training import checkpoint
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
 from qurl_megatron.training.start import _prepare
@@ -299,13 +298,6 @@ def test_an_evaluation_that_cannot_be_added_leaves_its_checkpoint_whole(source, 
         (TrainState(step=60, measured_since={"eval": 40}, unevaluated=True), None),
     ],
 )
-def test_only_what_a_run_began_with_is_the_score_before(state, before, recipe, monkeypatch):
-    def evaluated(lead, publisher, state):
-        return replace(state, accuracy=0.7, unevaluated=False), None
-
-    monkeypatch.setattr(loop, "_evaluated", evaluated)
-    monkeypatch.setattr(loop, "by_lead", lambda *_, **__: None)
-    policy = SimpleNamespace(ranks=None)
-    parts = loop._Parts(recipe("train.eval_prompts=8"), policy, None, None, None)
-    after = loop._made_up_for(parts, state)
+def test_only_what_a_run_began_with_is_the_score_before(state, before):
+    after = state.scored(state.step, 0.7)
     assert (after.accuracy_before, after.accuracy, after.unevaluated) == (before, 0.7, False)

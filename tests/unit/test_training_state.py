@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +13,6 @@ from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.training.finite import Growth
-from qurl_megatron.training.lead import _stopped
 from qurl_megatron.training.loop import _ending
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.start import (
@@ -33,6 +30,7 @@ from qurl_megatron.training.state import (
     folders,
     latest,
     recipe_of,
+    stopped,
 )
 from tests.disks import fill, small_disk
 from tests.unit.test_damaged_files import RECIPE_TEXT
@@ -343,11 +341,10 @@ def test_a_missing_model_is_to_be_fetched_and_only_a_small_one_is_made(config, t
 
 
 def test_who_stops_a_run_is_told_what_is_saved_and_how_it_goes_on():
-    by_hand, by_job = (SimpleNamespace(signal=n) for n in (signal.SIGINT, signal.SIGTERM))
-    assert _stopped(by_hand, 4, 60) == (
+    assert stopped("Ctrl-C", 4, 60) == (
         "stopped by Ctrl-C: step 4 of 60 is saved; the same command goes on from there"
     )
-    assert _stopped(by_job, 0, 60) == (
+    assert stopped("SIGTERM", 0, 60) == (
         "stopped by SIGTERM before its first step was done: nothing is saved"
     )
 

@@ -1,0 +1,303 @@
+"""What a run writes on its way: metrics, timeline, examples, alarms, its display, its report.
+
+It lives on the leading rank. What the disk refuses must not end that rank in the middle of what all
+ranks do: the journal then writes no more, and ``refused`` says why where all of them listen.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.clock import now
+from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.observe.progress import Progress
+from qurl_megatron.observe.samples import (
+    HELD_OUT,
+    SAMPLES_FILE,
+    SHORT,
+    TRAIN,
+    Example,
+    SampleFile,
+    as_text,
+    example_of,
+    say,
+    telling,
+)
+from qurl_megatron.observe.sinks import (
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    View,
+    WandbSink,
+    read_metrics,
+)
+from qurl_megatron.observe.text import percent
+from qurl_megatron.observe.timeline import Span, Timeline
+from qurl_megatron.rewards.pool import Tally
+from qurl_megatron.runtime.filesystem import refusal, refusing
+from qurl_megatron.training.finite import Growth
+from qurl_megatron.training.mismatch import BeyondRounding
+from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stopped
+from qurl_megatron.types import Sample
+
+LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
+VIEWED = 10  # steps between two whose examples TensorBoard and W&B get, beside all evaluations
+
+
+class Journal:
+    """Use as a context manager: leaving it closes the files."""
+
+    def __init__(
+        self, claimed: Claim, state: TrainState, weight_norm: float, told: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            claimed: the run's directory and recipe.
+            state: what the run goes on from; what is written of later steps is dropped.
+            weight_norm: of the weights it goes on with.
+            told: what has changed since the state was saved, each an event of the report.
+
+        Raises:
+            ConfigError: the run's directory cannot be written.
+        """
+        self.claimed, self.config, self.run_dir = claimed, claimed.config, claimed.run_dir
+        self._measured_since = {
+            f"{name}/measured_since": float(step) for name, step in state.measured_since.items()
+        }
+        self._growth, self._beyond = Growth(weight_norm), BeyondRounding()
+        self._last = state  # with the newest score
+        self._refused: ConfigError | None = None
+        resume = state.step + 1 if state.step else 0
+        evaluates = state.unevaluated and self.config.train.eval_prompts > 0
+        with ExitStack() as stack, refusing(self.run_dir, key="train.run_dir"):
+            path = self.run_dir / "metrics.jsonl"
+            metrics = JsonlSink(path, resume_step=resume, evaluates=evaluates)
+            stack.callback(metrics.close)
+            self.examples = SampleFile(
+                self.run_dir / SAMPLES_FILE, resume_step=resume, evaluates=evaluates
+            )
+            stack.callback(self.examples.close)
+            self.views = self._views(stack, resume)
+            self.sinks: list[Sink] = [metrics, *self.views]
+            if missing := _missing(metrics.last_step or 0, state.step):
+                print(f"{path} {missing}", flush=True)
+            self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
+            stack.callback(self.timeline.close)
+            for change in told:
+                self.timeline.event("run", change, state.step)
+                print(change, flush=True)
+            self.progress = stack.enter_context(Progress(self.config.train.steps, state.step))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.__exit__(*exception)
+
+    def _views(self, stack: ExitStack, resume: int) -> list[View]:
+        board = TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)
+        stack.callback(board.close)
+        if not (project := self.config.observe.wandb_project):
+            return [board]
+        wandb = WandbSink(project, self.run_dir, asdict(self.config), resume_step=resume)
+        stack.push(wandb)
+        return [board, wandb]
+
+    @property
+    def refused(self) -> ConfigError | None:
+        """Why nothing is written any more; None: all is."""
+        if self._refused is None and (error := self.timeline.refused):
+            self._refused = refusal(error, self.run_dir / "timeline.jsonl", key="train.run_dir")
+        return self._refused
+
+    def timer(self, step: int) -> Timer:
+        """Times the phases of one step, for its metrics and the timeline."""
+
+        def record(phase: str, seconds: float) -> None:
+            end = now()
+            self.timeline.add(Span("trainer", phase, step, end - seconds, end))
+
+        self.progress.begin()
+        return Timer(self.progress.phase, record=record)
+
+    def alarm(self, lane: str, text: str, step: int) -> None:
+        """Say something loudly, and keep it in the timeline."""
+        self.progress.alarm(f"{lane}, step {step}: {text}")
+        self.timeline.event(lane, text, step)
+
+    def happened(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what became of engines (``Fleet.drain``), and say which were lost."""
+        for event in events:
+            what = " ".join((event["engine"], event["event"], event["message"].splitlines()[0]))
+            self.timeline.event("fleet", what.strip(), step, event["time"])
+            if event["event"] in LOST:
+                self.progress.alarm(f"fleet, step {step}: {what.strip()}")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a step's metrics, and what they give cause to say."""
+        metrics = {**metrics, **self._since("reward")}
+        self._log(step, metrics)
+        self.progress.step(step, metrics)
+        if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
+            lr = self.config.optimizer.lr
+            self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
+        if beyond := self._beyond.noticed(metrics):
+            self.alarm("rollout", beyond, step)
+
+    def keep_examples(
+        self, step: int, kept: Mapping[int, Sample], advantages: Mapping[int, float]
+    ) -> None:
+        """Keep responses of a step that was trained on.
+
+        Args:
+            kept: by their places among the step's responses.
+            advantages: of those that were scored.
+        """
+        examples = [
+            example_of(sample, step, TRAIN, advantages.get(index)) for index, sample in kept.items()
+        ]
+        view = step % VIEWED == 0 or step in (1, self.config.train.steps)
+        self._keep_examples(step, examples, view=view)
+
+    def keep_rollout(self, step: int, samples: Sequence[Sample]) -> None:
+        """Keep all responses of a step."""
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+        self._keep(path, lambda: save_samples(path, samples))
+
+    def evaluated(self, step: int, samples: Sequence[Sample], tally: Tally) -> float:
+        """Write and print what an evaluation came to; its score."""
+        right_or_wrong = self.config.reward.right_or_wrong
+        score = sum(sample.reward for sample in samples) / len(samples)
+        measured = {"eval/accuracy" if right_or_wrong else "eval/reward": score}
+        measured |= {
+            f"eval/mix/{part}": total / len(samples) for part, total in tally.parts.items()
+        }
+        if tally.failed:
+            measured["eval/failed_fraction"] = tally.failed / len(samples)
+        self._log(step, measured | self._since("eval"))
+        before, self._last = self._last, self._last.scored(step, score)
+        print(scored(before, self._last, right_or_wrong=right_or_wrong), flush=True)
+        self._show_held_out(step, samples)
+        return score
+
+    def _show_held_out(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print the first prompts' responses; keep these, and those that are telling."""
+        observe, each = self.config.observe, self.config.train.eval_samples
+        shown = range(0, min(observe.show * each, len(samples)), each)
+        for index in shown:
+            say(as_text(example_of(samples[index], step, HELD_OUT), longest=SHORT))
+        if observe.samples:
+            rewards = [sample.reward for sample in samples]
+            prompts = [sample.prompt.index for sample in samples]
+            kept = sorted({*shown, *telling(rewards, prompts, observe.samples)})
+            self._keep_examples(step, [example_of(samples[i], step, HELD_OUT) for i in kept])
+
+    def saved(self) -> None:
+        """A checkpoint has been made with the settings of this start, which the run keeps now.
+
+        Kept any earlier, a start from the checkpoint before would not know of the changes.
+        """
+        if self.claimed.changes:
+            self._keep(self.run_dir / RECIPE, self.claimed.keep_recipe)
+
+    def finish(self, state: TrainState, stopped_by: str = "") -> None:
+        """Write the report and say how the run ended.
+
+        Args:
+            stopped_by: as ``StopRequest.by``.
+
+        Raises:
+            ConfigError: the disk refused the report, or metrics before it.
+        """
+        # matplotlib takes a second to import
+        from qurl_megatron.observe.report import History, unscored, write_report
+
+        self.progress.close()
+        print(state.summary(right_or_wrong=self.config.reward.right_or_wrong))
+        if stopped_by and not state.finished(self.config.train.steps):
+            print(stopped(stopped_by, state.step, self.config.train.steps))
+        if state.step or state.accuracy is not None:  # else there is nothing to draw yet
+            if share := unscored(History(read_metrics(self.run_dir / "metrics.jsonl"))):
+                print(
+                    f"{percent(share)} of the responses could not be scored and got "
+                    f"reward.failed={self.config.reward.failed:g}"
+                )
+            with refusing(self.run_dir / "report.html", key="train.run_dir"):
+                path = write_report(self.run_dir)
+            print(f"report: {path}", flush=True)
+        if self.refused:
+            raise ConfigError(f"{self.refused}; step {state.step} is saved all the same")
+
+    def _keep(self, path: Path, write: Callable[[], None]) -> None:
+        if self.refused:
+            return
+        try:
+            with refusing(path, key="train.run_dir"):
+                write()
+        except ConfigError as error:
+            self._refused = error
+
+    def _keep_examples(self, step: int, examples: Sequence[Example], *, view: bool = True) -> None:
+        if not examples:
+            return
+
+        def write() -> None:
+            self.examples.write(examples)
+            for one in self.views if view else ():
+                one.show(step, examples)
+
+        self._keep(self.run_dir / SAMPLES_FILE, write)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        def write() -> None:
+            for sink in self.sinks:
+                sink.write(step, metrics)
+
+        self._keep(self.run_dir / "metrics.jsonl", write)
+
+    def _since(self, group: str) -> dict[str, float]:
+        """The step after which the group's metrics are measured as now; nothing where all are."""
+        key = f"{group}/measured_since"
+        return {key: self._measured_since[key]} if key in self._measured_since else {}
+
+
+def _missing(last: int, step: int) -> str:
+    """What metrics.jsonl lacks of a run that has done ``step`` steps, where it ends with ``last``;
+    "": nothing."""
+    if last >= step:
+        return ""
+    lost = f"step {step} is" if last + 1 == step else f"steps {last + 1} to {step} are"
+    return f"ends with step {last}: {lost} in the checkpoint, but missing there and in the report"
+
+
+def save_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """One JSON object per sample; the file appears whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        # A table's metadata may hold what JSON has no word for, such as dates.
+        file.writelines(json.dumps(_record(sample), default=str) + "\n" for sample in samples)
+    aside.rename(path)
+
+
+def _record(sample: Sample) -> dict[str, Any]:
+    """A sample as JSON says it, with one version per token, null where the policy wrote none."""
+    record = {
+        "prompt": asdict(sample.prompt),
+        "response_ids": sample.response_ids.tolist(),
+        "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
+        "finish_reason": sample.finish_reason,
+        "versions": sample.token_versions,
+        "text": sample.text,
+        "reward": sample.reward,
+    }
+    if not sample.written.all():
+        record["loss_mask"] = sample.written.astype(int).tolist()
+    if sample.failure:
+        record["failure"] = asdict(sample.failure)
+    return record

@@ -1,0 +1,328 @@
+"""Where a step's responses come from, on the leading rank: prompts, engines, environment, rewards.
+
+Prompts are drawn in the recipe's order and answered in the background, ahead of the step that
+trains on them where ``rollout.max_staleness`` allows it (``ahead``).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.errors import Interrupted
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import collect, greedy
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.supervisor import IN_ALL
+from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.observe.clock import now
+from qurl_megatron.observe.metrics import Max, Metric, Timer
+from qurl_megatron.observe.text import how_many
+from qurl_megatron.observe.timeline import Span
+from qurl_megatron.rewards import RewardPool
+from qurl_megatron.rewards.grading import graded
+from qurl_megatron.rewards.pool import Tally, refuse_none_scored
+from qurl_megatron.runtime.line_pool import Abandoned
+from qurl_megatron.tensors.arch import arch_of
+from qurl_megatron.training.ahead import Ahead
+from qurl_megatron.training.examples import kept_of
+from qurl_megatron.training.journal import Journal
+from qurl_megatron.training.refill import Draft, fill, useful
+from qurl_megatron.training.rollout_metrics import (
+    conversation_metrics,
+    from_quantized,
+    mean_overlong_penalty,
+    reward_metrics,
+    sample_metrics,
+)
+from qurl_megatron.training.state import TrainState
+from qurl_megatron.training.too_long import no_room_for_the_environment
+from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.weights.places import description_of
+
+EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What every rank knows of one step's responses, beside its share of them."""
+
+    metrics: dict[str, Metric]
+    tokens: int  # that the engines generated, those of dropped groups included
+    seconds: float  # that the engines took
+    cursor: dict[str, Any]  # where a run that trains on this step goes on drawing prompts
+
+
+class RolloutSource:
+    """Use as a context manager: leaving it gives up what is under way."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: TrainState,
+        prompts: PromptStream,
+        fleet: Fleet,
+        rewards: RewardPool,
+        journal: Journal,
+        turns: Turns | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            state: what the run goes on from.
+            prompts: where the run goes on with them.
+            rewards: started.
+            journal: told what a person should know.
+            turns: with an environment, which answers.
+            stop: true once a person wants the run to end.
+        """
+        self.config, self.prompts, self.fleet = config, prompts, fleet
+        self.rewards, self.journal = rewards, journal
+        self.kept: dict[int, Sample] = {}
+        """Responses of the step at hand that are examples, by their places in it."""
+        self._turns, self._stop = turns, stop
+        self._unquantized_since = state.unquantized_since
+        self._told: set[str] = set()  # what is said once
+        self._drawing, self._grading = threading.Lock(), threading.Lock()
+        self._ahead = Ahead(
+            self._draw,
+            self._produce,
+            prompts.state_dict,
+            first=state.step + 1,
+            last=config.train.steps,
+            max_staleness=config.rollout.max_staleness,
+        )
+
+    def __enter__(self) -> "RolloutSource":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.rewards.leave()  # else a slow server would be waited for
+        if self._turns:
+            self._turns.pool.leave()
+        self._ahead.__exit__(*exception)
+
+    def published(self, version: int) -> None:
+        """Begin the batches that may be generated from ``version`` while the policy trains."""
+        if self.config.rollout.max_staleness:
+            self._ahead.admit(version)
+
+    def take(self, step: int, timer: Timer) -> tuple[Responses, Rollout]:
+        """The graded responses of one step, generated ahead or now.
+
+        Raises:
+            Interrupted: a stop was requested; nothing is lost, because the same prompts come again
+                after a restart.
+            EngineError: no engine is left; after ``retry`` the step can be taken again.
+            ConfigError, RewardDown: a response has no score, and the recipe wants the run to end
+                then; or none has. Or the journal cannot be written.
+        """
+        if self._stop():
+            raise Interrupted(f"stopped before the rollout of step {step}")
+        if self.journal.refused:
+            raise self.journal.refused
+        self.journal.progress.phase("rollout")
+        self._ahead.admit(step - 1)
+        start = time.perf_counter()
+        draft, cursor = self._ahead.take(step, self._stop)
+        waited = time.perf_counter() - start
+        # What the trainer waited for, grading last; the rest was hidden behind its own work.
+        grading = min(draft.grading_s, waited)
+        timer.add("rollout", waited - grading)
+        timer.add("reward", grading)
+        samples = [sample for group in draft.chosen() for sample in group]
+        metrics = self._measured(step, draft, samples)
+        self._tell(step, draft, samples)
+        if self.config.train.save_rollouts:
+            self.journal.keep_rollout(step, samples)
+        responses = Responses.of(samples)
+        count = self.config.observe.samples
+        self.kept = {index: samples[index] for index in kept_of(responses.summary, count)}
+        if self.config.rollout.colocate:  # until the next version the trainer has the memory
+            with suppress(EngineError):  # those that refuse are out; the next version heals them
+                self.fleet.release()
+        return responses, Rollout(metrics, draft.generated_tokens, draft.generating_s, cursor)
+
+    def retry(self) -> None:
+        """The engines have the weights again: generate what they left unanswered."""
+        self._ahead.retry()
+
+    def evaluate(self) -> tuple[list[Sample], Tally]:
+        """Responses to the held-out prompts, graded, by the engines as they are: at rollout
+        precision.
+
+        Raises:
+            Interrupted: a stop was requested meanwhile.
+            EngineError, ConfigError, RewardDown: as ``take``.
+        """
+        train, prompts = self.config.train, self.prompts.held_out
+        self.journal.progress.phase("evaluate")
+        if train.eval_samples == 1:
+            limit = self.config.rollout.max_new_tokens
+            samples = greedy(self.fleet, prompts, limit, turns=self._turns, stop=self._stop)
+        else:
+            sampling = replace(self.config.rollout, samples_per_prompt=train.eval_samples)
+            # One seed for all evaluations: they differ by the policy, not by luck.
+            samples = collect(
+                self.fleet,
+                prompts,
+                sampling,
+                seed=train.seed,
+                step=EVALUATION,
+                turns=self._turns,
+                stop=self._stop,
+            )
+        try:
+            samples, tally = self._graded(samples, self._stop)
+        except Abandoned:
+            raise Interrupted("stopped while an evaluation was scored") from None
+        refuse_none_scored(tally, self.config.reward.setting)
+        return samples, tally
+
+    def recover(self) -> None:
+        """No engine is left: wait until one can take the weights in again.
+
+        Raises:
+            EngineError: none came back, or a stop was requested meanwhile.
+        """
+        self.journal.progress.phase("waiting for an engine")
+        end = time.monotonic() + IN_ALL * self.config.rollout.start_limit_s
+        while True:
+            try:
+                self.fleet.await_recruits(timeout_s=1.0)
+                return
+            except EngineError:
+                if self._stop() or not self.fleet.engines() or time.monotonic() > end:
+                    raise
+
+    def fall_back(self, version: int) -> None:
+        """Start the engines again for unquantized weights, which come with ``version``.
+
+        Batches in flight are finished first: they are as good as any of their age.
+
+        Raises:
+            Interrupted: a stop was requested; the next start begins with such engines.
+            ConfigError: engines cannot be started any more.
+        """
+        self._unquantized_since = version
+        self.journal.progress.phase("finishing rollouts")
+        self._ahead.settle(self._stop)
+        self.journal.progress.phase("restarting engines")
+        self.fleet.switch("none")
+        end = time.monotonic() + IN_ALL * self.config.rollout.start_limit_s
+        while self.fleet.starting() and time.monotonic() < end:
+            if self._stop():
+                raise Interrupted("stopped while engines were starting")
+            time.sleep(0.05)
+
+    def tell_unscored(self, tally: Tally, step: int) -> None:
+        """Say why responses have no score, each way once in a run; metrics go on counting."""
+        if new := tally.ways.keys() - self._told:
+            self._told |= new
+            self.journal.alarm(
+                "reward",
+                f"{tally.failed} of {how_many(tally.responses, 'response')} could not be scored "
+                f"and got reward.failed={self.config.reward.failed:g}: {tally.said(new)}",
+                step,
+            )
+
+    def tell_left_out(self, samples: Sequence[Sample], step: int) -> None:
+        """Say that the environment's words did not fit, once between two starts."""
+        count = sum(sample.left_out for sample in samples)
+        if not count or "left_out" in self._told:
+            return
+        self._told.add("left_out")
+        longest = min(self.prompts.longest, self.config.data.max_prompt_tokens)
+        ended = f"{count} of {how_many(len(samples), 'conversation')} ended early"
+        arch = arch_of(description_of(self.config.model.path))
+        why = no_room_for_the_environment(self.config.rollout, arch, longest)
+        self.journal.alarm("rollout", f"{ended}: {why}", step)
+
+    def _measured(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
+        config, rollout, reward = self.config, self.config.rollout, self.config.reward
+        # Groups that only fill up the batch say nothing of what is learnt from.
+        learnt = [
+            sample
+            for group in draft.chosen()
+            if not config.algo.dynamic_sampling or useful(group)
+            for sample in group
+        ]
+        metrics = sample_metrics(samples, newest=step - 1) | reward_metrics(learnt)
+        metrics |= draft.metrics()
+        # Ahead admits no batch too early, and no engine serves less than what it confirmed.
+        assert metrics["sync/staleness"].value <= rollout.max_staleness
+        if rollout.environment:
+            metrics |= conversation_metrics(samples)
+        quantized = from_quantized(samples, config.quant.scheme, self._unquantized_since)
+        metrics["rollout/quantized"] = Max(float(quantized))
+        metrics |= draft.graded.metrics()
+        metrics["data/too_long"] = Max(len(self.prompts.too_long))
+        if config.train.eval_prompts:
+            metrics["data/held_out_too_long"] = Max(self.prompts.held_out_too_long)
+        if reward.overlong_fraction > 0:
+            penalty = mean_overlong_penalty(samples, rollout.max_new_tokens, reward)
+            metrics["reward/overlong_penalty"] = penalty
+        return metrics
+
+    def _tell(self, step: int, draft: Draft, samples: list[Sample]) -> None:
+        self.tell_left_out(samples, step)
+        self.tell_unscored(draft.graded, step)
+        if draft.unfilled:
+            self.journal.alarm(
+                "sampling",
+                f"{draft.unfilled} of {draft.wanted} groups have answers that are all right or all "
+                f"wrong, after {len(draft.groups)} prompts; they fill up the batch and teach "
+                "nothing",
+                step,
+            )
+
+    def _draw(self) -> tuple[dict[str, Any], Draft]:
+        algo, count = self.config.algo, self.config.data.prompts_per_step
+        with self._drawing:
+            cursor = self.prompts.state_dict()
+            prompts = self.prompts.next_batch(count)
+        return cursor, Draft(prompts, count, algo.max_refills if algo.dynamic_sampling else None)
+
+    def _produce(self, step: int, draft: Draft, stop: Callable[[], bool]) -> Draft:
+        """Answers to one step's prompts, graded; runs on a thread of its own."""
+        config, timeline = self.config, self.journal.timeline
+
+        def answer(prompts: Sequence[Prompt]) -> list[Sample]:
+            start = now()
+            samples = collect(
+                self.fleet,
+                prompts,
+                config.rollout,
+                seed=config.train.seed,
+                step=step,
+                stop=stop,
+                turns=self._turns,
+            )
+            generated = now()
+            samples, tally = self._graded(samples)
+            draft.graded.add(tally)
+            refuse_none_scored(draft.graded, config.reward.setting)
+            end = now()
+            timeline.add(Span("engines", "rollout", step, start, generated))
+            timeline.add(Span("engines", "reward", step, generated, end))
+            draft.generating_s += generated - start
+            draft.grading_s += end - generated
+            return samples
+
+        def draw(count: int) -> list[Prompt]:
+            with self._drawing:
+                return self.prompts.next_batch(count)
+
+        return fill(draft, answer, draw)
+
+    def _graded(
+        self, samples: list[Sample], stop: Callable[[], bool] = lambda: False
+    ) -> tuple[list[Sample], Tally]:
+        with self._grading:  # the workers take one batch at a time
+            found, grades = graded(samples, self.rewards, self.prompts.tokenizer, stop)
+        return found, grades.tally
