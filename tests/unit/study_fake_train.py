@@ -50,7 +50,7 @@ def evaluate() -> int:
 
 def train() -> int:
     stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: stop.append(number))
     _, _, *overrides = sys.argv[1:]
     given = dict(override.split("=", 1) for override in overrides)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import process, supervisor
 from qurl_megatron.fleet.client import EngineError
@@ -452,6 +452,23 @@ def test_after_a_second_a_run_says_whom_it_waits_for_and_how_long(monkeypatch, c
     (told,) = capsys.readouterr().out.splitlines()
     limit = r"for 2 s at most \(rollout\.start_timeout_s\)"
     assert re.match(rf"waiting for {url} {limit}: .*refused", told), told
+
+
+def test_a_stop_is_heard_while_the_first_engines_are_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    config = RolloutConfig(urls=(url,), start_timeout_s=PATIENCE_S, **QUICK)
+    looks = iter([False] * 3 + [True])
+    fleet = Fleet(
+        config,
+        "unused",
+        scheme="none",
+        log_dir="unused",
+        vocabulary=96,
+        stop=lambda: next(looks),
+    )
+    with pytest.raises(Interrupted, match="stopped while engines were waited for"):
+        fleet.__enter__()
 
 
 def test_an_adopted_engine_wants_its_key_at_once(monkeypatch):

@@ -1,5 +1,6 @@
 """A run's folder: claimed in one piece, and what is wrong with it said in one sentence."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from qurl_megatron.training.start import (
     _changes,
     _missing,
     _tell_of_relatives,
+    start,
 )
 from qurl_megatron.training.state import (
     RECIPE,
@@ -30,6 +32,7 @@ from qurl_megatron.training.state import (
     folders,
     latest,
     recipe_of,
+    scored,
     stopped,
 )
 from tests.disks import fill, small_disk
@@ -283,6 +286,23 @@ def test_a_new_name_beside_a_run_of_the_recipe_is_said_to_begin_a_new_one(begun,
     assert capsys.readouterr().out == ""
 
 
+def test_a_layout_that_no_model_can_have_is_refused_before_a_run_is_said_to_begin(
+    begun, tmp_path, capsys
+):
+    shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=128)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    shape |= dict(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu")
+    there, to_be_made = tmp_path / "model", tmp_path / "none"
+    there.mkdir()
+    (there / "config.json").write_text(json.dumps(shape))
+    beside = f"train.run_dir={begun.parent}--parallel.tensor-3"
+    for path in (there, to_be_made):
+        more = ["parallel.tensor=3", "warmstart.steps=5", f"model.path={path}", beside]
+        with pytest.raises(ConfigError, match="tensor=3 does not divide the model's num_attention"):
+            start(load(tmp_path / "recipe.toml", more))
+    assert "begins a new run" not in capsys.readouterr().out and not to_be_made.exists()
+
+
 def test_changes_are_told_again_until_they_are_kept(config, begun, tmp_path):
     """A run may be stopped while its model loads, long before it can tell of them."""
     changed = load(tmp_path / "recipe.toml", ["optimizer.lr=1e-3"])
@@ -338,6 +358,26 @@ def test_a_missing_model_is_to_be_fetched_and_only_a_small_one_is_made(config, t
     )
     small = load(tmp_path / "recipe.toml", ["warmstart.steps=5"])
     assert "made there (warmstart.steps) by qurl train itself alone" in _missing(small)
+
+
+def test_an_evaluation_is_said_with_its_change_and_named_where_it_is_not_of_the_newest_step():
+    before = TrainState(step=10, accuracy_before=0.25, accuracy=0.5)
+    now = before.scored(10, 0.4375)
+    assert [scored(before, now, right_or_wrong=one) for one in (True, False)] == [
+        "step 10: held-out accuracy 43.8% (-6.2 points since the last)",
+        "step 10: held-out reward 0.438 (-0.062 since the last)",
+    ]
+    later = replace(now, step=12)
+    assert scored(later, later.scored(12, 0.5), right_or_wrong=True).endswith(
+        "(+6.2 points since step 10)"
+    )
+    assert later.summary(right_or_wrong=False) == (
+        "step 12 done; held-out reward 0.250 before, 0.438 after step 10"
+    )
+    assert "held-out accuracy 43.8% after step 10, which" in replace(
+        later, accuracy_before=None
+    ).summary(right_or_wrong=True)
+    assert after(["reward.kind"], now).accuracy_step is None
 
 
 def test_who_stops_a_run_is_told_what_is_saved_and_how_it_goes_on():
