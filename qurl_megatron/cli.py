@@ -69,9 +69,9 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         from qurl_megatron.training.start import check_own_code
 
         check_own_code(config)
-        found = describe_data(config)
-        print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), end="")
-    print("\n".join(["", "data", *(f"  {line}" for line in found)]))
+        print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), flush=True)
+        found = describe_data(config)  # whose mistakes stand below the table: it needs no data
+    print("\n".join(["data", *(f"  {line}" for line in found)]))
     return 0
 
 
@@ -339,7 +339,7 @@ def _study_options(command: argparse.ArgumentParser) -> None:
     for name, help in (
         ("background", "run on after this terminal is closed; the log is study.log"),
         ("status", "only show how far each cell is"),
-        ("report", "only draw tables and pictures anew"),
+        ("report", "only draw tables and pictures again"),
         ("dry-run", "only print the commands"),
     ):
         value = name.replace("-", "_")

@@ -40,6 +40,15 @@ class Repeats:
     def step(self, messages, response, **others):
         return {"role": "tool", "content": f"w90 w{len(response.split())} w{len(messages)}"}
 
+class Half:
+    said = "w1 h\u00e9"
+
+    def step(self, messages, **others):
+        return {"role": "tool", "content": self.said} if len(messages) == 1 else None
+
+class Foreign(Half):
+    said = "h\u00e9"
+
 class Slow:
     def step(self, messages, response, **others):
         time.sleep(1000)

@@ -30,11 +30,13 @@ class PromptStream:
         seed: int,
         held_out: int = 0,
         answers: bool = True,
+        files: dict[str, DataFile] | None = None,
     ) -> None:
         """
         Args:
             held_out: how many prompts are wanted that are never trained on.
             answers: every row of a file must have one.
+            files: those of ``config``, by key, where they have been read already.
 
         Raises:
             ConfigError: a file or the task cannot be used, or all its prompts are too long.
@@ -42,9 +44,9 @@ class PromptStream:
         self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
-        self.files: dict[str, DataFile] = data_files(
-            config, held_out=bool(held_out), answers=answers
-        )
+        if files is None:
+            files = data_files(config, held_out=bool(held_out), answers=answers)
+        self.files = files
         self.questions, asked = self._questions(held_out)
         self._unknown: list[tuple[str, Question]] = []  # words that the model cannot see, and where
         self._lengths = [len(ids) for _, ids in self._read(self.questions)]  # tokens
@@ -64,7 +66,7 @@ class PromptStream:
         self.epoch = 0
         self.position = 0  # in the order of this epoch
         self.next_index = 0
-        self.dropped = 0  # prompts passed over so far, every epoch anew
+        self.dropped = 0  # prompts passed over so far, in every epoch again
         self._order = self._shuffled()
 
     def next_batch(self, count: int) -> list[Prompt]:
@@ -160,19 +162,20 @@ class PromptStream:
         """
         if {*state, "files"} != self.state_dict().keys():  # older checkpoints have no checksums
             raise ConfigError(
-                f"the checkpoint does not say where the prompts go on ({state!r:.80}); start anew "
-                "in another train.run_dir"
+                f"the checkpoint does not say where the prompts go on ({state!r:.80}); start "
+                "from scratch in another train.run_dir"
             )
         for key, file in self.files.items():
             if state.get("files", {}).get(key, file.checksum) != file.checksum:
                 raise ConfigError(
                     f"{file.name} has changed since the checkpoint was made; restore the file, "
-                    "start anew in another train.run_dir, or go on in another with --fork"
+                    "start from scratch in another train.run_dir, or go on in another with --fork"
                 )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 "the checkpoint was made with other prompts: the data section, the file or "
-                "train.seed has changed since; restore it, or start anew in another train.run_dir"
+                "train.seed has changed since; restore it, or start from scratch in another "
+                "train.run_dir"
             )
         self.epoch = state["epoch"]
         self.position = state["position"]

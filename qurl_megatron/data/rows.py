@@ -90,10 +90,10 @@ class DataFile:
         chats = " (chats)" if first.turns else ""
         layout = f", {LAYOUTS[self.answer_key]}" if self.answer_key in LAYOUTS else ""
         kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
-        if "metadata" in first.metadata:
+        if any("metadata" in question.metadata for question in self.questions):
             kept += (
-                "; the column metadata holds no object in the first row, so rewards get it whole "
-                "there, as metadata['metadata']"
+                "; the column metadata holds no objects, so rewards get it whole, as "
+                "metadata['metadata']"
             )
         answers = f"answers in {self.answer_key}" if self.answer_key else "no answers"
         return (
@@ -121,9 +121,18 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     checksum = checksum_of(path)
     questions: list[Question] = []
     keys = ("", "")
+    objects: dict[bool, str] = {}  # where the column metadata first held one, and something else
     for where, row in READERS[path.suffix](path, name):
         question, found = _question(row, f"{name} {where}", columns)
         keys = keys if questions else found
+        if row.get("metadata") is not None and "metadata" not in found:
+            objects.setdefault(isinstance(row["metadata"], dict), where)
+            if len(objects) > 1:
+                raise ConfigError(
+                    f"{name}: the column metadata holds an object in {objects[True]} and something "
+                    f"else in {objects[False]}, so rewards would find its entries in some rows "
+                    "alone; write objects in all rows or in none"
+                )
         questions.append(question)
     if not questions:
         raise ConfigError(f"{name} holds no prompts")
@@ -182,6 +191,7 @@ def look_up(row: Mapping[str, Any], path: str, default: Any = None) -> Any:
         return row[path]
     value: Any = row
     for name in path.split("."):
+        value = _as_chat(value)
         if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
             value = value[int(name)]
         elif isinstance(value, dict) and name in value:
@@ -268,16 +278,17 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
         missing = given is None or isinstance(given, str) and not given.strip()
         if columns.needed or not missing:
             answer = as_text(given, "answer", place)
-    prompt = look_up(row, prompt_key)
+    prompt = _as_chat(look_up(row, prompt_key))
     if isinstance(prompt, list):
         turns = _chat(prompt, place)
         text = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     else:
         turns, text = (), _checked(prompt, "prompt", "text or a list of turns", place)
     metadata = {key: value for key, value in row.items() if key not in (prompt_key, answer_key)}
-    if isinstance(inner := metadata.get("metadata"), dict):  # slime's column of them
-        del metadata["metadata"]
-        metadata = {**inner, **metadata}
+    inner = metadata.get("metadata")
+    if inner is None or isinstance(inner, dict):  # slime's column of them
+        metadata.pop("metadata", None)
+        metadata = {**(inner or {}), **metadata}
     return Question(text, answer, metadata, turns, place), (prompt_key, answer_key)
 
 
@@ -296,6 +307,18 @@ def _key(row: dict, given: str, usual: Sequence[str], setting: str, place: str) 
 
 def _there(row: dict, keys: Sequence[str]) -> list[str]:
     return [key for key in keys if look_up(row, key, _MISSING) is not _MISSING]
+
+
+def _as_chat(value: Any) -> Any:
+    """A chat that a column holds as JSON text, as a list of turns; all else as it is."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[")):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    turns = found and all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in found)
+    return found if turns else value
 
 
 def _chat(turns: list, place: str) -> tuple[Turn, ...]:

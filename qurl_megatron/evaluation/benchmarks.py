@@ -21,7 +21,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class ProblemSet:
     name: str
     path: Path
     problems: tuple[Problem, ...]
@@ -35,7 +35,7 @@ def read_benchmarks(
     answer_key: str = "",
     id_key: str = "",
     answers: bool = True,
-) -> list[Benchmark]:
+) -> list[ProblemSet]:
     """All files, checked.
 
     Args:
@@ -47,7 +47,7 @@ def read_benchmarks(
         ConfigError: a file is missing, empty or malformed, or two have the same name.
     """
     columns = Columns(prompt_key, answer_key, ("--prompt-key", "--answer-key"), needed=answers)
-    found: dict[str, Benchmark] = {}
+    found: dict[str, ProblemSet] = {}
     for path in paths:
         if path.stem in found:
             raise ConfigError(
@@ -55,7 +55,7 @@ def read_benchmarks(
                 "their results be; rename one"
             )
         file = read_file(path, str(path), columns)
-        found[path.stem] = Benchmark(path.stem, path, _problems(file, id_key), file.summary)
+        found[path.stem] = ProblemSet(path.stem, path, _problems(file, id_key), file.summary)
     return list(found.values())
 
 

@@ -23,14 +23,15 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import (
     CODE,
-    Answer,
     AnswerFile,
+    GradedAnswer,
     Key,
-    refuse_other_settings,
+    made_otherwise,
+    refuse_answers,
     settings_of,
     tally_of,
 )
-from qurl_megatron.evaluation.benchmarks import Benchmark, read_benchmarks
+from qurl_megatron.evaluation.benchmarks import ProblemSet, read_benchmarks
 from qurl_megatron.evaluation.evaluate import (
     Evaluator,
     Sampling,
@@ -62,7 +63,7 @@ PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # what results may
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class EvaluationPlan:
     """What is to be done, every option decided."""
 
     model: Path
@@ -106,11 +107,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questionnaire:
     """What one plan asks."""
 
     tokenizer: Tokenizer
-    prompts: list[tuple[Benchmark, list[Prompt]]]
+    prompts: list[tuple[ProblemSet, list[Prompt]]]
 
     @property
     def longest(self) -> int:
@@ -119,17 +120,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of one plan: the table, and the answers of each benchmark."""
+class Evaluated:
+    """What came of one plan: the table with its notes, and the answers of each benchmark."""
 
-    table: str
-    answers: list[Mapping[Key, Sequence[Answer]]]
+    page: str
+    answers: list[Mapping[Key, Sequence[GradedAnswer]]]
     shown: list[str]  # responses for a person
-
-    @property
-    def tally(self) -> Tally:
-        """How many responses have no score, those of an earlier call among them."""
-        return tally_of(one for found in self.answers for some in found.values() for one in some)
 
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
@@ -155,8 +151,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     asked = [_asked(plan, benchmarks) for plan in plans]
     if arguments.max_new_tokens is None:
         plans = _fitted(plans, max(one.longest for one in asked))
-    for plan, one in zip(plans, asked, strict=True):
-        _refuse_other_answers(plan, one)
+    others = [_other_answers(plan, one) for plan, one in zip(plans, asked, strict=True)]
+    refuse_answers(dict(itertools.chain(*(found.items() for found in others))))
     outcomes = [_evaluated(plan, one) for plan, one in zip(plans, asked, strict=True)]
     if len(plans) == 2:
         print(_compared(plans, benchmarks, outcomes), flush=True)
@@ -168,7 +164,7 @@ def _given(value: Any, fallback: Any) -> Any:
     return fallback if value is None else value
 
 
-def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
+def _asked(plan: EvaluationPlan, benchmarks: Sequence[ProblemSet]) -> Questionnaire:
     if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
         print(f"comparing the checksums of {checkpoint}", flush=True)
         refuse_damaged(checkpoint)  # once, where each engine would for itself
@@ -179,34 +175,33 @@ def _asked(plan: Plan, benchmarks: Sequence[Benchmark]) -> Asked:
     prompts = [
         (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
     ]
-    return Asked(tokenizer, prompts)
+    return Questionnaire(tokenizer, prompts)
 
 
-def _refuse_other_answers(plan: Plan, asked: Asked) -> None:
-    """Before engines start, refuse to add to answers of another model, or with other settings.
+def _other_answers(plan: EvaluationPlan, asked: Questionnaire) -> dict[Path, str]:
+    """Of each file of answers in the plan's folder, that they are of another model or made with
+    other settings; empty text where they may be added to.
 
     Of engines that run already, only they can say what they serve.
     """
     if plan.rollout.urls:
-        return
+        return {}
     settings = plan.settings
     depends = {
         f"{benchmark.name}{ANSWERS}": {"problems": fingerprint(prompts), **settings}
         for benchmark, prompts in asked.prompts
     }
+    found = {}
     for path in sorted(plan.out.glob(f"*{ANSWERS}")):
         # Answers of engines that ran already say nothing of a model's files.
-        there, now = settings_of(path).get("model_files"), settings["model_files"]
-        if there not in (None, now):
-            raise ConfigError(
-                f"{path} holds answers of another model than {plan.model} is now; give another "
-                "--out, or delete that file"
-            )
-        if path.name in depends:
-            refuse_other_settings(path, depends[path.name])
+        if settings_of(path).get("model_files") not in (None, settings["model_files"]):
+            found[path] = f"of another model than {plan.model} is now"
+        elif path.name in depends:
+            found[path] = made_otherwise(path, depends[path.name])
+    return found
 
 
-def _fitted(plans: list[Plan], longest: int) -> list[Plan]:
+def _fitted(plans: list[EvaluationPlan], longest: int) -> list[EvaluationPlan]:
     """The plans with responses that fit into the models' context beside the longest prompt."""
     limit = min(_context(plan) for plan in plans)
     room = limit - longest
@@ -227,7 +222,7 @@ def _fitted(plans: list[Plan], longest: int) -> list[Plan]:
     ]
 
 
-def _evaluated(plan: Plan, asked: Asked) -> Outcome:
+def _evaluated(plan: EvaluationPlan, asked: Questionnaire) -> Evaluated:
     """Have one plan's engines answer, write the results and print them.
 
     Raises:
@@ -261,20 +256,13 @@ def _evaluated(plan: Plan, asked: Asked) -> Outcome:
             raise ConfigError(f"{error}{rest}") from error
     for text in outcome.shown:
         say(f"{text}\n")
-    print(outcome.table)
-    if (tally := outcome.tally).failed:
-        failed = f"{plan.reward.failed:g}"
-        failed = failed if plan.reward_key.startswith("--") else f"reward.failed={failed}"
-        print(
-            f"{how_many(tally.failed, 'response')} could not be scored and got {failed}: "
-            f"{tally.said()}"
-        )
+    print(outcome.page)
     print(f"results: {plan.out / 'results.json'}", flush=True)
     return outcome
 
 
 @contextmanager
-def _scored(plan: Plan, files: Sequence[AnswerFile], tally: Tally) -> Iterator[None]:
+def _scored(plan: EvaluationPlan, files: Sequence[AnswerFile], tally: Tally) -> Iterator[None]:
     """Refuse answers without a single score: they would be an accuracy of 0. They are not kept.
 
     Args:
@@ -296,7 +284,7 @@ def _scored(plan: Plan, files: Sequence[AnswerFile], tally: Tally) -> Iterator[N
 
 
 def _compared(
-    plans: Sequence[Plan], benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]
+    plans: Sequence[EvaluationPlan], benchmarks: Sequence[ProblemSet], outcomes: Sequence[Evaluated]
 ) -> str:
     """What two evaluations of the same problems differ by, written beside them.
 
@@ -330,7 +318,7 @@ def _compared(
     return f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}"
 
 
-def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Plan]:
+def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[EvaluationPlan]:
     """One, or with --before first that of the model which the run began with.
 
     Raises:
@@ -360,7 +348,7 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Plan]:
     ]
 
 
-def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
+def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPlan:
     """Decide every option.
 
     Raises:
@@ -389,7 +377,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> Plan:
     out = defaults.out if arguments.model is None else None
     variant = f"-{scheme}" if rollout.kind.quantizes and scheme not in ("", "none") else ""
     out = out or Path("runs/eval") / f"{_by_its_path(model)}{variant}"
-    return Plan(
+    return EvaluationPlan(
         model=model,
         rollout=rollout,
         scheme=scheme,
@@ -420,8 +408,8 @@ def _reward(given: str | None, base: RewardConfig) -> RewardConfig:
         return dataclasses.replace(base, **{**empty, "function": given}).beside(Path())
     if given not in KINDS:
         raise ConfigError(
-            f"--reward {given} is none of {', '.join(KINDS)}; give one of them, or a function of "
-            "your own as file.py:name or package.module:name"
+            f"--reward {given} is not one of {', '.join(KINDS)}; give one of them, or a function "
+            "of your own as file.py:name or package.module:name"
         )
     return dataclasses.replace(base, **{**empty, "kind": given})
 
@@ -488,17 +476,17 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     tool = (
         f"quantize.py --scheme {wanted} --model" if wanted != "none" else "megatron_to_hf.py --ckpt"
     )
-    mend = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
+    fix = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
     if megatron:
         raise ConfigError(
-            f"SGLang cannot load the Megatron checkpoint {model}; {mend}, and give --model FOLDER"
+            f"SGLang cannot load the Megatron checkpoint {model}; {fix}, and give --model FOLDER"
         )
     if stored:
-        mend = "give the checkpoint they were made from"
-    raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {mend}")
+        fix = "give the checkpoint they were made from"
+    raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {fix}")
 
 
-def _context(plan: Plan) -> float:
+def _context(plan: EvaluationPlan) -> float:
     """Tokens that the model itself takes, where its config says so in plain words."""
     if any(argument.startswith("--context-length") for argument in plan.rollout.engine_args):
         return math.inf
@@ -512,8 +500,8 @@ def _context(plan: Plan) -> float:
 
 
 def _answer(
-    plan: Plan, evaluator: Evaluator, asked: Sequence[tuple[Benchmark, Sequence[Prompt]]]
-) -> Outcome:
+    plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[tuple[ProblemSet, Sequence[Prompt]]]
+) -> Evaluated:
     """Answer benchmark after benchmark; what is known of them is written after each."""
     sampling, out = plan.sampling, plan.out
     engines = describe_engines(evaluator.fleet, _context(plan))
@@ -545,6 +533,9 @@ def _answer(
             score = results.score(benchmark, file.answers, sampling.responses, sampling.seed)
             speed = results.tokens_per_second(file.answers)
             shown += _examples(benchmark, prompts, file, plan.show)
+            left_out = {}
+            if plan.rollout.environment:
+                left_out["left_out"] = sum(one.left_out for one in file.every)
             scores.append(score)
             lines.append((benchmark.name, len(benchmark.problems), score, speed))
             found["benchmarks"][benchmark.name] = {
@@ -553,7 +544,8 @@ def _answer(
                 **{mode: one.as_json() for mode, one in score.items()},
                 "tokens_per_s": round(speed, 1),
                 "weight_versions": results.weight_versions(file.answers),
-                "unscored": tally_of(itertools.chain(*file.answers.values())).failed,
+                "unscored": tally_of(file.every).failed,
+                **left_out,
                 "rows": results.rows(benchmark, file.answers),
             }
             if benchmark is asked[-1][0] and len(asked) > 1:
@@ -562,16 +554,38 @@ def _answer(
                 lines.append(("mean", None, average, None))
             text = json.dumps(found, indent=1, ensure_ascii=False)
             write_whole(out / "results.json", text + "\n")
+        notes = _notes(plan, [one for file in files for one in file.every])
         table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
-        write_whole(out / "results.md", table + "\n")
-    return Outcome(table, [file.answers for file in files], shown)
+        page = "\n".join([table, *(f"\n{note}" for note in notes)])
+        write_whole(out / "results.md", page + "\n")
+    return Evaluated(page, [file.answers for file in files], shown)
+
+
+def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
+    """What to know of the table, those of an earlier call among the answers: which have no score,
+    and which conversations ended early."""
+    notes = []
+    if (tally := tally_of(answers)).failed:
+        failed = f"{plan.reward.failed:g}"
+        failed = failed if plan.reward_key.startswith("--") else f"reward.failed={failed}"
+        notes.append(
+            f"{how_many(tally.failed, 'response')} could not be scored and got {failed}: "
+            f"{tally.said()}"
+        )
+    if left_out := sum(one.left_out for one in answers):
+        notes.append(
+            f"{left_out} of {how_many(len(answers), 'response')} ended early: what the environment "
+            f"said next did not fit into --max-new-tokens {plan.sampling.max_new_tokens}, which "
+            "all turns and its words share; raise it, or have the environment say less"
+        )
+    return notes
 
 
 def _examples(
-    benchmark: Benchmark, prompts: Sequence[Prompt], file: AnswerFile, count: int
+    benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile, count: int
 ) -> list[str]:
     """Responses with the lowest and the highest rewards, for a person."""
-    answers = [one for _, found in sorted(file.answers.items()) for one in found]
+    answers = file.every
     rewards, problems = [one.reward for one in answers], [one.problem for one in answers]
     shown = []
     for answer in map(answers.__getitem__, telling(rewards, problems, count)):

@@ -24,8 +24,8 @@ from typing import Any
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError, Interrupted
-from qurl_megatron.evaluation.answers import Answer, AnswerFile
-from qurl_megatron.evaluation.benchmarks import Benchmark
+from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
+from qurl_megatron.evaluation.benchmarks import ProblemSet
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Finished, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
@@ -74,7 +74,7 @@ class Sampling:
 
 
 def as_prompts(
-    benchmark: Benchmark, tokenizer: Tokenizer, *, chat: bool, suffix: str
+    benchmark: ProblemSet, tokenizer: Tokenizer, *, chat: bool, suffix: str
 ) -> list[Prompt]:
     """What the engines are asked, in the order of the file; ``suffix`` is a line of its own."""
     end = f"\n{suffix}" if suffix else ""
@@ -101,20 +101,20 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def check_lengths(
-    benchmark: Benchmark, prompts: Sequence[Prompt], max_new_tokens: int, limit: float
+    benchmark: ProblemSet, prompts: Sequence[Prompt], max_new_tokens: int, limit: float
 ) -> None:
     """Raise ``ConfigError`` where the longest prompt and its response exceed ``limit`` tokens."""
     lengths = [len(prompt.input_ids) for prompt in prompts]
     longest = max(lengths)
     if longest + max_new_tokens <= limit:
         return
-    mend = "leave it out, or take an engine with a longer context"
+    fix = "leave it out, or take an engine with a longer context"
     if longest < limit:
-        mend = f"give at most {limit - longest:.0f}"
+        fix = f"give at most {limit - longest:.0f}"
     place = benchmark.problems[lengths.index(longest)].question.place
     raise ConfigError(
         f"{place}: the longest prompt, {longest} tokens, and --max-new-tokens {max_new_tokens} "
-        f"exceed the {limit:.0f} tokens that the engine takes; {mend}"
+        f"exceed the {limit:.0f} tokens that the engine takes; {fix}"
     )
 
 
@@ -175,7 +175,7 @@ class Evaluator:
         self.in_batches = all(engine.kind.repeats for engine in engines)
         self.batch = BATCH * len(engines)  # responses
 
-    def answer(self, benchmark: Benchmark, prompts: Sequence[Prompt], file: AnswerFile) -> None:
+    def answer(self, benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile) -> None:
         """Add to the file what is not there yet.
 
         Raises:
@@ -226,7 +226,7 @@ class _Round:
     def __init__(
         self,
         evaluator: Evaluator,
-        benchmark: Benchmark,
+        benchmark: ProblemSet,
         file: AnswerFile,
         mode: str,
         clerk: ThreadPoolExecutor,
@@ -296,7 +296,7 @@ class _Round:
         one = self.evaluator
         scored, grades = graded(samples, one.rewards, one.tokenizer)
         self.file.add(
-            Answer(
+            GradedAnswer(
                 mode=self.mode,
                 problem=sample.prompt.index,
                 id=self.benchmark.problems[sample.prompt.index].id,
@@ -308,6 +308,7 @@ class _Round:
                 version=max(version for version, _ in sample.versions),
                 text=sample.text,
                 unscored=f"{failure.cause}: {failure.why}" if failure else "",
+                left_out=sample.left_out,
             )
             for number, (sample, failure) in enumerate(zip(scored, grades.failures, strict=True))
         )

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from qurl_megatron.evaluation.answers import Answer, Key
-from qurl_megatron.evaluation.benchmarks import Benchmark
+from qurl_megatron.evaluation.answers import GradedAnswer, Key
+from qurl_megatron.evaluation.benchmarks import ProblemSet
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 
 PERCENT = ", %"  # after the name of a column
@@ -19,7 +19,7 @@ DIGITS = 6  # of what is written: more than a few thousand rewards of 0 or 1 can
 
 
 @dataclass(frozen=True)
-class Score:
+class BenchmarkScore:
     """One benchmark, or the mean over several, in one mode."""
 
     responses: int  # to each problem
@@ -46,11 +46,11 @@ class Score:
 
 
 def score(
-    benchmark: Benchmark,
-    answers: Mapping[Key, Sequence[Answer]],
+    benchmark: ProblemSet,
+    answers: Mapping[Key, Sequence[GradedAnswer]],
     responses: Mapping[str, int],
     seed: int,
-) -> dict[str, Score]:
+) -> dict[str, BenchmarkScore]:
     """The scores of a benchmark that is fully answered, by mode."""
     found = {}
     for mode, count in responses.items():
@@ -60,7 +60,7 @@ def score(
         resampled_D = resampled_means(reward_PK.mean(axis=1), [seed, *benchmark.name.encode()])
         every = [answer for row in rows for answer in row]
         right_P = (reward_PK == 1).sum(axis=1).tolist()
-        found[mode] = Score(
+        found[mode] = BenchmarkScore(
             responses=count,
             accuracy=float(reward_PK.mean()),
             resampled_D=resampled_D,
@@ -72,13 +72,13 @@ def score(
     return found
 
 
-def mean(scores: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
+def mean(scores: Sequence[Mapping[str, BenchmarkScore]]) -> dict[str, BenchmarkScore]:
     """The mean over benchmarks, each with the same weight however many problems it has."""
     found = {}
     for mode in scores[0]:
         each = [by_mode[mode] for by_mode in scores]
         sampled = each[0].pass_at is not None
-        found[mode] = Score(
+        found[mode] = BenchmarkScore(
             responses=each[0].responses,
             accuracy=_mean(one.accuracy for one in each),
             resampled_D=np.mean([one.resampled_D for one in each], axis=0),
@@ -98,8 +98,8 @@ def mean(scores: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
 class Pair:
     """Two models on the same problems, in one mode."""
 
-    before: Score
-    after: Score
+    before: BenchmarkScore
+    after: BenchmarkScore
     resampled_D: np.ndarray  # the change in accuracy on other draws of problems
 
     @property
@@ -108,9 +108,9 @@ class Pair:
 
 
 def pair(
-    benchmark: Benchmark,
-    before: Mapping[Key, Sequence[Answer]],
-    after: Mapping[Key, Sequence[Answer]],
+    benchmark: ProblemSet,
+    before: Mapping[Key, Sequence[GradedAnswer]],
+    after: Mapping[Key, Sequence[GradedAnswer]],
     responses: Mapping[str, int],
     seed: int,
 ) -> dict[str, Pair]:
@@ -181,17 +181,19 @@ def pair_table(
     return _aligned(cells)
 
 
-def tokens_per_second(answers: Mapping[Key, Sequence[Answer]]) -> float:
+def tokens_per_second(answers: Mapping[Key, Sequence[GradedAnswer]]) -> float:
     every = [answer for found in answers.values() for answer in found]
     return sum(answer.tokens for answer in every) / sum(answer.seconds for answer in every)
 
 
-def weight_versions(answers: Mapping[Key, Sequence[Answer]]) -> list[int]:
+def weight_versions(answers: Mapping[Key, Sequence[GradedAnswer]]) -> list[int]:
     """More than one: somebody published to the engines meanwhile, and no one policy was scored."""
     return sorted({answer.version for found in answers.values() for answer in found})
 
 
-def rows(benchmark: Benchmark, answers: Mapping[Key, Sequence[Answer]]) -> list[dict[str, Any]]:
+def rows(
+    benchmark: ProblemSet, answers: Mapping[Key, Sequence[GradedAnswer]]
+) -> list[dict[str, Any]]:
     """Each problem with its share of right responses, by mode."""
     found: list[dict[str, Any]] = [{"id": problem.id} for problem in benchmark.problems]
     for (mode, index), given in sorted(answers.items()):
@@ -200,7 +202,7 @@ def rows(benchmark: Benchmark, answers: Mapping[Key, Sequence[Answer]]) -> list[
 
 
 def table(
-    lines: Sequence[tuple[str, int | None, Mapping[str, Score], float | None]],
+    lines: Sequence[tuple[str, int | None, Mapping[str, BenchmarkScore], float | None]],
     *,
     right_or_wrong: bool = True,
 ) -> str:
@@ -211,7 +213,7 @@ def table(
         right_or_wrong: each score is 1 or 0, and means are percentages.
     """
 
-    def written(score: Score) -> str:
+    def written(score: BenchmarkScore) -> str:
         return _written(score.accuracy, score.resampled_D, right_or_wrong=right_or_wrong)
 
     modes = lines[0][2]

@@ -7,12 +7,14 @@ more request for what follows on all of it.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Event
 
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.environments.reply import Message
-from qurl_megatron.errors import Unscored
+from qurl_megatron.errors import Unscored, unscored
+from qurl_megatron.observe.samples import say
 from qurl_megatron.types import Prompt
 
 
@@ -31,6 +33,7 @@ class Turns:
     pool: EnvironmentPool
     tokenizer: Tokenizer
     chat: bool  # prompts that are text are user turns of the chat template
+    told: Event = field(default_factory=Event)  # of text that the model cannot see; once
 
     @property
     def most(self) -> int:
@@ -59,4 +62,17 @@ class Turns:
             return reply
         chat = self.chat or bool(prompt.turns)
         ids = self.tokenizer.following(reply, chat=chat, last=turn[-1] if turn else None)
+        if not ids:
+            return unscored(
+                "invalid",
+                f"the tokenizer in {self.tokenizer.path} has no token for any part of its message "
+                f"{reply['content']!r:.80}",
+            )
+        unread = not self.told.is_set() and self.tokenizer.unread(reply["content"])
+        if unread:
+            self.told.set()
+            say(
+                "rollout.environment says text that the tokenizer has no token for, which the "
+                f"model cannot see: first {unread[:20]!r} in {reply['content'][:40]!r}"
+            )
         return Said(({"role": "assistant", "content": response}, reply), ids)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
-Score = Callable[[str, str], float]
+Check = Callable[[str, str], float]
 
 # [0-9], because \d takes digits of every script. A sign after a word stands between two numbers.
 NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
@@ -54,7 +54,7 @@ def score_math(text: str, answer: str) -> float:
     return float(verify(expected, parse(text[-MATH_TAIL:])))
 
 
-KINDS: dict[str, Score] = {
+KINDS: dict[str, Check] = {
     "math": score_math,
     "last_number": score_last_number,
     "exact": score_exact,

@@ -19,6 +19,12 @@ if TYPE_CHECKING:  # workers import this package, and need no numpy
     from qurl_megatron.types import Sample
 
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
+FIXES = {
+    "unanswered": "start its server, or have it answer",
+    "refused": "fix what the server says is wrong, or have it answer as docs/rewards.md shows",
+    "environment": "fix rollout.environment",
+}
+"""What to do, by the one cause for which responses have no score."""
 
 
 class RewardDown(Foreseen):
@@ -50,7 +56,7 @@ class Tally:
 
     responses: int = 0
     failed: int = 0  # responses that a reward gave no score
-    ways: Counter[str] = field(default_factory=Counter)  # in which they failed, see ``_way``
+    ways: Counter[str] = field(default_factory=Counter)  # in which they failed, see ``way_of``
     first: dict[str, str] = field(default_factory=dict)  # why, by way
     parts: Counter[str] = field(default_factory=Counter)  # sum of the scores, by name in the mix
 
@@ -206,27 +212,28 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
     )
     responses = how_many(tally.responses, "response")
     none = f"{scorer} scored none of {responses}"
-    if _alone(tally, "environment"):  # the reward was not asked
+    if _only_cause(tally) == "environment":  # the reward was not asked
         none = f"none of {responses} could be scored"
     raise _kind(tally)(f"{none}: {tally.said()}; {fix}")
 
 
 def _fix(tally: Tally, reward: str = "fix the reward") -> str:
     """What to do; ``reward`` where it is the reward that is to blame."""
-    if _alone(tally, "unanswered"):
-        return "start its server, or have it answer"
-    if _alone(tally, "refused"):
-        return "fix what the server says is wrong, or have it answer as docs/rewards.md shows"
-    return "fix rollout.environment" if _alone(tally, "environment") else reward
+    return FIXES.get(_only_cause(tally), reward)
 
 
-def _alone(tally: Tally, cause: str) -> bool:
-    """Whether nothing else left responses without a score."""
-    return tally.causes.keys() == {cause}
+def _only_cause(tally: Tally) -> str:
+    """Why responses have no score, where that is one thing; empty where it is several.
+
+    Those that failed in the environment were not given to a reward, and say nothing of one: they
+    count where nothing else left responses without a score.
+    """
+    found = tally.causes.keys() - {"environment"} or tally.causes.keys()
+    return next(iter(found)) if len(found) == 1 else ""
 
 
 def _kind(tally: Tally) -> type[Exception]:
-    return RewardDown if _alone(tally, "unanswered") else ConfigError
+    return RewardDown if _only_cause(tally) == "unanswered" else ConfigError
 
 
 def check_rewards(config: RewardConfig, key: str = "reward") -> None:
@@ -256,7 +263,7 @@ def _in_process(part: RewardConfig) -> bool:
     return part.kind in IN_PROCESS and not (part.function or part.url)
 
 
-def _way(score: Unscored) -> str:
+def way_of(score: Unscored) -> str:
     """The cause; an environment's failures also by what it did, with which their reasons begin."""
     did = score.why.partition(":")[0]
     return f"environment: {did}" if score.cause == "environment" else score.cause
@@ -297,8 +304,8 @@ def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: flo
             if isinstance(score, Unscored):
                 if score.cause == "environment" and index:
                     continue  # which every part of a mix has
-                tally.ways[_way(score)] += 1
-                tally.first.setdefault(_way(score), _why(score, names, index))
+                tally.ways[way_of(score)] += 1
+                tally.first.setdefault(way_of(score), _why(score, names, index))
         if names:
             tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
     return tally

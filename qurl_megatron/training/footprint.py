@@ -360,13 +360,13 @@ def _notes(run: Footprint, longest: int) -> list[str]:
     config, notes = run.config, []
     _, phase, needed = run.fullest
     if needed > run.gpu:
-        mend = (
+        fix = (
             "lower --mem-fraction-static in rollout.engine_args"
             if run.engine and run.engine.colocated and phase in ("publish", "save")
             else "raise parallel.tensor, parallel.pipeline or parallel.data"
         )
         notes.append(
-            f"{needed / GIB:.1f} GiB do not fit in {run.gpu / GIB:g} in phase {phase}: {mend}"
+            f"{needed / GIB:.1f} GiB do not fit in {run.gpu / GIB:g} in phase {phase}: {fix}"
         )
     if run.engine and run.engine.tokens(config.quant.scheme) < longest:
         notes.append(

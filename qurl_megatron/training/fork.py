@@ -20,6 +20,7 @@ from qurl_megatron.data.rows import changed_files
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.timeline import Timeline
+from qurl_megatron.rewards.own_code import edited, named_code
 from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.training.state import (
     REFERENCE,
@@ -72,7 +73,7 @@ def fork(source: Path, config: RunConfig) -> None:
     if never := refused(found, fork=True):
         raise ConfigError(
             f"--fork: the checkpoints of {source} are of other settings, which are part of what is "
-            f"in them ({', '.join(map(str, never))}); set these back, or begin anew with the "
+            f"in them ({', '.join(map(str, never))}); set these back, or begin again with the "
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
     _refuse_another_pace(config, found)
@@ -87,12 +88,15 @@ def fork(source: Path, config: RunConfig) -> None:
             "leaves none to do; set train.steps higher"
         )
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
-        changed = (*map(str, found), *(f"other data in {file}" for file in files.values()))
-        begun = Fork(str(source.resolve()), state.step, changed)
+        begins = forked(state, found)
+        code = edited(named_code(config.reward, config.rollout), begins.own_code)
+        changed = [f"other data in {file}" for file in files.values()]
+        changed += [f"edited code of {named}" for named in code.values()]
+        begun = Fork(str(source.resolve()), state.step, (*map(str, found), *changed))
         _copy_logs(source, run_dir, begun)
         (run_dir / FORK).write_text(json.dumps(asdict(begun), indent=1) + "\n", encoding="utf-8")
         without = REFERENCE if any(one.key in HELD_AGAINST for one in found) else None
-        _copy_checkpoint(newest, run_dir / "checkpoints", forked(state, found), without)
+        _copy_checkpoint(newest, run_dir / "checkpoints", begins, without)
     print(f"{run_dir} {told(begun)}", flush=True)
 
 

@@ -1,7 +1,8 @@
 """The data of a run, read and checked before models load.
 
 ``qurl train`` reads the files before it starts a rank, and the leading rank once more, with the
-tokenizer, before it loads the model. ``qurl show --dry-run`` does both, as far as files are there.
+tokenizer, before it loads the model; under torchrun or srun that rank does both, and reads them
+once. ``qurl show --dry-run`` does both, the second where there is a tokenizer.
 """
 
 from pathlib import Path
@@ -19,10 +20,8 @@ from qurl_megatron.training.too_long import longest_prompt
 from qurl_megatron.weights.places import description_of
 
 
-def check_files(config: RunConfig) -> list[str]:
-    """
-    Returns:
-        What may be trained on, but was probably not meant, a sentence each.
+def check_files(config: RunConfig) -> dict[str, DataFile]:
+    """The data files of a run, by key; none where it has a task.
 
     Raises:
         ConfigError: a data file is missing, empty or malformed, the reward needs answers that a
@@ -34,7 +33,7 @@ def check_files(config: RunConfig) -> list[str]:
         answers=config.reward.needs_answers,
     )
     _refuse_chats_without_template(config, files)
-    return _doubts(config, files)
+    return files
 
 
 def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]) -> None:
@@ -55,8 +54,8 @@ def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]
             )
 
 
-def _doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
-    """What may be trained on, but was probably not meant."""
+def doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
+    """What may be trained on, but was probably not meant, a sentence each."""
     data, wanted, said = config.data, config.train.eval_prompts, []
     training, held_out = files.get("data.path"), files.get("data.eval_path")
     source = training.name if training else f"data.task_size={data.task_size}"
@@ -83,11 +82,16 @@ def _doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
     return said
 
 
-def read_prompts(config: RunConfig, state: TrainState | None = None) -> PromptStream:
+def read_prompts(
+    config: RunConfig,
+    state: TrainState | None = None,
+    files: dict[str, DataFile] | None = None,
+) -> PromptStream:
     """The prompts of a run, encoded.
 
     Args:
         state: what the run goes on from.
+        files: as of ``check_files``, where this process has read them already.
 
     Raises:
         ConfigError: as ``check_files``; prompts are too long, or not those of ``state``.
@@ -99,6 +103,7 @@ def read_prompts(config: RunConfig, state: TrainState | None = None) -> PromptSt
         seed=config.train.seed,
         held_out=config.train.eval_prompts,
         answers=config.reward.needs_answers,
+        files=files,
     )
     limit = longest_prompt(config.rollout, arch_of(described))
     if limit is not None:
@@ -112,31 +117,22 @@ def describe_data(config: RunConfig) -> list[str]:
     """What a dry run says of the data, a sentence each.
 
     Raises:
-        ConfigError: as ``read_prompts``; a file that is not there yet is a remark instead.
+        ConfigError: as ``read_prompts``.
     """
     data, held_out = config.data, config.train.eval_prompts
-    asked = ["path", "eval_path"] if held_out else ["path"]
-    missing = [key for key in asked if (path := getattr(data, key)) and not Path(path).exists()]
-    if data.path and missing:
-        return [
-            f"data.{key}={getattr(data, key)} is not there, so prompts are not checked: looked for "
-            f"{Path(getattr(data, key)).absolute()}"
-            for key in missing
-        ]
     folder = Path(config.model.path)
     if folder.is_dir():
         described = description_of(folder)
         if any((described / name).is_file() for name in FILES):
             prompts = read_prompts(config)
-            return [*prompts.remarks(), *_doubts(config, prompts.files)]
-    files = data_files(data, held_out=held_out > 0, answers=config.reward.needs_answers)
-    _refuse_chats_without_template(config, files)
+            return [*prompts.remarks(), *doubts(config, prompts.files)]
+    files = check_files(config)
     if not files:
         training_questions(data)
         held_out_questions(data, held_out)
     return [
         *(file.summary for file in files.values()),
-        *_doubts(config, files),
+        *doubts(config, files),
         f"how long prompts are is not checked: model.path={folder} "
         + (f"holds no {FILES[0]}, which a run needs" if folder.is_dir() else "is not there yet"),
     ]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
+from qurl_megatron.data.rows import DataFile
 from qurl_megatron.errors import ConfigError, Foreseen, Interrupted
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.model.critic import Critic
@@ -60,12 +61,14 @@ FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
 T = TypeVar("T")
 
 
-def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | None = None) -> bool:
+def train(
+    config: RunConfig, stop: StopRequest, prepare: Callable[[], dict[str, DataFile]] | None = None
+) -> bool:
     """Start a run, or resume the one in ``train.run_dir``.
 
     Args:
         prepare: what the leading rank does once all ranks have met, and before anything else; its
-            ConfigError ends them all.
+            ConfigError ends them all. Returns the data files, which it has read.
 
     Returns:
         True when all steps are done, False after a clean stop with a checkpoint.
@@ -74,8 +77,9 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
     if config.sync.transport == "group":
         settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
+        files = None
         if prepare:
-            on_lead(prepare, ranks, waiting_for="checking rewards")
+            files = kept_on_lead(prepare, ranks, waiting_for="checking rewards")
         begin = partial(claim, run_dir, config)
         claimed = kept_on_lead(begin, ranks, waiting_for="taking the run directory")
         newest = newest_whole(run_dir, ranks)
@@ -84,7 +88,7 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             on_lead(lambda: tell(claimed.changes), ranks, waiting_for="its last words")
             return True
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
-        read = partial(_read_prompts, config, newest)
+        read = partial(_read_prompts, config, newest, files)
         prompts = kept_on_lead(read, ranks, waiting_for="reading the data")
         policy, critic = _models(config, ranks)
         if newest:
@@ -129,9 +133,13 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
     return run.state.finished(config.train.steps)
 
 
-def _read_prompts(config: RunConfig, newest: tuple[Path, TrainState] | None) -> PromptStream:
+def _read_prompts(
+    config: RunConfig,
+    newest: tuple[Path, TrainState] | None,
+    files: dict[str, DataFile] | None,
+) -> PromptStream:
     """The prompts of the run, and what a person should know before models load."""
-    prompts = read_prompts(config, newest and newest[1])
+    prompts = read_prompts(config, newest and newest[1], files)
     for remark in prompts.remarks():
         print(remark, flush=True)
     print(f"loading {newest[0] if newest else config.model.path}", flush=True)

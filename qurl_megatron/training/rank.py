@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from qurl_megatron.config import RunConfig
+from qurl_megatron.data.rows import DataFile
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import failures
 from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
@@ -18,7 +19,7 @@ from qurl_megatron.runtime.terminal import terminal
 
 
 @terminal(lasting=True)
-def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> int:
+def run_rank(config: RunConfig, prepare: Callable[[], dict[str, DataFile]] | None = None) -> int:
     """Train as the rank the environment names.
 
     Args:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.data.questions import training_questions
+from qurl_megatron.data.rows import DataFile
 from qurl_megatron.engines.starting import given_key
 from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
@@ -20,7 +21,7 @@ from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.tensors.arch import arch_of, read_arch
-from qurl_megatron.training.inputs import check_files
+from qurl_megatron.training.inputs import check_files, doubts
 from qurl_megatron.training.state import (
     TrainState,
     latest,
@@ -89,17 +90,20 @@ def _refuse_impossible(config: RunConfig) -> None:
     refuse_endless_responses(config.rollout, arch)
 
 
-def _prepare(source: Path | None, config: RunConfig) -> None:
-    """What a rank does for all once they have met."""
-    _check(config)
+def _prepare(source: Path | None, config: RunConfig) -> dict[str, DataFile]:
+    """What a rank does for all once they have met; returns the data files, which it has read."""
+    files = _check(config)
     _begin(source, config)
+    return files
 
 
-def _check(config: RunConfig) -> None:
-    """Check what needs no model."""
-    for remark in check_files(config):
+def _check(config: RunConfig) -> dict[str, DataFile]:
+    """Check what needs no model; returns the data files."""
+    files = check_files(config)
+    for remark in doubts(config, files):
         print(remark, flush=True)
     _check_own(config)
+    return files
 
 
 def _begin(source: Path | None, config: RunConfig) -> None:

@@ -115,7 +115,7 @@ def test_a_file_that_changed_under_a_run_is_named_with_both_ways_out(make, chang
     with pytest.raises(
         ConfigError,
         match=rf"{file}\.jsonl has changed since the checkpoint was made; restore the file, "
-        r"start anew in another train\.run_dir, or go on in another with --fork",
+        r"start from scratch in another train\.run_dir, or go on in another with --fork",
     ):
         make(held_out=2, **change).load_state_dict(state)
 

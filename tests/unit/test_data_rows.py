@@ -215,12 +215,33 @@ def test_several_files_are_refused_with_the_way_out(tmp_path):
         build(DataConfig, {"path": ["a.jsonl"]}, "data.")
 
 
-def test_slimes_metadata_that_is_no_object_is_said_to_be_one_entry(read):
-    file = read({"prompt": "a", "label": "1", "metadata": '{"level": 3}'})
-    assert file.questions[0].metadata == {"metadata": '{"level": 3}'}
-    assert file.summary.endswith(
-        "holds no object in the first row, so rewards get it whole there, as metadata['metadata']"
+def test_slimes_metadata_is_of_one_kind_in_all_rows(read):
+    row = {"prompt": "a", "label": "1"}
+    objects = read({**row, "metadata": None}, {**row, "metadata": {"level": 3}}, row)
+    assert [one.metadata for one in objects.questions] == [{}, {"level": 3}, {}]
+    assert objects.summary.endswith("answers in label, slime's layout")
+    texts = read({**row, "metadata": None}, {**row, "metadata": '{"level": 3}'})
+    assert [one.metadata for one in texts.questions] == [{}, {"metadata": '{"level": 3}'}]
+    assert texts.summary.endswith(
+        "holds no objects, so rewards get it whole, as metadata['metadata']"
     )
+    with pytest.raises(ConfigError, match="an object in line 3 and something else in line 1, so"):
+        read({**row, "metadata": "x"}, row, {**row, "metadata": {"level": 3}})
+
+
+def test_a_chat_that_is_written_as_json_text_is_a_chat(read):
+    turns = [{"role": "system", "content": "Add."}, TURN]
+    text = json.dumps(turns, indent=1)
+    [chat] = read({"prompt": f" {text}", "answer": "2"}).questions
+    assert chat.turns == tuple(turns) and chat.text.startswith("system: Add.\nuser: 1")
+    turn = Columns(prompt="prompt.1.content")
+    assert read({"prompt": text, "answer": "2"}, columns=turn).questions[0].prompt == "1 + 1 ="
+    with pytest.raises(
+        ConfigError, match="line 1: turn 1 of the prompt must have role and content"
+    ):
+        read({"prompt": '[{"role": "user", "content": 3}]', "answer": "2"})
+    for other in ("[1, 2] + [3] =", "[1, 2]", "[]", '[{"role": "user"}]', "[" * 10**5):
+        assert read({"prompt": other, "answer": "2"}).questions[0].prompt == other
 
 
 def test_a_changed_file_is_found_and_a_missing_one_passed_over(tmp_path):

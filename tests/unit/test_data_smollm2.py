@@ -1,4 +1,4 @@
-"""A real model from a package: what is missing is named with its mend. Folders, whole or not."""
+"""A real model from a package: what is missing is named with its fix. Folders, whole or not."""
 
 import importlib.util
 import zipfile
@@ -26,6 +26,23 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     assert smollm2.main([str(tmp_path / "out")]) == 2
     assert INSTALL in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "missing: out_dir; `python -m qurl_megatron.data.smollm2 --help` says what it takes"),
+        (["out", "--weel", "a"], "there is no option --weel; did you mean --wheel?"),
+        (["out", "more"], "unexpected: more; `python -m qurl_megatron.data.smollm2 --help` says"),
+    ],
+    ids=["nothing", "option", "more"],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(words, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        smollm2.main(words)
+    error = capsys.readouterr().err
+    assert (left.value.code, error.count("\n")) == (2, 1)
+    assert error.startswith(f"python -m qurl_megatron.data.smollm2: {said}")
 
 
 def test_a_wheel_that_is_missing_broken_or_another_one_is_refused(monkeypatch, tmp_path):

@@ -233,18 +233,25 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     shape = tmp_path / "config.json"
     shape.write_text((SHAPES / "Qwen2.5-0.5B-Instruct" / "config.json").read_text())
     command = ["show", str(tmp_path / "recipe.toml"), "parallel.pipeline=2", "--dry-run"]
-    assert main([*command, "--config", str(shape)]) == 0
-    out = capsys.readouterr().out
+    assert main([*command, "--config", str(shape)]) == 2  # for the data alone
+    out, error = capsys.readouterr()
     assert "qwen2, 0.49 B parameters, 24 layers" in out
     # Tied, in two stages: 136.1 M in the vocabulary, on both; 14.9 M in each of 12 layers.
     assert "parameters, millions      315      315" in out
-    assert f"data.path=x.jsonl is not there, so prompts are not checked: looked for {ROOT}" in out
+    assert error.startswith("qurl: data.path=x.jsonl does not exist") and error.count("\n") == 1
+    assert error.endswith(f"so that is {Path.cwd() / 'x.jsonl'}\n")
     assert main([*command, "--config", str(tmp_path / "nowhere")]) == 2
     assert "--config" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     Path("x.jsonl").write_text('{"text": "1 + 1", "answer": "2"}\n')
     assert main([*command, "--config", str(shape)]) == 2
     assert "x.jsonl line 1 has no prompt or problem or question" in capsys.readouterr().err
+
+
+def data_in(folder: Path) -> str:
+    """An override that names a file of one prompt."""
+    (folder / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    return f"data.path={folder}/x.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +283,7 @@ def test_no_memory_is_taken_for_what_is_only_rehearsed(tmp_path):
     recipe(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", code, "show", tmp_path / "recipe.toml", "--dry-run"]
-        + ["--config", SHAPES / "Qwen2.5-32B"],
+        + [data_in(tmp_path), "--config", SHAPES / "Qwen2.5-32B"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -310,7 +317,8 @@ def test_a_transformer_engine_that_needs_a_gpu_is_no_obstacle(tmp_path):
     (package / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open')")
     recipe(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "qurl_megatron.cli", "show", tmp_path / "recipe.toml", "--dry-run"],
+        [sys.executable, "-m", "qurl_megatron.cli", "show", tmp_path / "recipe.toml", "--dry-run"]
+        + [data_in(tmp_path)],
         env={**os.environ, "PYTHONPATH": f"{package.parent}:{ROOT}"},
         capture_output=True,
         text=True,

@@ -17,13 +17,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from qurl_megatron.cli import main
 from qurl_megatron.config.sections import MixedReward, RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import Question
+from qurl_megatron.data.tokenizer import Tokenizer as Words
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
-from qurl_megatron.evaluation.answers import Answer, AnswerFile
-from qurl_megatron.evaluation.benchmarks import Benchmark, Problem, read_benchmarks
+from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
+from qurl_megatron.evaluation.benchmarks import Problem, ProblemSet, read_benchmarks
 from qurl_megatron.evaluation.command import evaluate, make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
-from qurl_megatron.evaluation.evaluate import as_prompts
+from qurl_megatron.evaluation.evaluate import as_prompts, fingerprint
 from qurl_megatron.evaluation.options import Defaults, add_options
 from qurl_megatron.fleet.collect import sample_seed
 from qurl_megatron.testing.fake_engine import FakeEngine, token_at
@@ -78,7 +79,7 @@ def answers_of(rewards: dict[str, list[list[float]]], **changes) -> dict:
     for mode, rows in rewards.items():
         for problem, row in enumerate(rows):
             found[mode, problem] = [
-                Answer(
+                GradedAnswer(
                     **{
                         "mode": mode,
                         "problem": problem,
@@ -98,13 +99,13 @@ def answers_of(rewards: dict[str, list[list[float]]], **changes) -> dict:
     return found
 
 
-def asked(benchmark: Benchmark) -> list[tuple[str, str, str]]:
+def asked(benchmark: ProblemSet) -> list[tuple[str, str, str]]:
     return [(p.id, p.question.text, p.question.answer) for p in benchmark.problems]
 
 
-def benchmark_of(name: str, problems: int) -> Benchmark:
+def benchmark_of(name: str, problems: int) -> ProblemSet:
     made = tuple(Problem(str(i), Question("?", "1")) for i in range(problems))
-    return Benchmark(name, Path(f"{name}.jsonl"), made)
+    return ProblemSet(name, Path(f"{name}.jsonl"), made)
 
 
 def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
@@ -320,6 +321,20 @@ def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):
     path.write_bytes(whole.replace(b'"mode"', b'"mode', 1))
     with pytest.raises(ConfigError, match=r"aime\.samples\.jsonl line 2 is damaged"):
         AnswerFile(path, {"k": 2}, modes)
+
+
+def test_each_way_in_which_an_environment_failed_is_named():
+    whys = ["", "environment: raised: Oops", "environment: took too long: 3 s", "invalid: nan"]
+    [given] = answers_of({"sampled": [[0.0] * 6]}).values()
+    whys += ["environment: raised: another", "invalid: inf"]
+    tally = tally_of(
+        dataclasses.replace(one, unscored=why) for one, why in zip(given, whys, strict=True)
+    )
+    assert (tally.responses, tally.failed) == (6, 5)
+    assert tally.said() == (
+        "2 got no finite number (nan), 2 failed in the environment (raised: Oops), "
+        "1 failed in the environment (took too long: 3 s)"
+    )
 
 
 # The command, against scripted engines. A response begins where the prompt ends: the fake's token
@@ -551,6 +566,30 @@ def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refuse
     assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == 1.0
 
 
+def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "class Asks:\n    def step(self, **given):\n"
+        "        return {'role': 'user', 'content': '7 7 7'}\n"
+    )
+    rollout = RolloutConfig(environment=f"{own}:Asks", max_turns=2, environment_workers=1)
+    parser, out = argparse.ArgumentParser(), tmp_path / "out"
+    add_options(parser, ("none",))
+    options = ["--k", "1", "--reward", "last_number", "--max-new-tokens", "4", "--out", str(out)]
+    with FakeEngine() as engine:
+        engine.stop_every = 5
+        arguments = parser.parse_args([str(bench), *options, *urls(engine)])
+        for _ in range(2):  # again, when all is there already
+            assert evaluate(arguments, Defaults(model=model, rollout=rollout)) == 0
+            # Turns of 1 to 5 tokens: one of 5 is cut off, and nothing is said to it.
+            said = capsys.readouterr().out
+            assert "\n\n5 of 6 responses ended early: what the environment said next did" in said
+            assert (out / "results.md").read_text() in said
+    found = json.loads((out / "results.json").read_text())
+    assert found["benchmarks"]["ladder"]["left_out"] == 5
+    assert sum("left_out" in one for one in responses(out)) == 5
+
+
 def test_a_default_length_leaves_room_for_the_longest_prompt(bench, model, tmp_path, capsys):
     with FakeEngine() as engine:
         given = ["--out", str(tmp_path / "out"), "--k", "1", "--reward", "exact", *urls(engine)]
@@ -636,6 +675,36 @@ def test_answers_of_others_are_refused_before_an_engine_starts(bench, model, tmp
     assert "evaluating" not in capsys.readouterr().out and not [*tmp_path.glob("eval/start")]
 
 
+def test_all_answers_of_others_are_named_at_once(bench, model, tmp_path):
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none",))
+    shutil.copytree(model, tmp_path / "step_000004")
+    own = tmp_path / "own.py"
+    own.write_text("def score(**given): return 1.0")
+    theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
+    given = ["--before", "--max-new-tokens", "4", "--k", "1", "--reward", f"{own}:score"]
+    arguments = parser.parse_args([str(bench), *given])
+    plans = make_plans(arguments, theirs)
+    file = "ladder.samples.jsonl"
+    problems = fingerprint(
+        as_prompts(*read_benchmarks([bench]), Words(model), chat=False, suffix="")
+    )
+    for plan in plans:
+        plan.out.mkdir(parents=True)
+        AnswerFile(plan.out / file, {"problems": problems, **plan.settings}, {})
+    own.write_text("def score(**given): return 0.0")
+    (tmp_path / "eval/start/other.samples.jsonl").write_text('{"settings": {"model_files": ""}}\n')
+    with pytest.raises(ConfigError) as error:
+        evaluate(arguments, theirs)
+    assert re.fullmatch(
+        rf"\S+/start/{file} and \S+/step_000004/{file} hold answers made with other settings "
+        rf"\(code of {own}:score: \w+ there, \w+ here\); \S+/start/other.samples.jsonl holds "
+        r"answers of another model than \S+ is now; undo that to go on with them, give another "
+        "--out, or delete these files",
+        str(error.value),
+    )
+
+
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
     theirs = RewardConfig(
         mix={"a": MixedReward(function="a:b"), "b": MixedReward(kind="math", weight=0.5)}
@@ -655,7 +724,7 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
     assert planned("--reward", "a:b", theirs=RewardConfig(kind="exact")).kind == ""
     assert planned("--reward", "exact", theirs=function) == RewardConfig(kind="exact")
     with pytest.raises(
-        ConfigError, match="--reward exakt is none of math, last_number, exact; giv"
+        ConfigError, match="--reward exakt is not one of math, last_number, exact; g"
     ):
         planned("--reward", "exakt")
 
@@ -717,7 +786,7 @@ def test_without_a_model_there_is_nothing_to_evaluate(bench, capsys):
 
 
 @pytest.mark.parametrize(
-    "stated, limit, mend",
+    "stated, limit, fix",
     [
         ({"max_total_num_tokens": 9}, 9, "give at most 2"),
         ({"max_total_num_tokens": 99, "context_length": 5}, 5, "leave it out"),
@@ -725,7 +794,7 @@ def test_without_a_model_there_is_nothing_to_evaluate(bench, capsys):
     ],
 )
 def test_a_prompt_that_no_engine_takes_is_named_before_any_is_asked(
-    stated, limit, mend, bench, model, tmp_path, capsys
+    stated, limit, fix, bench, model, tmp_path, capsys
 ):
     with FakeEngine() as engine:
         info = engine.server_info() | stated
@@ -736,7 +805,7 @@ def test_a_prompt_that_no_engine_takes_is_named_before_any_is_asked(
     error = capsys.readouterr().err
     assert "ladder.jsonl line 6: the longest prompt, 7 tokens, and --max-new-tokens" in error
     assert f"exceed the {limit} tokens that the engine takes" in error
-    assert mend in error and error.count("\n") == 1
+    assert fix in error and error.count("\n") == 1
 
 
 def test_two_evaluations_do_not_write_into_one_folder(bench, model, tmp_path, capsys):

@@ -17,7 +17,7 @@ from qurl_megatron.errors import ConfigError, Unscored, unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.functions import call, find_function
 from qurl_megatron.rewards.item import as_score
-from qurl_megatron.rewards.pool import Tally, refuse_none_scored
+from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from tests.rewards import items, write_functions
 from tests.waiting import wait_until
 
@@ -260,6 +260,16 @@ def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
     lost = Tally(2, 2, Counter(environment=2), {"environment": "no tool"})
     with pytest.raises(ConfigError, match=r"environment \(no tool\); fix rollout.environment$"):
         refuse_none_scored(lost, scorer)
+
+
+def test_an_environment_that_fails_too_takes_no_blame_from_a_server_that_is_down():
+    ways = Counter({"unanswered": 3, "environment: raised": 1})
+    first = {"unanswered": "http://judge:1 did not answer", "environment: raised": "raised: Oops"}
+    with pytest.raises(RewardDown, match=r"\(raised: Oops\); start its server, or have it answer$"):
+        refuse_none_scored(Tally(4, 4, ways, first), "reward.url=http://judge:1")
+    both = ways + Counter(exceptions=1)
+    with pytest.raises(ConfigError, match="scored none of 5 .*; fix it, and call it on one resp"):
+        refuse_none_scored(Tally(5, 5, both, first | {"exceptions": "KeyError"}), "reward.mix")
 
 
 def test_workers_of_functions_import_no_torch(pool):

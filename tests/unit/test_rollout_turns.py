@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Words
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.data.tokenizer import Tokenizer
@@ -174,6 +177,27 @@ def test_a_failure_of_the_environment_ends_one_conversation_with_what_it_has(fol
         assert all("no unit" in s.failure.why for s in samples[:2])
         for sample in samples:
             assert sample.finish_reason == "stop" and sample.written.all()
+
+
+def test_what_the_model_cannot_read_of_an_environment_is_said_once_and_is_no_message(
+    folder, tmp_path, capsys
+):
+    made = Words(models.BPE({}, []))  # what is none of these words is no token at all
+    made.add_tokens([f"w{i}" for i in range(96)])
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+
+    def samples(name):
+        with talking(folder, name) as turns, fleet_of(engine(), max_new_tokens=40) as fleet:
+            return gather(fleet, replace(turns, tokenizer=Tokenizer(tmp_path)), PROMPTS[:2])
+
+    assert all(one.failure is None for one in samples("Repeats"))
+    assert capsys.readouterr().out == ""
+    assert all(one.failure is None and not one.written.all() for one in samples("Half"))
+    said = "has no token for, which the model cannot see: first 'h\xe9' in 'w1 h\xe9'\n"
+    assert capsys.readouterr().out.count(said) == 1
+    for one in samples("Foreign"):
+        assert one.failure.cause == "invalid" and one.written.all()
+        assert f"{tmp_path} has no token for any part of its message 'h\xe9'" in one.failure.why
 
 
 def test_a_stop_waits_for_no_environment(folder):

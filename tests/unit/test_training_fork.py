@@ -14,6 +14,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.sinks import WANDB_ID, JsonlSink
 from qurl_megatron.observe.timeline import Timeline, read_timeline
+from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
@@ -153,6 +154,29 @@ def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_pa
         None,
         {"eval": 3, "reward": 3},
     )
+
+
+def test_a_fork_lists_the_code_that_was_edited_since(source, recipe, tmp_path):
+    own = ("reward.kind=", f"reward.function={tmp_path}/own.py:score")
+    tool = f"rollout.environment={tmp_path}/tool.py:Tool"
+    for file in ("own.py", "other.py", "tool.py"):
+        (tmp_path / file).write_text("x = 1")
+    (source / "config.toml").unlink()
+    with claim(source, recipe(f"train.run_dir={source}", *own, tool)) as claimed:
+        named = named_code(claimed.config.reward, claimed.config.rollout)
+        replace(STATE, own_code=checksums(named)).write(latest(source))
+    (tmp_path / "own.py").write_text("x = 2")
+
+    def told(name, *overrides):
+        fork(source, recipe(*own, tool, f"train.run_dir={tmp_path / name}", *overrides))
+        return json.loads((tmp_path / name / FORK).read_text())["changes"]
+
+    assert told("one") == [f"edited code of reward.function={tmp_path}/own.py:score"]
+    # Another function is no edit of this one.
+    [named] = told("two", f"reward.function={tmp_path}/other.py:score")
+    assert named.startswith("reward.function ")
+    (tmp_path / "tool.py").write_text("x = 2")
+    assert told("three")[1] == f"edited code of {tool}"
 
 
 @pytest.mark.parametrize(

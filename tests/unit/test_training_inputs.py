@@ -9,7 +9,7 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.training.inputs import check_files, describe_data, read_prompts
+from qurl_megatron.training.inputs import check_files, describe_data, doubts, read_prompts
 from qurl_megatron.training.warmstart import build_tokenizer
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2", "level": 3}
@@ -52,15 +52,16 @@ def test_a_mistake_in_the_data_is_found_before_a_model_is_made(name, row, said, 
 
 def test_a_path_that_leads_nowhere_says_where_it_was_looked_for(recipe, tmp_path):
     config = load(recipe, ["data.path=data/train.jsonl"])
-    with pytest.raises(ConfigError) as found:
-        check_files(config)
     looked = tmp_path / "data/train.jsonl"
-    assert str(found.value) == (
-        "data.path=data/train.jsonl does not exist or is not a file: a relative path begins at the "
-        f"working folder, so that is {looked}"
-    )
-    [told] = describe_data(config)
-    assert told.endswith(f"prompts are not checked: looked for {looked}")
+    for refuses in (check_files, describe_data):
+        with pytest.raises(ConfigError) as found:
+            refuses(config)
+        assert str(found.value) == (
+            "data.path=data/train.jsonl does not exist or is not a file: a relative path begins at "
+            f"the working folder, so that is {looked}"
+        )
+    with pytest.raises(ConfigError, match="a part of a file cannot be named: write its rows"):
+        describe_data(load(recipe, ["data.path=train.jsonl@[0:1]"]))
 
 
 def test_rows_without_answers_are_for_rewards_of_ones_own(recipe):
@@ -86,22 +87,41 @@ def test_data_that_was_probably_not_meant_is_said_at_start_and_by_a_dry_run(reci
         "data.eval_path=eval.jsonl: 1 prompt, fewer than train.eval_prompts=2; evaluations ask",
         "held-out prompts that are in data.path=train.jsonl, too",
     )
-    said = describe_data(load(recipe))
+    config = load(recipe)
+    said = describe_data(config)
     assert all(any(one.startswith(start) for one in said) for start in (step, few, same))
     # It stands before what ends this run.
     assert main(["train", str(recipe), "warmstart.steps=0"]) == 2
-    assert capsys.readouterr().out.splitlines() == check_files(load(recipe))
+    assert capsys.readouterr().out.splitlines() == doubts(config, check_files(config))
     Path("eval.jsonl").write_text(json.dumps({**GOOD, "prompt": "2 + 2 ="}) + "\n")
     enough = ["data.prompts_per_step=2", "train.eval_prompts=1"]
-    assert check_files(load(recipe, enough)) == []
+    config = load(recipe, enough)
+    assert doubts(config, check_files(config)) == []
     task = ["data.path=", "data.task=sort_digits", "data.task_size=3"]
-    assert [one[:17] for one in check_files(load(recipe, task))] == ["data.task_size=3:"]
+    assert [one[:17] for one in doubts(load(recipe, task), {})] == ["data.task_size=3:"]
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_a_model_is_made(recipe, capsys):
     assert main(["train", str(recipe), "train.run_dir=/proc/run", "reward.kind=exact"]) == 2
     said = "/proc/run cannot be written (No such file or directory): set train.run_dir to another"
     assert capsys.readouterr().err == f"qurl: {said} folder\n" and not Path("model").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.max_new_tokens=1024", "leaves no room for a prompt: the model takes 1024 tokens"),
+        ("parallel.pipeline=3", "parallel.pipeline=3 does not divide the model's num_hid"),
+    ],
+    ids=["response", "layers"],
+)
+def test_what_the_model_to_be_made_could_not_do_is_refused_before_it_is_made(
+    override, said, recipe, capsys
+):
+    assert main(["train", str(recipe), "train.run_dir=run", "reward.kind=exact", override]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1
+    assert "warm start:" not in out and not Path("model").exists()
 
 
 def test_chats_are_refused_before_a_model_without_a_template_is_made(recipe, capsys):
@@ -144,4 +164,9 @@ def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
     assert any("1 of 3 training prompts are longer than data.max_prompt" in one for one in said)
     assert any("kept as metadata: level" in one for one in said)
     assert any("; evaluations ask these 1" in one for one in said)
-    assert read_prompts(load(recipe, ["data.max_prompt_tokens=12"])).held_out[0].answer == "2"
+    config = load(recipe, ["data.max_prompt_tokens=12"])
+    files = check_files(config)
+    assert read_prompts(config).held_out[0].answer == "2"
+    for name in ("train", "eval"):
+        Path(f"{name}.jsonl").unlink()  # a rank that has read them reads them once
+    assert read_prompts(config, files=files).held_out[0].answer == "2"
