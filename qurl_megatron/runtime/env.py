@@ -117,6 +117,11 @@ def keep_out_without_gpu() -> None:
     as_it_is = types.ModuleType(DECORATOR)
     as_it_is.jit_fuser = lambda function: function
     sys.modules.setdefault(DECORATOR, as_it_is)
+    compiled, torch.compile = torch.compile, as_it_is.jit_fuser  # 0.19 has a router compiled
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiled
 
 
 def use_transformer_engine() -> bool:
