@@ -10,7 +10,7 @@ CODE = re.findall(r"`([^`\n]+)`", PAGE)
 
 def test_files_that_the_page_names_are_there():
     paths = {path for code in CODE for path in re.findall(r"^[\w./]+/[\w.]*", code)}
-    paths = {path for path in paths if "NEW" not in path and not path.startswith("/")}
+    paths = {path for path in paths if "NEW" not in path and not path.startswith(("/", "RUN_DIR"))}
     assert len(paths) > 40
     places = (ROOT, ROOT / "qurl_megatron")
     assert not [path for path in paths if not any((place / path).exists() for place in places)]
@@ -27,5 +27,6 @@ def test_names_of_code_that_the_page_gives_are_defined():
     names = {code.rpartition(":")[2].rpartition(".")[2] for code in CODE}
     names = {name for name in names if re.fullmatch(r"[A-Z][A-Za-z]+[a-z]|[a-z]+_[a-z_]+", name)}
     assert len(names) > 12
+    names -= {"Literal"}  # Python's
     lacking = [n for n in sorted(names) if not re.search(rf"\b(class|def) {n}\b", sources)]
     assert not lacking
