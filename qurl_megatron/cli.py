@@ -174,7 +174,7 @@ def serve(arguments: argparse.Namespace) -> int:
     must bring is taken from QURL_API_KEY."""
     from qurl_megatron.engines.embedded.endpoints import Speech
     from qurl_megatron.engines.embedded.endpoints import serve as run
-    from qurl_megatron.engines.sglang.command_line import given_key
+    from qurl_megatron.engines.starting import given_key
 
     port = arguments.port
     if port is None:

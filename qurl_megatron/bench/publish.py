@@ -43,8 +43,8 @@ from qurl_megatron.config import (
     RolloutConfig,
     SyncConfig,
 )
+from qurl_megatron.engines.sglang.start import sglang_python
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.fleet.process import sglang_python
 from qurl_megatron.publish import routes
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import Arch, read_arch

@@ -24,9 +24,10 @@ from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import progress
 from qurl_megatron.config import load
 from qurl_megatron.engines.sglang.command_line import engine_launch
+from qurl_megatron.engines.sglang.start import sglang_python
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient
-from qurl_megatron.fleet.process import EngineProcess, port_file, sglang_python, stop
+from qurl_megatron.fleet.process import EngineProcess, port_file, stop
 from qurl_megatron.training.state import RECIPE, checkpoints
 
 QUANTIZE = Path(__file__).parents[2] / "checkpoints_tools/quantize.py"

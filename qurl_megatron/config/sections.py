@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
+from qurl_megatron.engines.kinds import KINDS, EngineKind
 from qurl_megatron.errors import ConfigError
 
 OnResume = Literal["free", "change", "fork", "never"]
@@ -617,12 +618,12 @@ class RolloutConfig:
             not (self.urls and self.rendezvous),
             "rollout.urls and rollout.rendezvous both name engines; leave one of them out",
         )
-        if self.backend == "embedded":
-            require(
-                not (self.engine_tensor > 1 or self.engine_args or self.colocate),
-                "rollout.engine_tensor, rollout.engine_args and rollout.colocate are for SGLang "
-                "engines; set rollout.backend=sglang",
-            )
+        require(
+            self.kind.takes_gpus
+            or not (self.engine_tensor > 1 or self.engine_args or self.colocate),
+            "rollout.engine_tensor, rollout.engine_args and rollout.colocate are for SGLang "
+            "engines; set rollout.backend=sglang",
+        )
         require(
             not (self.colocate and self.max_staleness),
             "rollout.colocate takes the engines' memory away while the policy trains; it needs "
@@ -640,11 +641,12 @@ class RolloutConfig:
 
     @property
     def start_limit_s(self) -> float:
-        return self.start_timeout_s or (900.0 if self.backend == "sglang" else 300.0)
+        return self.start_timeout_s or self.kind.start_timeout_s
 
-    def health_limit_s(self, kind: Literal["embedded", "sglang"]) -> float:
-        """For engines of a kind: adopted ones say theirs when they answer."""
-        return self.health_timeout_s or (300.0 if kind == "sglang" else 60.0)
+    @property
+    def kind(self) -> EngineKind:
+        """What is known of the engines started here."""
+        return KINDS[self.backend]
 
 
 ONE_FILE = (
@@ -1065,7 +1067,7 @@ class SyncConfig:
     transport: Literal["auto", "files", "memory", "group"] = "auto"
     """The way of the bytes: files on a folder that all machines share; memory of one machine that
     trainer and engines map; group, point to point over NCCL or gloo. auto: memory where trainer and
-    SGLang engines are on one machine, else files. Embedded engines take files."""
+    engines are on one machine, else files."""
 
     bucket_mb: float = 256.0
     """Largest bucket of one training rank, in MiB of what is sent (quantized bytes, not BF16). Two

@@ -128,7 +128,7 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
     for engine in fleet.serving():
         info = engine.client.server_info()
         facts = {
-            "kind": engine.kind,
+            "kind": engine.kind.name,
             "model": info.get("model_path"),
             "weight_version": engine.client.weight_version(),
             "scheme": info.get("scheme") or info.get("quantization"),
@@ -172,7 +172,7 @@ class Evaluator:
         self.fleet, self.rewards, self.tokenizer, self.turns = fleet, rewards, tokenizer, turns
         self.sampling = sampling
         engines = fleet.serving()
-        self.in_batches = all(engine.kind == "embedded" for engine in engines)
+        self.in_batches = all(engine.kind.repeats for engine in engines)
         self.batch = BATCH * len(engines)  # responses
 
     def answer(self, benchmark: Benchmark, prompts: Sequence[Prompt], file: AnswerFile) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
+from qurl_megatron.engines.kinds import EngineKind, kind_of
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import Versions, in_a_row
 from qurl_megatron.wire.naming import MIXED, Names
@@ -74,9 +75,10 @@ class Part:
 class Info:
     """What an engine is."""
 
-    kind: Literal["embedded", "sglang"]
+    kind: EngineKind
     tp: int
-    loaders: tuple[str, ...] | None  # SGLang's custom weight loaders; None: it does not tell
+    loaders: tuple[str, ...] | None  # custom weight loaders; None: it does not say
+    scheme: str | None  # of the weights it takes; None: it does not say
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,6 @@ def read_info(info: dict) -> Info:
     Raises:
         BadAnswer: it says nonsense.
     """
-    kind = "embedded" if info.get("engine") == "qurl-embedded" else "sglang"
     tp, loaders = info.get("tp_size") or 1, info.get("custom_weight_loader")
     if not count(tp) or tp > 1024:
         raise BadAnswer(f"tp_size {shortened(tp)} is not a number of ranks")
@@ -160,8 +161,11 @@ def read_info(info: dict) -> Info:
         loaders = [loaders]
     if not or_none(list_of(text))(loaders):
         raise BadAnswer(f"custom_weight_loader {shortened(loaders)} is not a list of names")
-    told = "custom_weight_loader" in info
-    return Info(kind, tp, tuple(loaders or ()) if told else None)
+    said = "custom_weight_loader" in info
+    scheme = info.get("scheme")
+    if not or_none(text)(scheme):
+        raise BadAnswer(f"scheme {shortened(scheme)} is not a name")
+    return Info(kind_of(info.get("engine")), tp, tuple(loaders or ()) if said else None, scheme)
 
 
 def read_load(info: dict) -> Load:

@@ -39,6 +39,9 @@ from qurl_megatron.wire.shorten import shortened
 
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
+KEPT_S = 0.5  # for which a connection is kept open; an engine is not restarted sooner
+
+_REQUESTS = event_loop.Background()
 
 Read = TypeVar("Read")
 
@@ -94,11 +97,12 @@ class EngineClient:
             "headers": headers,
             # A proxy configured for the internet must not get traffic for 127.0.0.1.
             "trust_env": False,
-            # A restarted engine leaves no dead socket behind.
-            "limits": httpx.Limits(max_keepalive_connections=0),
+            # The calls of a publication share one; a restarted engine leaves no dead one behind.
+            "limits": httpx.Limits(max_keepalive_connections=8, keepalive_expiry=KEPT_S),
             "verify": _tls(self.url.startswith("https:")),
         }
         self._closed = False
+        self._http: httpx.AsyncClient | None = None  # of the loop of ``_REQUESTS``
         try:
             httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError) as error:
@@ -323,10 +327,11 @@ class EngineClient:
         content = None if body is None else orjson.dumps(body)
 
         async def ask() -> _Body:
-            async with httpx.AsyncClient(**self._options) as http:
-                return await self._exchange(http, method, endpoint, content, timeout, limit)
+            if self._http is None:
+                self._http = httpx.AsyncClient(**self._options)
+            return await self._exchange(self._http, method, endpoint, content, timeout, limit)
 
-        return event_loop.run(ask()).whole()
+        return _REQUESTS.run(ask()).whole()
 
     async def _exchange(
         self,

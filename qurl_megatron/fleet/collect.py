@@ -40,7 +40,7 @@ from qurl_megatron.fleet.answer import (
     read_answers,
 )
 from qurl_megatron.fleet.client import EngineError, Session
-from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.observe.text import how_many
@@ -238,7 +238,7 @@ class _Flight:
     """One request on its way: items, the engine that has them, and since when."""
 
     items: list[_Item]
-    engine: Engine
+    engine: EngineRecord
     rid: str
     failures: int  # of the engine when it took off: more now means that it crashed
     version: int | None  # that the engine had confirmed then: it cannot answer from an older one
@@ -269,17 +269,18 @@ class _Collection:
         self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
         self.turns, self.most_turns = turns, turns.most if turns else 1
         # With the environment: items, and the engine to go on with.
-        self.talks: dict[asyncio.Task, tuple[list[_Item], Engine | None]] = {}
+        self.talks: dict[asyncio.Task, tuple[list[_Item], EngineRecord | None]] = {}
         self.group_of = {item: group for group in groups for item in group}
         self.config = fleet.config
         self.tag = uuid.uuid4().hex
         self.limit: int | None = self.config.requests_per_engine  # responses in flight per engine
         # What waits for an engine: items, seconds of patience, engine (None: the least loaded).
-        self.waiting: deque[tuple[list[_Item], float, Engine | None]] = deque()
+        self.waiting: deque[tuple[list[_Item], float, EngineRecord | None]] = deque()
         self.flights: dict[asyncio.Task, _Flight] = {}
-        self.sessions: dict[Engine, Session] = {}
+        self.sessions: dict[EngineRecord, Session] = {}
         self.sent = 0
-        self.moved: Counter[Engine] = Counter()  # requests that left an engine since the last look
+        # Requests that left an engine since the last look.
+        self.moved: Counter[EngineRecord] = Counter()
 
     async def run(self) -> list[Sample]:
         async with contextlib.AsyncExitStack() as self.stack:
@@ -294,9 +295,9 @@ class _Collection:
         return [item.sample() for group in self.groups for item in group]
 
     def _deal(self) -> None:
-        """Who gets what: one share per embedded engine, or group by group where there is room."""
+        """Who gets what: a share per engine that repeats, or group by group where there is room."""
         serving, patience = self.fleet.serving(), self.config.straggler_s or math.inf
-        if not all(engine.kind == "embedded" for engine in serving):
+        if not all(engine.kind.repeats for engine in serving):
             self.waiting.extend((group, patience, None) for group in self.groups)
             return
         self.limit = None  # they queue by themselves
@@ -333,7 +334,7 @@ class _Collection:
             session = await self._session(engine)
             self.flights[asyncio.create_task(self._fly(flight, session))] = flight
 
-    async def _session(self, engine: Engine) -> Session:
+    async def _session(self, engine: EngineRecord) -> Session:
         client = engine.client
         if client not in self.sessions:  # a restarted engine has a new one
             self.sessions[client] = await self.stack.enter_async_context(client.session())
@@ -356,7 +357,7 @@ class _Collection:
             read,
             limit=answer_limit([one.budget for one in asked]),
             # Prefixes that other weights computed are not to be shared, flushed or not.
-            cache_key=str(flight.version) if flight.engine.kind == "sglang" else None,
+            cache_key=str(flight.version) if flight.engine.kind.shares_prefixes else None,
         )
 
     async def _settle(self) -> None:
@@ -445,7 +446,7 @@ class _Collection:
     def _converse(self, flight: _Flight) -> None:
         """Have the environment answer where a turn ended."""
         ended = [item for item in flight.items if item.ended]
-        together = flight.engine.kind == "embedded" and not flight.lost
+        together = flight.engine.kind.repeats and not flight.lost
         for items in [ended] if together else [[item] for item in ended]:
             if items:
                 task = asyncio.create_task(self._talk(items))
@@ -455,7 +456,7 @@ class _Collection:
         await asyncio.gather(*(item.converse(self.turns) for item in items))
 
     def _wait_for_engine(
-        self, items: list[_Item], patience: float, engine: Engine | None = None
+        self, items: list[_Item], patience: float, engine: EngineRecord | None = None
     ) -> None:
         """Before all others, those that are not finished."""
         if rest := [item for item in items if not item.finish]:

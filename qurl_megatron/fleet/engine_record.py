@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from qurl_megatron.engines.kinds import UNKNOWN, EngineKind
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.process import EngineProcess
 
 State = Literal["starting", "ready", "serving", "stale", "gone"]
-Kind = Literal["embedded", "sglang"]
 
 
 @dataclass
@@ -33,13 +33,14 @@ class Pulse:
 
 
 @dataclass(eq=False)
-class Engine:
+class EngineRecord:
     """State and counters of one engine; equal only to itself."""
 
     name: str
     client: EngineClient | None = None  # None until it has an address
     process: EngineProcess | None = None  # None: adopted, not ours to start or end
-    kind: Kind = "embedded"
+    kind: EngineKind = UNKNOWN
+    scheme: str | None = None  # of the weights it takes; None: it does not say
     tp: int = 1
     state: State = "starting"
     version: int | None = None  # of the weights it confirmed

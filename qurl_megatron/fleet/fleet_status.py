@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from qurl_megatron.engines.sglang.command_line import given_key
+from qurl_megatron.engines.starting import given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import Load
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline

@@ -8,7 +8,6 @@ that it started are killed (``runtime.undertaker``).
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -17,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-import torch
-
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.sglang.command_line import API_KEY, Launch, engine_launch
+from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.starting import Launch, Start
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
 from qurl_megatron.runtime.filesystem import free
@@ -32,11 +31,6 @@ SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 PORT = re.compile(r"[1-9][0-9]{0,4}")
 LOG_TAIL = 20  # lines quoted when an engine dies
 LOG_ROOM = 1 << 16  # bytes, below which a disk is full: the last words may not fit
-
-# How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
-# decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its
-# time slice, and the whole team waits for it. This value costs nothing on a quiet machine.
-SPIN_COUNT = "30000"
 
 
 class EngineProcess:
@@ -193,130 +187,27 @@ def launches(
     """How to start each engine of this machine, by its name.
 
     Args:
-        empty: SGLang engines start without weights, for the first version brings them.
+        empty: where its kind can, an engine starts without weights, for the first version brings
+            them.
         trainer_ranks: training ranks on this machine, each on the GPU of its number.
         text: they read and write text beside token ids.
 
     Raises:
-        ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs, or the
-            trainer's are among them.
+        ConfigError: such engines cannot be started here.
     """
     names = [f"engine-{index}" for index in range(config.engines)]
-    cores = len(children_cores())
-    threads = config.engine_threads or max(1, cores // _engine_ranks(config))
-    if config.backend == "embedded":
-        made = [
-            _embedded(config, model_dir, port_file(folder, name), scheme, dtype, threads, text)
-            for name in names
-        ]
-        key = {API_KEY: api_key}
-        return {
-            name: Launch((*serve_command, *one.command), {**one.env, **key})
-            for name, one in zip(names, made, strict=True)
-        }
-    python = sglang_python(config.sglang_python)
-    if (gpus := torch.cuda.device_count()) and (wrong := misplaced(config, gpus, trainer_ranks)):
-        raise ConfigError(wrong)
-    return {
-        name: engine_launch(
-            python,
-            model_dir,
-            scheme=scheme,
-            dtype=dtype,
-            tensor=config.engine_tensor,
-            threads=threads,
-            host=config.engine_host,
-            port_file=port_file(folder, name),
-            api_key=api_key,
-            empty=empty,
-            text=text,
-            extra=[*_devices(config, index), *config.engine_args],
-        )
-        for index, name in enumerate(names)
-    }
-
-
-def _embedded(
-    config: RolloutConfig,
-    model_dir: Path | str,
-    port: Path,
-    scheme: str,
-    dtype: str,
-    threads: int,
-    text: bool,
-) -> Launch:
-    options = {
-        "--scheme": scheme,
-        "--dtype": dtype,
-        "--host": config.engine_host,
-        "--port-file": port,
-        "--threads": threads,
-        "--cache-gb": config.engine_memory_gb,
-    }
-    flat = [str(part) for pair in options.items() for part in pair]
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    spin = os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)
-    env = {**dict.fromkeys(names, str(threads)), "GOMP_SPINCOUNT": spin}
-    ids_only = () if text else ("--skip-tokenizer-init",)  # as trainer and engine speak
-    return Launch((str(model_dir), *flat, "--exit-with-stdin", *ids_only), env)
-
-
-def _devices(config: RolloutConfig, index: int) -> list[str]:
-    """Options that give one SGLang engine its GPUs, and let it give their memory back."""
-    if not torch.cuda.device_count():
-        return []
-    first = config.engine_first_gpu + index * config.engine_tensor
-    return [
-        *("--base-gpu-id", str(first)),
-        *(["--enable-memory-saver"] if config.colocate else []),
-    ]
-
-
-def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
-    """Why the engines cannot be on the GPUs that they would get, in a sentence; None: they can.
-
-    Args:
-        gpus: that the leading rank sees.
-        trainer_ranks: on this machine.
-    """
-    first, last = config.engine_first_gpu, config.engine_first_gpu + _engine_ranks(config) - 1
-    if last >= gpus:
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return (
-            f"rollout.engines={config.engines} of rollout.engine_tensor={config.engine_tensor} "
-            f"from rollout.engine_first_gpu={first} on need {last + 1} GPUs, but the leading rank "
-            f"sees {gpus}{f' (CUDA_VISIBLE_DEVICES={shown})' if shown else ''}; start fewer "
-            "engines, or, where a batch system hides GPUs from the rank, ask it for "
-            "--gpus-per-node instead of --gpus-per-task and no --gpu-bind"
-        )
-    if not config.colocate and first < trainer_ranks:
-        return (
-            f"rollout.engine_first_gpu={first} puts engines on GPUs of the trainer, which has "
-            f"{trainer_ranks} ranks on this machine; set rollout.engine_first_gpu={trainer_ranks}, "
-            "or rollout.colocate=true to take turns"
-        )
-    return None
-
-
-def _engine_ranks(config: RolloutConfig) -> int:
-    """Ranks of all engines."""
-    return config.engines * config.engine_tensor
-
-
-def sglang_python(given: str) -> Path:
-    if given:
-        if not Path(given).is_file():
-            raise ConfigError(
-                f"rollout.sglang_python = {given} does not exist; `make sglang` makes the "
-                "environment .venv-sglang"
-            )
-        return Path(given)
-    usual = Path(".venv-sglang/bin/python")
-    if usual.is_file():
-        return usual.absolute()  # not resolved: the link is what makes it the environment's
-    if importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here nor is it "
-            "installed beside this package; run `make sglang`, or set rollout.sglang_python"
-        )
-    return Path(sys.executable)
+    ranks, kind = config.engines * config.engine_tensor, KINDS[config.backend]
+    start = Start(
+        config=config,
+        model_dir=Path(model_dir),
+        port_files=[port_file(folder, name) for name in names],
+        scheme=scheme,
+        dtype=dtype,
+        threads=config.engine_threads or max(1, len(children_cores()) // ranks),
+        api_key=api_key,
+        empty=empty and kind.starts_empty,
+        text=text,
+        trainer_ranks=trainer_ranks,
+        serve_command=serve_command,
+    )
+    return dict(zip(names, import_module(kind.start).launches(start), strict=True))

@@ -15,16 +15,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
-from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.membership import read_members
+from qurl_megatron.fleet.roster import Roster
+from qurl_megatron.fleet.tenancy import Tenancy
 from qurl_megatron.observe.text import how_many
-
-if TYPE_CHECKING:
-    from qurl_megatron.fleet.fleet import Fleet
 
 LOOK_S = 0.25
 RETRY_S = 0.5  # between checks of an engine that gave no good answer
@@ -39,8 +37,8 @@ IN_ALL = 4  # times its limit, after which an engine that still writes to its lo
 class Supervisor:
     """Heals a fleet until stopped."""
 
-    def __init__(self, fleet: "Fleet") -> None:
-        self._fleet, self._config = fleet, fleet.config
+    def __init__(self, roster: Roster, tenancy: Tenancy) -> None:
+        self._roster, self._config, self._tenancy = roster, roster.config, tenancy
         self._rendezvous = Path(self._config.rendezvous) if self._config.rendezvous else None
         self._complaint = ""  # about the rendezvous, said once
         self._absent: Counter[str] = Counter()  # looks in a row without an engine, by its URL
@@ -56,18 +54,18 @@ class Supervisor:
             ConfigError: one cannot be this run's, or none takes our key.
             EngineError: one died or did not come up in time.
         """
-        fleet, end = self._fleet, time.monotonic() + timeout_s
+        roster, end = self._roster, time.monotonic() + timeout_s
         untold_until = end - timeout_s + TOLD_AFTER_S
         wanted = self._config.engines if self._rendezvous else 1
         while True:
             self._look()
-            engines = fleet.engines()
+            engines = roster.engines()
             for engine in engines:
                 if engine.process and (death := engine.process.exited()):
                     raise EngineError(f"{engine.name} {death}")
-            if reasons := fleet.refusals():
+            if reasons := roster.refusals():
                 raise ConfigError("; ".join(reasons))
-            if reason := fleet.locked_out():
+            if reason := roster.locked_out():
                 raise ConfigError(reason)
             waiting = [engine for engine in engines if engine.state == "starting"]
             if not waiting and len(engines) >= wanted:
@@ -84,7 +82,7 @@ class Supervisor:
                 self._tell(waiting, len(engines), wanted, timeout_s)
             self._stopping.wait(RETRY_S / 10)
 
-    def _tell(self, waiting: list[Engine], there: int, wanted: int, timeout_s: float) -> None:
+    def _tell(self, waiting: list[EngineRecord], there: int, wanted: int, timeout_s: float) -> None:
         """Say what a run waits for that it has not started itself."""
         limit = f"for {timeout_s:g} s at most (rollout.start_timeout_s)"
         for engine in [engine for engine in waiting if engine.process is None]:
@@ -104,37 +102,37 @@ class Supervisor:
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S):
             # Never wait for a publication here: close() waits for this thread.
-            if self._fleet._turn.acquire(blocking=False):
+            if self._roster.turn.acquire(blocking=False):
                 try:
                     self._look()
                     self._heal()
                 finally:
-                    self._fleet._turn.release()
+                    self._roster.turn.release()
 
     def _look(self) -> None:
         """Membership, and a health check for whom it is due."""
         if self._rendezvous is not None:
             self._meet()
-        for engine in self._fleet.engines():
+        for engine in self._roster.engines():
             if engine.process is not None:
                 engine.process.heard()
             if engine.client is None and engine.process is not None and engine.start_at is None:
                 port = engine.process.port()
                 if port is None:
                     continue
-                self._fleet.locate(engine, port)
+                self._roster.locate(engine, port)
             pulse = engine.pulse
-            if pulse.epoch != self._fleet.publications:
-                pulse.epoch, pulse.silent_since = self._fleet.publications, None
+            if pulse.epoch != self._roster.publications:
+                pulse.epoch, pulse.silent_since = self._roster.publications, None
                 pulse.sent, pulse.due = None, 0.0
             if engine.client is not None:
                 self._ask(engine, engine.client)
 
-    def _ask(self, engine: Engine, client: EngineClient) -> None:
+    def _ask(self, engine: EngineRecord, client: EngineClient) -> None:
         """Send a health check where one is due; one that is out for too long is a silence."""
         pulse, now = engine.pulse, time.monotonic()
-        limit_s = self._config.health_limit_s(engine.kind)
-        with self._fleet._lock:
+        limit_s = self._health_limit_s(engine)
+        with self._roster.lock:
             if pulse.sent is None and now >= pulse.due:
                 pulse.sent = now
                 seen = (engine, client, pulse.epoch, now, limit_s)
@@ -145,21 +143,21 @@ class Supervisor:
                 pulse.error = EngineError(f"{engine.url}: its health check has not come back")
 
     def _check(
-        self, engine: Engine, client: EngineClient, epoch: int, sent: float, limit_s: float
+        self, engine: EngineRecord, client: EngineClient, epoch: int, sent: float, limit_s: float
     ) -> None:
         error = None
         try:
             with deadline(limit_s):
                 info = client.info(limit_s)
                 if engine.state == "starting":
-                    self._fleet.tenancy.claim(engine, client)
-                    if engine.process is not None and info.kind == "sglang":
+                    self._tenancy.claim(engine, client)
+                    if engine.process is not None:
                         engine.process.look()
         except EngineError as failure:
             error = failure
             if error.refused and engine.process is None:
-                self._fleet.lock_out(engine, error)
-        with self._fleet._lock:
+                self._roster.lock_out(engine, error)
+        with self._roster.lock:
             pulse = engine.pulse
             if engine.client is not client or pulse.epoch != epoch:
                 return  # about a process, or weights, that are no more
@@ -168,26 +166,26 @@ class Supervisor:
                 pulse.silent_since = None
                 pulse.due = time.monotonic() + self._config.health_every_s
                 # One that failed is back with the next version, where there is one to come.
-                healed = engine.state == "stale" and self._fleet.fixed
+                healed = engine.state == "stale" and self._roster.fixed
                 if engine.state == "starting" or healed:
-                    self._fleet.arrived(engine, info)
+                    self._roster.arrived(engine, info)
             else:
                 pulse.silent_since = pulse.silent_since or sent
                 pulse.due = time.monotonic() + RETRY_S
 
     def _heal(self) -> None:
         now = time.monotonic()
-        for engine in self._fleet.engines():
+        for engine in self._roster.engines():
             if engine.start_at is not None:
                 # A colocated engine must not come up in memory that is the trainer's now.
-                if now >= engine.start_at and not self._fleet.released:
+                if now >= engine.start_at and not self._roster.released:
                     self._restart(engine)
             elif engine.process is not None and (death := engine.process.exited()):
                 self._died(engine, death)
             elif engine.state == "starting":
                 limit_s = self._config.start_limit_s
                 if engine.process and _late(engine, limit_s, engine.started_at + limit_s):
-                    self._fleet.note("failed", engine, _lateness(engine, limit_s))
+                    self._roster.note("failed", engine, _lateness(engine, limit_s))
                     engine.process.kill()
             elif engine.pulse.silent_since is None:
                 hopeless = engine.condemned or engine.failed_updates >= PATIENCE
@@ -195,66 +193,69 @@ class Supervisor:
                     engine.process.kill()
             elif self._hung(engine, now):
                 silence = now - engine.pulse.silent_since
-                self._fleet.fail(
+                self._roster.fail(
                     engine,
                     f"no health check was answered for {silence:.0f} s ({engine.pulse.error})",
                 )
                 if engine.process is not None:
                     engine.process.kill()
 
-    def _hung(self, engine: Engine, now: float) -> bool:
+    def _health_limit_s(self, engine: EngineRecord) -> float:
+        return self._config.health_timeout_s or engine.kind.health_timeout_s
+
+    def _hung(self, engine: EngineRecord, now: float) -> bool:
         """No answer for too long, and no other sign of life."""
-        limit_s, silent = self._config.health_limit_s(engine.kind), engine.pulse.silent_since
+        limit_s, silent = self._health_limit_s(engine), engine.pulse.silent_since
         if now > silent + IN_ALL * limit_s:
             return True
         heard = engine.process.heard() if engine.process is not None else silent
         return now > max(silent, heard) + limit_s
 
-    def _died(self, engine: Engine, death: str) -> None:
-        fleet = self._fleet
-        with fleet._lock:
+    def _died(self, engine: EngineRecord, death: str) -> None:
+        roster = self._roster
+        with roster.lock:
             engine.failures += 1
             if not engine.condemned:  # else it was killed for a better reason
                 engine.reason = death
-            fleet.note("died", engine, death)
+            roster.note("died", engine, death)
             if engine.restarts >= self._config.max_restarts:
-                fleet.leave(
+                roster.leave(
                     engine, "gave up", f"after {how_many(engine.restarts, 'restart')}; it {death}"
                 )
                 return
             wait = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
             engine.state, engine.start_at = "starting", time.monotonic() + wait
 
-    def _restart(self, engine: Engine) -> None:
+    def _restart(self, engine: EngineRecord) -> None:
         engine.process.kill()  # children that outlived it hold its memory
-        with self._fleet._lock:
+        with self._roster.lock:
             engine.restarts += 1
-            self._fleet.count("restarts")
-        self._fleet.begin(engine)
+            self._roster.count("restarts")
+        self._roster.begin(engine)
 
     def _meet(self) -> None:
         """Who is new at the rendezvous, and who is gone from it."""
-        fleet = self._fleet
+        roster = self._roster
         try:
             members = read_members(self._rendezvous)
-            known = {engine.url: engine for engine in fleet.engines()}
-            fleet.barred &= members.keys()
+            known = {engine.url: engine for engine in roster.engines()}
+            roster.barred &= members.keys()
             for url, member in members.items():
-                if url not in known and url not in fleet.barred:
-                    fleet.adopt(member, member.api_key() or fleet._api_key)
+                if url not in known and url not in roster.barred:
+                    roster.adopt(member, member.api_key() or roster._api_key)
             # A file that is being written anew is empty for a moment.
             self._absent = Counter({url: self._absent[url] + 1 for url in known.keys() - members})
             for url, times in self._absent.items():
                 if times >= ABSENCES:
-                    fleet.leave(known[url], "left", "it is gone from the rendezvous")
+                    roster.leave(known[url], "left", "it is gone from the rendezvous")
             self._complaint = ""
         except (ConfigError, EngineError) as error:  # half written, or wrong: ask again
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                fleet.note("failed", None, self._complaint)
+                roster.note("failed", None, self._complaint)
 
 
-def _late(engine: Engine, limit_s: float, end: float) -> bool:
+def _late(engine: EngineRecord, limit_s: float, end: float) -> bool:
     """True once a starting engine has been given its time: until ``end``, or as its log says."""
     now = time.monotonic()
     if engine.process is None:
@@ -263,7 +264,7 @@ def _late(engine: Engine, limit_s: float, end: float) -> bool:
     return quiet or now > engine.started_at + IN_ALL * limit_s
 
 
-def _lateness(engine: Engine, limit_s: float) -> str:
+def _lateness(engine: EngineRecord, limit_s: float) -> str:
     """What has been waited for, and how long."""
     if engine.process is None:
         return f"{engine} did not answer within {limit_s:g} s: {engine.pulse.error}"

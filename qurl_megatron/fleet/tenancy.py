@@ -10,14 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.fleet.engine_record import EngineRecord
+from qurl_megatron.fleet.roster import Roster
 from qurl_megatron.wire.lease import Owner
-
-if TYPE_CHECKING:
-    from qurl_megatron.fleet.fleet import Fleet
 
 LEASE_S = 30.0
 RENEW_S = 5.0
@@ -27,22 +24,22 @@ ANSWER_S = 5.0  # for an engine to answer, which it does without a look at what 
 class Tenancy:
     """Of one fleet. What it finds out about an engine it tells the fleet."""
 
-    def __init__(self, fleet: "Fleet", owner: Owner) -> None:
-        self._fleet, self._owner = fleet, owner
+    def __init__(self, roster: Roster, owner: Owner) -> None:
+        self._roster, self._owner = roster, owner
         self._locks: dict[str, threading.Lock] = {}  # of each URL, held while it is asked
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tenancy", daemon=True)
 
-    def claim(self, engine: Engine, client: EngineClient) -> None:
+    def claim(self, engine: EngineRecord, client: EngineClient) -> None:
         """Make an adopted engine this run's; one whose run lives leaves the fleet.
 
         Raises:
             EngineError: it did not say, or its lease may yet lapse: to be asked again.
         """
-        fleet = self._fleet
-        if fleet.fixed or engine.process is not None or engine.ours:
+        roster = self._roster
+        if roster.fixed or engine.process is not None or engine.ours:
             return
-        take_over = fleet.config.take_over
+        take_over = roster.config.take_over
         with self._asking(engine):
             if self._stopping.is_set() or engine.state == "gone":
                 raise EngineError(f"{engine.url} is not wanted any more")
@@ -56,7 +53,7 @@ class Tenancy:
                 f"{engine.url} belongs to {verdict.label} for {verdict.left_s:.0f} s more, unless "
                 "that run renews its lease"
             )
-        fleet.leave(
+        roster.leave(
             engine,
             "gave up",
             f"{engine.url} belongs to a run that is at work ({verdict.label}); give this run "
@@ -71,17 +68,17 @@ class Tenancy:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._each(self._give_back, self._fleet.adopted)
+        self._each(self._give_back, self._roster.adopted)
 
-    def let_go(self, engine: Engine) -> None:
+    def let_go(self, engine: EngineRecord) -> None:
         """Give one back that has left the fleet, without waiting for its answer."""
         threading.Thread(target=self._give_back, args=(engine,), daemon=True).start()
 
     def _run(self) -> None:
         while not self._stopping.wait(RENEW_S):
-            self._each(self._renew, [engine for engine in self._fleet.engines() if engine.ours])
+            self._each(self._renew, [engine for engine in self._roster.engines() if engine.ours])
 
-    def _renew(self, engine: Engine) -> None:
+    def _renew(self, engine: EngineRecord) -> None:
         with self._asking(engine), suppress(EngineError):  # silent, which its health checks tell
             if not engine.ours:
                 return
@@ -89,21 +86,21 @@ class Tenancy:
             if verdict is not None and not verdict.granted:
                 engine.ours = False
                 taken = f"{engine.url} was taken over by another run ({verdict.label})"
-                self._fleet.leave(engine, "gave up", taken)
+                self._roster.leave(engine, "gave up", taken)
 
-    def _give_back(self, engine: Engine) -> None:
+    def _give_back(self, engine: EngineRecord) -> None:
         with self._asking(engine), suppress(EngineError):  # silent, or gone: its lease will end
             if not engine.ours:
                 return
             engine.ours = False
-            if not any(one.ours and one.url == engine.url for one in self._fleet.adopted):
+            if not any(one.ours and one.url == engine.url for one in self._roster.adopted):
                 engine.client.lease(self._owner, 0, timeout_s=ANSWER_S)
 
-    def _asking(self, engine: Engine) -> threading.Lock:
+    def _asking(self, engine: EngineRecord) -> threading.Lock:
         return self._locks.setdefault(engine.url, threading.Lock())
 
     @staticmethod
-    def _each(act: Callable[[Engine], None], engines: Iterable[Engine]) -> None:
+    def _each(act: Callable[[EngineRecord], None], engines: Iterable[EngineRecord]) -> None:
         """``act`` on all at once; returns when it is done, or has had its time."""
         threads = [threading.Thread(target=act, args=(engine,), daemon=True) for engine in engines]
         for thread in threads:

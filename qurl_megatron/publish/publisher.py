@@ -19,7 +19,7 @@ from torch import Tensor
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.model.aligned import Align
 from qurl_megatron.model.policy import Policy
@@ -354,7 +354,6 @@ class _Lead:
     def __init__(self, publisher: Publisher, version: int, stack: ExitStack) -> None:
         self.publisher, self.version, self.stack = publisher, version, stack
         self.metrics: dict[str, Metric] = {}
-        self._update: Update | None = None
         self._rounds: list[list[tuple[Blobs, dict[str, tuple[int, ...]]]]] = []
 
     def begin(self, errors: list) -> dict[str, int]:
@@ -364,17 +363,15 @@ class _Lead:
         engines = self.stack.enter_context(publisher.fleet.publication())
         if publisher.fleet.released:
             publisher.fleet.resume()
-        kinds = {engine.kind for engine in engines}
-        if len(kinds) > 1:
-            names = ", ".join(str(engine) for engine in engines if engine.kind == "embedded")
-            raise ConfigError(
-                f"embedded engines ({names}) and SGLang servers cannot be in one fleet; take one "
-                "kind out of rollout.urls or rollout.rendezvous"
-            )
+        for engine in engines:
+            if engine.scheme not in (None, publisher.scheme):
+                raise ConfigError(
+                    f"{engine} takes weights of scheme {engine.scheme}, and these are of "
+                    f"quant.scheme={publisher.scheme}; start it with --scheme {publisher.scheme}, "
+                    "or set quant.scheme to its own"
+                )
         if align := publisher.policy.align:
             refuse_unlike(align, publisher.fleet.config.backend, engines)
-        if "embedded" in kinds:
-            return {}  # they load the finished folder
         self._update = self.stack.enter_context(
             Update(
                 publisher.fleet, engines, self.version, publisher.sync, publisher.sender.describe
@@ -391,8 +388,6 @@ class _Lead:
         _refuse(contributions)
         if isinstance(self.publisher.sender, FilesSender):
             self._rounds.append(contributions)
-        if self._update is None:
-            return {}
         if not self.publisher.stage:
             self._update.bucket(_blobs_for(contributions))
         return self._update.sizes
@@ -400,49 +395,42 @@ class _Lead:
     def commit(self, failures: list) -> None:
         """Make the version the one that is served."""
         self._fail(failures)
-        publisher, folder = self.publisher, None
+        publisher = self.publisher
         if isinstance(publisher.sender, FilesSender):
-            folder = publisher.sender.folder
             blobs = [b for parts in self._rounds for blobs, _ in parts for b in blobs.values()]
             shapes = {
                 n: s for parts in self._rounds for _, shapes in parts for n, s in shapes.items()
             }
             publisher.sender.seal(manifest_of(self.version, publisher.scheme, blobs, shapes))
-        if self._update is None:
-            start = time.perf_counter()
-            publisher.fleet.publish(folder, self.version)
-            seconds = time.perf_counter() - start
-            self.metrics = {"sync/load_s": Max(seconds), "sync/paused_s": Max(seconds)}
-        else:
-            if publisher.stage:
-                for contributions in self._rounds:
-                    self._update.bucket(_blobs_for(contributions))
-            taken = self._update.commit(publisher.sender.receipts)
-            self.metrics = {
-                "sync/load_s": Max(taken.load_s),
-                "sync/paused_s": Max(taken.paused_s),
-                "sync/loaded_bytes": Sum(taken.bytes),
-            }
+        if publisher.stage:
+            for contributions in self._rounds:
+                self._update.bucket(_blobs_for(contributions))
+        taken = self._update.commit(publisher.sender.receipts)
+        self.metrics = {
+            "sync/load_s": Max(taken.load_s),
+            "sync/paused_s": Max(taken.paused_s),
+            "sync/loaded_bytes": Sum(taken.bytes),
+        }
         if publisher.timeline:
-            paused = self.metrics["sync/paused_s"].value
             end = now()
-            publisher.timeline.add(Span("update", "publish", self.version, end - paused, end))
+            begun = end - taken.paused_s
+            publisher.timeline.add(Span("update", "publish", self.version, begun, end))
 
     def _fail(self, failures: Sequence[Mapping[str, str]]) -> None:
         for engine, reason in {e: r for each in failures for e, r in each.items()}.items():
-            if self._update:
-                self._update.drop(engine, reason)
+            self._update.drop(engine, reason)
 
 
-def refuse_unlike(align: Align, backend: str, engines: Sequence[Engine]) -> None:
+def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -> None:
     """Raise where the policy quantizes tokens as other engines than these do."""
     if not align.activations:
         return
     for engine in engines:
-        if (engine.kind, engine.tp) != (backend, align.engine_tensor):
+        if (engine.kind.name, engine.tp) != (backend, align.engine_tensor):
             raise ConfigError(
                 f"train.align=full computes as rollout.backend={backend} with "
-                f"rollout.engine_tensor={align.engine_tensor} does, and {engine} is {engine.kind} "
+                f"rollout.engine_tensor={align.engine_tensor} does, and {engine} is "
+                f"{engine.kind.name} "
                 f"with a tensor size of {engine.tp}; set both keys to what the engines are, or "
                 "train.align=weights"
             )

@@ -30,7 +30,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     hosts: list = [None] * ranks.world_size
     dist.all_gather_object(hosts, socket.gethostname())
     one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
-    kind = choose(sync.transport, embedded=rollout.backend == "embedded", one_machine=one_machine)
+    kind = choose(sync.transport, one_machine=one_machine)
     token = share(run_token(run_dir) if ranks.leads else None, waiting_for=OPENING)
     if kind == "memory":
         if ranks.leads:
@@ -69,19 +69,12 @@ def _group_sender(
     )
 
 
-def choose(transport: str, *, embedded: bool, one_machine: bool) -> str:
-    """The transport for these engines.
+def choose(transport: str, *, one_machine: bool) -> str:
+    """The transport for engines here, or elsewhere.
 
     Raises:
         ConfigError: the one that is asked for cannot reach them.
     """
-    if embedded:
-        if transport not in ("auto", "files"):
-            raise ConfigError(
-                f"sync.transport={transport} needs rollout.backend=sglang; embedded engines load "
-                "files"
-            )
-        return "files"
     if transport == "memory" and not one_machine:
         raise ConfigError(
             "sync.transport=memory needs trainer and engines on one machine, and engines that the "

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qurl_megatron.config.sections import SyncConfig
-from qurl_megatron.engines.sglang.command_line import LOADER
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.fleet.fleet import Engine, Fleet
-from qurl_megatron.wire.message import Action, Blob, Encoded, Message, Receipt, payload
+from qurl_megatron.fleet.engine_record import EngineRecord
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.wire.message import LOADER, Action, Blob, Encoded, Message, Receipt, payload
 
-BlobsFor = Callable[[Engine, int], Encoded | Sequence[Blob]]
+BlobsFor = Callable[[EngineRecord, int], Encoded | Sequence[Blob]]
 """(engine, its rank) -> what the training ranks have for it in one bucket."""
 
 
@@ -43,14 +43,14 @@ class Update:
     def __init__(
         self,
         fleet: Fleet,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineRecord],
         version: int,
         config: SyncConfig,
         describe: Callable[[str], dict[str, Any]],
     ) -> None:
         """
         Args:
-            engines: that shall take part; SGLang servers with our loader.
+            engines: that shall take part.
             describe: ``Sender.describe``.
         """
         self.fleet, self.version, self.config = fleet, version, config
@@ -122,7 +122,7 @@ class Update:
         self.wait()
         found: dict[str, list[Receipt]] = {}
 
-        def commit(engine: Engine) -> None:
+        def commit(engine: EngineRecord) -> None:
             self._call(engine, "check", self._buckets)
             found[engine.name] = receipts(self._session[engine.name], engine.tp)
             self._approve(engine, found[engine.name])
@@ -149,7 +149,7 @@ class Update:
             paused_s=time.monotonic() - self._begun,
         )
 
-    def _start(self, act: Callable[[Engine], object], doing: str) -> None:
+    def _start(self, act: Callable[[EngineRecord], object], doing: str) -> None:
         self._loading = self._background.submit(self._each, act, doing)
 
     def _begin_once(self) -> None:
@@ -157,13 +157,13 @@ class Update:
             self._begun = time.monotonic()
             self._each(self._begin, "beginning")
 
-    def _begin(self, engine: Engine) -> None:
+    def _begin(self, engine: EngineRecord) -> None:
         engine.client.pause(self.config.pause)
         engine.client.set_weight_version(self.fleet.names.updating(self.version))
         engine.client.begin_weight_update()
 
     def _call(
-        self, engine: Engine, action: Action, index: int, blobs: BlobsFor | None = None
+        self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
         plain = Message(
             action=action,
@@ -181,7 +181,7 @@ class Update:
             messages = [distinct[id(part)] for part in parts]
         engine.client.update_weights_from_tensor(payload(messages), LOADER)
 
-    def _approve(self, engine: Engine, receipts: Sequence[Receipt]) -> None:
+    def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:
         """Raise EngineError unless every rank has everything where it always was."""
         errors = [f"rank {r.rank}: {r.error}" for r in receipts if r.error is not None]
         if errors:
@@ -193,7 +193,7 @@ class Update:
             )
         engine.pointers = pointers
 
-    def _each(self, act: Callable[[Engine], object], doing: str) -> None:
+    def _each(self, act: Callable[[EngineRecord], object], doing: str) -> None:
         purpose = f"{doing} version {self.version}"
         done = self.fleet.each(act, purpose, self.engines)
         self.engines = [engine for engine in self.engines if engine in done]

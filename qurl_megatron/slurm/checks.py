@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
-from qurl_megatron.engines.sglang.command_line import given_key
+from qurl_megatron.engines.starting import given_key
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.runtime.filesystem import free, refusing
 from qurl_megatron.slurm.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds

@@ -136,16 +136,14 @@ class Offered:
 
 def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: Path) -> list:
     from qurl_megatron.fleet.process import EngineProcess, launches
-    from qurl_megatron.weights.places import description_of
 
-    embedded = config.rollout.backend == "embedded"
     own = replace(
         config.rollout, engines=count, engine_host=host, engine_first_gpu=0, rendezvous=""
     )
     logs.mkdir(parents=True, exist_ok=True)
     made = launches(
         own,
-        Path(config.model.path) if embedded else description_of(config.model.path),
+        Path(config.model.path),
         logs,
         scheme=config.quant.scheme,
         dtype=config.model.dtype,

@@ -151,7 +151,8 @@ class FakeEngine:
         return 200, {}
 
     def update_weight_version(self, body: dict) -> tuple[int, dict]:
-        self.version = body["new_version"]
+        if self.update_fault != "lie" or body["new_version"].startswith("updating"):
+            self.version = body["new_version"]
         return 200, {"success": True}
 
     def begin_weight_update(self, body: dict) -> tuple[int, dict]:
@@ -165,17 +166,12 @@ class FakeEngine:
         return 200, {"success": True}
 
     def update_weights_from_tensor(self, body: dict) -> tuple[int, dict]:
-        status = 200 if self.session_open else 400
-        return status, {"success": self.session_open, "message": "no session is open"}
-
-    def update_weights_from_disk(self, body: dict) -> tuple[int, dict]:
         if self.update_fault == "refuse":
             return 400, {"success": False, "message": "these weights are not mine"}
         if self.update_fault == "hang":
             self.closing.wait()
-        if self.update_fault != "lie":
-            self.version = body["weight_version"]
-        return 200, {"success": True}
+        status = 200 if self.session_open else 400
+        return status, {"success": self.session_open, "message": "no session is open"}
 
     def generate(self, body: dict) -> tuple[int, object]:
         with self._lock:

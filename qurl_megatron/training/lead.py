@@ -133,10 +133,7 @@ class Lead:
             self.fleet = stack.enter_context(
                 Fleet(
                     config.rollout,
-                    # SGLang is told the model's shape, and gets its weights from the first version.
-                    model_dir=Path(config.model.path)
-                    if config.rollout.backend == "embedded"
-                    else description_of(config.model.path),
+                    model_dir=Path(config.model.path),
                     scheme=self.scheme,
                     dtype=config.model.dtype,
                     log_dir=self.run_dir / "logs",

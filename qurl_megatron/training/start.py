@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.data.questions import training_questions
-from qurl_megatron.engines.sglang.command_line import given_key
+from qurl_megatron.engines.starting import given_key
 from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics, wandb_package

@@ -10,9 +10,11 @@ to a custom weight loader; the bytes take the transport's own way, and are never
 """
 
 import base64
+import binascii
 import json
 import math
 import pickle
+import pickletools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -27,6 +29,9 @@ from qurl_megatron.tensors.slice import Shard, Slice, part_at
 from qurl_megatron.wire import schema
 
 FORMAT = "qurl-update-1"
+LOADER = "qurl_megatron.engines.sglang.loader.load"
+"""``load_format`` of our updates: the function that SGLang imports and calls with each message."""
+
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
 WORDS = 4 << 20  # summed at a time on a GPU: bounds the memory that takes
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
@@ -319,3 +324,18 @@ def payload(messages: Sequence[Message]) -> list[str]:
 
 def _pickled(message: Message) -> str:
     return base64.b64encode(pickle.dumps([(message.to_json(), _Inline())])).decode()
+
+
+def message_in(serialized: str) -> Message:
+    """The message in one entry of ``payload``; the pickle is read as a list of words, and never
+    unpickled.
+
+    Raises:
+        ConfigError: it is not such an entry.
+    """
+    try:
+        words = pickletools.genops(base64.b64decode(serialized, validate=True))
+        said = next((word for _, word, _ in words if isinstance(word, str)), "")
+    except (binascii.Error, TypeError, ValueError):
+        said = ""
+    return Message.from_json(said)

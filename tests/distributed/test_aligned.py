@@ -472,11 +472,12 @@ def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
     "kind, size, refused", [("sglang", 2, False), ("sglang", 4, True), ("embedded", 1, True)]
 )
 def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
-    from qurl_megatron.fleet.engine_record import Engine
+    from qurl_megatron.engines.kinds import KINDS
+    from qurl_megatron.fleet.engine_record import EngineRecord
     from qurl_megatron.model.aligned import Align
     from qurl_megatron.publish.publisher import refuse_unlike
 
-    engines = [Engine("one", kind="sglang", tp=2), Engine("two", kind=kind, tp=size)]
+    engines = [EngineRecord("one", tp=2), EngineRecord("two", kind=KINDS[kind], tp=size)]
     refuse_unlike(Align("int8", engine_tensor=2), "sglang", engines)
     full = Align("int8", activations=True, engine_tensor=2)
     message = f"rollout.engine_tensor=2 does, and .* is {kind} with a tensor size of {size}"

@@ -1,7 +1,5 @@
 """A version published from any layout holds exactly the quantized whole model."""
 
-import contextlib
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from safetensors.torch import load_file
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.fleet.engine_record import Engine
 from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.runtime.megatron import megatron_runtime
@@ -22,6 +19,7 @@ from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import fold_uaq
 from qurl_megatron.wire.manifest import Manifest, read_version
 from tests.distributed.test_policy import build, recipe
+from tests.publishing import KeepsVersions
 
 SEED = 5
 DRIFT = {
@@ -31,22 +29,6 @@ DRIFT = {
     "quant/update_passed",
     "quant/update_cosine",
 }
-
-
-class KeepsVersions:
-    """Stands for a fleet of embedded engines: copies every version it is given."""
-
-    released = False
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    @contextlib.contextmanager
-    def publication(self):
-        yield [Engine("engine-0", kind="embedded")]
-
-    def publish(self, folder, version):
-        shutil.copytree(folder, self.folder / str(version))
 
 
 def trained(policy, config, step):
@@ -74,7 +56,7 @@ def publish(device, config, scheme, out, updates, change=trained):
         quant = QuantConfig(scheme=scheme, uaq_scale=1.5)
         # Small buckets: every version takes many rounds, stages have different numbers of them, and
         # embeddings come in parts.
-        sync = SyncConfig(keep=1, bucket_mb=0.003, dir=str(out / "root"))
+        sync = SyncConfig(transport="files", keep=1, bucket_mb=0.003, dir=str(out / "root"))
         sender = make_sender(sync, config.rollout, policy, out)
         with Publisher(policy, fleet, quant, sync, sender) as publisher:
             first = publisher.publish(0)
@@ -139,7 +121,7 @@ def publish_by_chance(device, config, kind, out):
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
         quant = QuantConfig(scheme="fp8", rounding=kind, uaq_scale=1.5)
-        sync = SyncConfig(keep=1, bucket_mb=0.003, dir=str(out / "root"))
+        sync = SyncConfig(transport="files", keep=1, bucket_mb=0.003, dir=str(out / "root"))
         for turn, versions in (("first", (0, 1)), ("resumed", (1,))):
             fleet = KeepsVersions(out / turn) if ranks.leads else None
             sender = make_sender(sync, config.rollout, policy, out)
@@ -183,8 +165,6 @@ def publish_to_memory(device, config, scheme, out):
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
         fleet = KeepsVersions(out) if ranks.leads else None
-        if fleet:
-            fleet.publish = lambda folder, version: None
         quant, sync = QuantConfig(scheme=scheme, uaq_scale=1.5), SyncConfig(bucket_mb=0.003)
         sender = Keeps("test", ranks.rank, leads=ranks.leads, root=out)
         with Publisher(policy, fleet, quant, sync, sender) as publisher:
@@ -256,7 +236,7 @@ def publish_in_two_formats(device, config, out):
         policy = build(config, ranks, uaq_scale=1.0)
         fleet = KeepsVersions(out) if ranks.leads else None
         # Buckets of an INT8 version hold twice what the limit allows in BF16.
-        sync = SyncConfig(keep=1, bucket_mb=0.02, dir=str(out / "root"))
+        sync = SyncConfig(transport="files", keep=1, bucket_mb=0.02, dir=str(out / "root"))
         sender = make_sender(sync, config.rollout, policy, out)
         seen = []
         with Publisher(policy, fleet, QuantConfig(scheme="int8"), sync, sender) as publisher:
@@ -304,7 +284,9 @@ def publish_nan(device, config, out):
             name = "decoder.layers.0.self_attention.linear_qkv.weight"
             dict(policy.gpt.named_parameters())[name].data[0, 0] = float("nan")
         fleet = KeepsVersions(out) if ranks.leads else None
-        sync = SyncConfig(dir=str(out / "root"))  # one bucket: collectives come after the mistake
+        sync = SyncConfig(
+            transport="files", dir=str(out / "root")
+        )  # one bucket: collectives come after the mistake
         sender = make_sender(sync, config.rollout, policy, out)
         with Publisher(policy, fleet, QuantConfig(scheme="int8"), sync, sender) as publisher:
             with pytest.raises(ConfigError, match=r"q_proj.weight.* inf or nan"):

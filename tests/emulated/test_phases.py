@@ -22,7 +22,7 @@ from qurl_megatron.training.dry_run import dry_run
 from qurl_megatron.training.state import TrainState, latest
 from tests.cases import all_but
 from tests.distributed.test_dry_run import recipe
-from tests.distributed.test_publish import KeepsVersions
+from tests.publishing import KeepsVersions
 
 KIB = 1 << 10
 SLACK = 64 * KIB

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qurl_megatron.engines.sglang.command_line import LOADER, engine_launch
+from qurl_megatron.engines.sglang.command_line import engine_launch
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import quantization_config, stored
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.message import Blob, Message, Receipt, payload
+from qurl_megatron.wire.message import LOADER, Blob, Message, Receipt, payload
 from tests.waiting import PATIENCE_S
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"

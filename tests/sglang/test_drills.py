@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
+from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
-from qurl_megatron.fleet.fleet import Engine, Fleet
-from qurl_megatron.fleet.process import API_KEY
+from qurl_megatron.fleet.engine_record import EngineRecord
+from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.publish.update import Taken
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire.group import GroupSender, host_store
@@ -66,25 +67,25 @@ class Drill:
         tensors = self.versions[which].tensors
         return publish(self.fleet, tensors, self.number, senders or self.files, **faults)
 
-    def correct(self, engine: Engine, which: int) -> bool:
+    def correct(self, engine: EngineRecord, which: int) -> bool:
         """It serves the newest number, and answers as these weights do."""
         named = engine.client.weight_version() == self.fleet.names.of(self.number)
         named &= engine.version == self.number
         return named and self.answers(engine, which)
 
-    def answers(self, engine: Engine, which: int) -> bool:
+    def answers(self, engine: EngineRecord, which: int) -> bool:
         """It answers as these weights do, to the bit."""
         # A request that `mixed` gave up waits in the paused engine and may share the first batch.
         return any(difference(answers(engine.client), self.expected[which]) == 0 for _ in range(3))
 
-    def mixed(self, engine: Engine, names: Names | None = None) -> bool:
+    def mixed(self, engine: EngineRecord, names: Names | None = None) -> bool:
         """It calls its weights "updating-...", and answers nothing.
 
         Args:
             names: of the run that was updating it; None: the fleet's own.
         """
         try:
-            patience = EngineClient(engine.url, timeout_s=2.0, api_key=self.fleet._run_key)
+            patience = EngineClient(engine.url, timeout_s=2.0, api_key=self.fleet.run_key)
             patience.generate([[1, 2, 3]], {"max_new_tokens": 1})
         except EngineError as error:
             assert "did not answer within" in str(error)
@@ -145,7 +146,7 @@ def at(bucket: int, act):
     return lambda index, blobs: act() if index == bucket else None
 
 
-def rejoins(drill: Drill, engine: Engine, other: Engine) -> None:
+def rejoins(drill: Drill, engine: EngineRecord, other: EngineRecord) -> None:
     """It is started again, gets no traffic, and comes back with the next version alone."""
     process = engine.process.popen.pid
     assert drill.fleet.serving() == [other] and drill.correct(other, 1)
@@ -341,13 +342,13 @@ def test_a_trainer_killed_in_an_update_leaves_engines_silent_until_the_next_one_
         "urls": [engine.url for engine in drill.fleet.engines()],
         "version": drill.number,
     }
-    died = run_trainer(order | {"dies": True}, drill.fleet._run_key)
+    died = run_trainer(order | {"dies": True}, drill.fleet.run_key)
     assert died.returncode == -signal.SIGKILL, died.stderr
     names = Names(OWNER.token)
     for engine in drill.fleet.engines():
         assert drill.mixed(engine, names)
 
-    again = run_trainer(order | {"dies": False}, drill.fleet._run_key)
+    again = run_trainer(order | {"dies": False}, drill.fleet.run_key)
     assert again.returncode == 0, again.stderr
     for engine in drill.fleet.engines():
         assert engine.client.weight_version() == names.of(drill.number)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qurl_megatron.engines.sglang.command_line import LOADER
 from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.wire.message import payload
+from qurl_megatron.wire.message import LOADER, payload
 from tests.sglang.engines import (
     Case,
     Publication,

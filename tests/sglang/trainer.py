@@ -15,7 +15,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
-from qurl_megatron.fleet.fleet import Engine, Fleet
+from qurl_megatron.fleet.engine_record import EngineRecord
+from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.publish.update import Taken, Update
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.lease import Owner
@@ -30,7 +31,7 @@ During = Callable[[int, list[Blob]], None]
 """(bucket, every training rank's blob of it), when the buckets before it are loaded and before
 this one is sent: the moment for a fault."""
 
-Sees = Callable[[Engine, int, list[Blob]], Sequence[Blob]]
+Sees = Callable[[EngineRecord, int, list[Blob]], Sequence[Blob]]
 """(engine, bucket, blobs) -> those that the engine is told of."""
 
 

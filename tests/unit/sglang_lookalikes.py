@@ -156,7 +156,7 @@ def whole_tensors(*, quantized: bool = True, tied: bool = False) -> dict[str, to
             if quantized:
                 codes = torch.randint(-127, 128, (rows, columns), generator=generator)
                 tensors[f"{prefix}{name}.weight"] = codes.to(torch.int8)
-                tensors[f"{prefix}{name}.weight_scale"] = matrix(rows, 1)
+                tensors[f"{prefix}{name}.weight_scale"] = matrix(rows, 1).abs() + 0.01
             else:
                 tensors[f"{prefix}{name}.weight"] = matrix(rows, columns)
             if name[-6] in "qkv" and "attn" in name:

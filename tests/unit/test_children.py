@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.engines.sglang.command_line import Launch
+from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet.process import EngineProcess
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.runtime.children import expandable_segments, job_cores, without_launcher

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.engines.sglang.command_line import Launch
+from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet import process
 from qurl_megatron.fleet.process import EngineProcess
 from tests.disks import fill, small_disk

@@ -1,5 +1,7 @@
 import base64
 import json
+import os
+import pickle
 import re
 import shutil
 import time
@@ -8,16 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.wire.message import LOADER, Message, payload
 from tests.unit.engine_models import (
     LiveServer,
-    published_tensors,
     random_tensors,
     write_model,
     write_version,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -276,26 +279,59 @@ def shared(folder):
     server.close()
 
 
-def test_tensors_come_as_safetensors_and_never_as_pickles(live, folder, tmp_path):
-    tensors = published_tensors(random_tensors(folder, seed=5), "int8")
-    names = sorted(tensors)
-    parts = [{n: tensors[n] for n in names[:9]}, {n: tensors[n] for n in names[9:]}]
-    texts = [base64.b64encode(save(part)).decode() for part in parts]
-    body = {"load_format": "safetensors", "serialized_named_tensors": texts, "weight_version": "4"}
-    bad = [
-        {**body, "load_format": None},
-        {**body, "load_format": "flattened_bucket"},
-        {**body, "serialized_named_tensors": texts[:1]},
-        {**body, "serialized_named_tensors": texts + texts[:1]},
-        {**body, "serialized_named_tensors": ["gASVAAAA"]},
-        {**body, "serialized_named_tensors": "abc"},
-    ]
-    for one in bad:
-        response = live.post("/update_weights_from_tensor", one)
-        assert response.status_code == 400 and not response.json()["success"], one
-    assert live.client.weight_version() == "default"
+class Bomb:
+    """Unpickled, it would run."""
+
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
+def test_messages_of_an_update_are_read_and_nothing_is_unpickled(live, monkeypatch):
+    monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("unpickled"))
+    monkeypatch.setattr(pickle, "load", lambda *_: pytest.fail("unpickled"))
+    [text] = payload([Message("check", "one", 1)])
+    body = {"load_format": LOADER, "serialized_named_tensors": [text]}
+    bomb = base64.b64encode(pickle.dumps([Bomb(), "{}"])).decode()
+    live.post("/begin_weight_update", {})
+    for change, says in (
+        ({"load_format": None}, "load_format must be"),
+        ({"load_format": "flattened_bucket"}, "load_format must be"),
+        ({"serialized_named_tensors": "abc"}, "must be a list of one text"),
+        ({"serialized_named_tensors": [text, text]}, "must be a list of one text"),
+        ({"serialized_named_tensors": ["gASVAAAA"]}, "weight update is malformed"),
+        ({"serialized_named_tensors": [bomb]}, "weight update is malformed"),
+    ):
+        response = live.post("/update_weights_from_tensor", body | change)
+        assert response.status_code == 400, change
+        assert says in response.text
     assert live.post("/update_weights_from_tensor", body).json()["success"]
-    assert live.client.weight_version() == "4"
+    assert live.client.weight_version() == "default"
+
+
+def test_weights_come_in_a_session_that_is_opened_once(live):
+    [text] = payload([Message("check", "two", 1)])
+    body = {"load_format": LOADER, "serialized_named_tensors": [text]}
+    live.client.end_weight_update()
+    with pytest.raises(EngineError, match="No weight-update session is open"):
+        live.client.update_weights_from_tensor([text], LOADER)
+    live.client.begin_weight_update()
+    assert "already open" in live.post("/begin_weight_update", {}).json()["message"]
+    live.client.begin_weight_update()  # a trainer takes over what a dead one left
+    assert live.post("/update_weights_from_tensor", body).json()["success"]
+    live.client.end_weight_update()
+
+
+def test_a_retracted_batch_does_not_keep_the_cache_from_being_flushed(live):
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(live.client.generate, [[5, 6]], {"max_new_tokens": 400})
+        wait_until(lambda: live.client.server_info()["num_running_reqs"])
+        with pytest.raises(EngineError, match="Not flushed"):
+            live.client.flush()
+        live.client.pause("retract")
+        live.client.flush()
+        live.client.resume()
+        live.client.abort(everything=True)
+        answer.result()
 
 
 def test_a_tensor_that_two_files_hold_is_refused(tmp_path, shared):

@@ -17,7 +17,14 @@ from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire.lease import Owner
 from tests.names import unanswered
-from tests.unit.engine_models import TINY, LiveServer, random_tensors, write_model, write_version
+from tests.publishing import publish_tensors
+from tests.unit.engine_models import (
+    TINY,
+    LiveServer,
+    published_tensors,
+    random_tensors,
+    write_model,
+)
 from tests.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(4)]
@@ -35,7 +42,7 @@ class Stand:
     def publish(self) -> None:
         """Everybody is back in the traffic."""
         self.version += 1
-        self.fleet.publish(self.weights, self.version)
+        publish_tensors(self.fleet, self.version, self.weights)
         assert len(self.fleet.serving()) == 2
         self.fleet.drain()
 
@@ -60,8 +67,7 @@ def fleet_of(*urls: str, fixed: bool = False, **changes):
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("model"), eos_token_id=None)
-    weights = tmp_path_factory.mktemp("versions") / "v1"
-    write_version(weights, random_tensors(folder, seed=3), 1, "int8")
+    weights = published_tensors(random_tensors(folder, seed=3), "int8")
     live = LiveServer(folder), LiveServer(folder)
     yield live, weights
     for one in live:
@@ -112,14 +118,14 @@ def test_an_engine_that_does_not_let_us_in_is_left_out(name, engines, stand):
         other.publish()
         proxy.play([name])
         held(other, name)
-        fleet.publish(weights, 2)
+        publish_tensors(fleet, 2, weights)
         assert [engine.url for engine in fleet.engines()] == [good.url]
 
 
 def test_a_liar_alone_ends_the_collection_in_a_sentence(engines):
     (behind, _), weights = engines
     with Proxy(behind.url) as proxy, fleet_of(proxy.url) as fleet:
-        fleet.publish(weights, 1)
+        publish_tensors(fleet, 1, weights)
         proxy.play(["id = vocabulary"])
         with pytest.raises(EngineError, match="no engine is serving: .*outside the vocabulary"):
             collect(fleet, PROMPTS, fleet.config, seed=1, step=2)
@@ -195,7 +201,7 @@ def test_an_engine_whose_health_checks_drip_leaves_the_traffic(engines):
     (behind, good), weights = engines
     watched = {"health_every_s": 0.05, "health_timeout_s": SILENT_S / 2}
     with Proxy(behind.url) as proxy, fleet_of(proxy.url, good.url, **watched) as fleet:
-        fleet.publish(weights, 1)
+        publish_tensors(fleet, 1, weights)
         proxy.play(["headers drip"] * 99, at="/server_info")
         wait_until(lambda: [engine.url for engine in fleet.serving()] == [good.url])
         assert "no health check was answered" in fleet.why_not()
@@ -206,7 +212,7 @@ def test_a_health_check_that_waits_for_a_name_server_counts_as_silence(engines):
     watched = {"health_every_s": 0.05, "health_timeout_s": SILENT_S / 2}
     named = behind.url.replace("127.0.0.1", "localhost")
     with fleet_of(named, good.url, **watched) as fleet:
-        fleet.publish(weights, 1)
+        publish_tensors(fleet, 1, weights)
         with unanswered():
             wait_until(lambda: [engine.url for engine in fleet.serving()] == [good.url])
             assert "no health check was answered" in fleet.why_not()

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.kinds import KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import process, supervisor
@@ -23,6 +25,7 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.membership import read_members
 from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
+from tests.publishing import publish
 from tests.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
@@ -64,7 +67,7 @@ def events(fleet) -> list[tuple[str, str]]:
 
 def test_an_engine_that_was_killed_comes_back_and_joins_with_the_next_publication(tmp_path):
     with local_fleet(tmp_path) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         killed, other = fleet.serving()
         fleet.drain()
         old_url, log = killed.url, killed.process.log
@@ -75,7 +78,7 @@ def test_an_engine_that_was_killed_comes_back_and_joins_with_the_next_publicatio
         assert log.read_text().count("listening") == 2
         samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
         assert {v for s in samples for v in s.token_versions} == {1}
-        fleet.publish("unused", 2)
+        publish(fleet, 2)
         assert fleet.serving() == [killed, other]
         assert killed.version == 2 and killed.client.weight_version() == fleet.names.of(2)
         names = [event for engine, event in events(fleet) if engine == "engine-0"]
@@ -86,7 +89,7 @@ def test_an_engine_of_ours_that_says_what_cannot_be_is_started_anew_and_the_reas
     tmp_path,
 ):
     with local_fleet(tmp_path, "--fault", "nan") as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         with pytest.raises(EngineError, match="no engine is serving: .*log-prob nan is not"):
             collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
         bad = fleet.engines()
@@ -125,21 +128,21 @@ def test_restarts_wait_twice_as_long_each_time_and_end(tmp_path):
         assert len(lives.read_text().split()) == 2 + 2
         assert ("engine-0", "gave up") in events(fleet)
         assert fleet.engines() == [other]
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         assert fleet.serving() == [other]
 
 
 def test_restarts_are_given_back_to_an_engine_that_has_served_some_versions_whole(tmp_path):
     with local_fleet(tmp_path, max_restarts=1) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         engine = fleet.serving()[0]
         for first in (2, 6):
             os.kill(engine.process.popen.pid, signal.SIGKILL)
             wait_until(lambda: engine.restarts == 1 and engine.state == "ready")
             for version in range(first, first + 3):
-                fleet.publish("unused", version)
+                publish(fleet, version)
                 assert engine.restarts == 1
-            fleet.publish("unused", first + 3)
+            publish(fleet, first + 3)
             assert engine.restarts == 0
 
 
@@ -148,7 +151,7 @@ def test_an_engine_that_fails_in_every_second_version_never_gets_its_restarts_ba
         engine = fleet.engines()[0]
         engine.restarts = 1
         for version in range(1, 20):
-            fleet.publish("unused", version)
+            publish(fleet, version)
             if version % 2:
                 fleet.fail(engine, "it said what cannot be")
                 wait_until(lambda: engine.pulse.healthy)
@@ -157,7 +160,7 @@ def test_an_engine_that_fails_in_every_second_version_never_gets_its_restarts_ba
 
 def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp_path):
     with local_fleet(tmp_path, "--token-s", 0.05) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         stopped, other = fleet.serving()
         pid = stopped.process.popen.pid
         threading.Timer(0.1, os.kill, (pid, signal.SIGSTOP)).start()
@@ -169,13 +172,13 @@ def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp
         wait_until(lambda: stopped.state == "ready")
         assert stopped.process.popen.pid != pid
         assert ("engine-0", "failed") in events(fleet)
-        fleet.publish("unused", 2)
+        publish(fleet, 2)
         assert fleet.serving() == [stopped, other]
 
 
 def test_an_engine_that_answers_nothing_but_writes_to_its_log_is_at_work_not_hung(tmp_path):
     with local_fleet(tmp_path) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         engine = fleet.engines()[0]
         process = engine.process.popen
         os.kill(process.pid, signal.SIGSTOP)
@@ -234,25 +237,24 @@ def test_nobody_waits_while_it_is_looked_at_what_an_engine_shares_in_memory(tmp_
 def test_limits_follow_the_kind_of_engine_unless_they_are_given():
     plain, sglang = RolloutConfig(), RolloutConfig(backend="sglang")
     assert (plain.start_limit_s, sglang.start_limit_s) == (300, 900)
-    assert (plain.health_limit_s("embedded"), plain.health_limit_s("sglang")) == (60, 300)
-    given = RolloutConfig(backend="sglang", start_timeout_s=7.0, health_timeout_s=2.0)
-    assert (given.start_limit_s, given.health_limit_s("sglang")) == (7, 2)
+    assert RolloutConfig(backend="sglang", start_timeout_s=7.0).start_limit_s == 7
+    assert [KINDS[name].health_timeout_s for name in ("embedded", "sglang")] == [60, 300]
 
 
 def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():
     hung, good = FakeEngine(), FakeEngine()
     with hung, good, adopted(hung, good, update_timeout_s=2.0) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         hung.update_fault = "hang"
         start = time.monotonic()
-        fleet.publish("unused", 2)
+        publish(fleet, 2)
         assert time.monotonic() - start < PATIENCE_S
         assert [e.url for e in fleet.serving()] == [good.url]
         assert hung.paused.is_set()  # not told to go on: it might have half of the weights
         assert hung.version == fleet.names.updating(2)
         assert "did not answer within" in fleet.why_not()
         hung.update_fault = ""
-        fleet.publish("unused", 3)
+        publish(fleet, 3)
         assert len(fleet.serving()) == 2 and hung.version == fleet.names.of(3)
 
 
@@ -260,7 +262,7 @@ def test_an_engine_that_says_yes_but_serves_the_old_version_is_named_and_stays_p
     with FakeEngine() as liar, adopted(liar) as fleet:
         liar.update_fault = "lie"
         with pytest.raises(EngineError, match=f"{liar.url} serves version 'updating-2@"):
-            fleet.publish("unused", 2)
+            publish(fleet, 2)
         assert liar.paused.is_set() and fleet.serving() == []
 
 
@@ -286,7 +288,7 @@ def command_of(engine) -> list[str]:
 
 def test_engines_switch_to_another_number_format_uncounted_and_join_with_the_next_version(tmp_path):
     with local_fleet(tmp_path, max_restarts=0) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         fleet.drain()
         before = {engine: engine.process.popen.pid for engine in fleet.serving()}
         fleet.released = True
@@ -298,7 +300,7 @@ def test_engines_switch_to_another_number_format_uncounted_and_join_with_the_nex
             assert not Path(f"/proc/{pid}").exists() and engine.restarts == 0
             command = command_of(engine)
             assert command[command.index("--scheme") + 1] == "int8"
-        fleet.publish("unused", 2)
+        publish(fleet, 2)
         assert len(fleet.serving()) == 2
         seen, metrics = fleet.drain()
         names = [event["event"] for event in seen if event["engine"] == "engine-0"]
@@ -308,7 +310,7 @@ def test_engines_switch_to_another_number_format_uncounted_and_join_with_the_nex
 
 def test_an_engine_that_dies_after_a_switch_comes_back_in_the_new_format(tmp_path):
     with local_fleet(tmp_path, max_restarts=1) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         fleet.switch("int8")
         wait_until(lambda: not fleet.starting())
         engine = fleet.engines()[0]
@@ -323,7 +325,7 @@ def test_an_engine_that_waits_for_its_restart_switches_at_once_and_one_that_left
         gone, waiting = fleet.serving()
         os.kill(gone.process.popen.pid, signal.SIGKILL)
         wait_until(lambda: gone.state == "gone")
-        with fleet._turn:
+        with fleet.turn:
             waiting.process.kill()
             waiting.state, waiting.start_at = "starting", time.monotonic() + 60
         fleet.switch("int8")
@@ -365,7 +367,7 @@ def test_a_mistake_of_ours_in_an_act_is_not_taken_for_a_failing_engine():
 
 def test_an_adopted_engine_that_comes_back_gets_no_traffic_before_the_next_publication():
     with FakeEngine() as away, FakeEngine() as other, adopted(away, other) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         away.deaf.set()
         wait_until(lambda: len(fleet.serving()) == 1)
         away.deaf.clear()
@@ -373,7 +375,7 @@ def test_an_adopted_engine_that_comes_back_gets_no_traffic_before_the_next_publi
         assert fleet.engines()[0].state == "stale"
         greedy(fleet, PROMPTS, 2)
         assert not away.bodies("/generate")
-        fleet.publish("unused", 2)
+        publish(fleet, 2)
         assert len(fleet.serving()) == 2
 
 
@@ -384,7 +386,7 @@ def test_a_fleet_without_engines_says_so_and_waits_if_asked(tmp_path):
         with pytest.raises(EngineError, match="no engine is serving.*exited with status -9"):
             greedy(fleet, PROMPTS, 2)
         assert fleet.await_recruits(PATIENCE_S)
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         assert len(greedy(fleet, PROMPTS, 2)) == 6
 
 
@@ -397,7 +399,7 @@ def test_engines_come_and_go_with_the_rendezvous(tmp_path):
         fleet = Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
         (offered / "a.json").write_text(json.dumps({"url": first.url}))
         with fleet:
-            fleet.publish("unused", 1)
+            publish(fleet, 1)
             (offered / "b.json").write_text('{"url": "http')  # a writer in the middle of it
             time.sleep(0.3)
             assert len(fleet.engines()) == 1
@@ -405,7 +407,7 @@ def test_engines_come_and_go_with_the_rendezvous(tmp_path):
             (offered / "b.json").write_text(json.dumps(entry))
             wait_until(lambda: len(fleet.engines()) == 2 and fleet.engines()[1].state == "ready")
             assert [e.url for e in fleet.serving()] == [first.url]
-            fleet.publish("unused", 2)
+            publish(fleet, 2)
             assert [e.url for e in fleet.serving()] == [first.url, second.url]
             (offered / "a.json").unlink()
             wait_until(lambda: len(fleet.engines()) == 1)
@@ -506,7 +508,7 @@ def test_settings_of_the_fleet_that_cannot_work_are_refused(wrong, message):
 
 
 def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, monkeypatch):
-    monkeypatch.setattr(process.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = RolloutConfig(
         backend="sglang",
         engines=2,
@@ -518,7 +520,7 @@ def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, mon
         colocate=True,
     )
     known = {"scheme": "int8", "dtype": "bfloat16", "api_key": "secret"}
-    launches = process.launches(config, "model", tmp_path, **known)
+    launches = process.launches(config, tmp_path, tmp_path, **known)
     command = list(launches["engine-1"].command)
     assert command[0] == sys.executable
     assert command[command.index("--base-gpu-id") + 1] == "6"
@@ -529,7 +531,7 @@ def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, mon
     assert "secret" not in " ".join(command) + repr(launches)
     lost = RolloutConfig(backend="sglang", sglang_python="/no/python")
     with pytest.raises(ConfigError, match="rollout.sglang_python = /no/python does not exist"):
-        process.launches(lost, "model", tmp_path, **known)
+        process.launches(lost, tmp_path, tmp_path, **known)
 
 
 SHARED = {"engines": 4, "engine_tensor": 2}
@@ -556,12 +558,12 @@ SHARED = {"engines": 4, "engine_tensor": 2}
 def test_engines_that_have_no_gpus_of_their_own_are_refused_in_a_sentence(
     rollout, gpus, ranks, message, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(process.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     config = RolloutConfig(backend="sglang", sglang_python=sys.executable, **rollout)
     known = {"scheme": "int8", "dtype": "bfloat16", "api_key": "secret", "trainer_ranks": ranks}
     if message is None:
-        assert len(process.launches(config, "model", tmp_path, **known)) == 4
+        assert len(process.launches(config, tmp_path, tmp_path, **known)) == 4
     else:
         with pytest.raises(ConfigError, match=message):
-            process.launches(config, "model", tmp_path, **known)
+            process.launches(config, tmp_path, tmp_path, **known)

@@ -17,6 +17,7 @@ from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease
 from qurl_megatron.wire.lease import Lease, Owner
+from tests.publishing import publish
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5, 6), "", "") for i in range(4)]
@@ -46,7 +47,7 @@ def fleet_of(*engines: FakeEngine, owner: Owner, fixed: bool = False, **options)
 
 def test_an_engine_of_a_run_that_lives_is_refused_in_a_sentence_that_names_it():
     with FakeEngine() as engine, fleet_of(engine, owner=ONE) as first:
-        first.publish("unused", 1)
+        publish(first, 1)
         with (
             pytest.raises(
                 ConfigError,
@@ -66,7 +67,7 @@ def test_a_run_that_ended_leaves_its_engines_to_the_next_at_once():
             pass
         start = time.monotonic()
         with fleet_of(engine, owner=OTHER) as second:
-            second.publish("unused", 1)
+            publish(second, 1)
         assert time.monotonic() - start < PATIENCE_S
 
 
@@ -76,7 +77,7 @@ def test_the_engines_of_a_run_that_was_killed_are_free_when_its_lease_has_lapsed
         EngineClient(engine.url).lease(ONE, 0.7, timeout_s=PATIENCE_S)
         with fleet_of(engine, owner=OTHER) as second:
             assert time.monotonic() - start >= 0.7
-            second.publish("unused", 1)
+            publish(second, 1)
         assert engine.version == "1@bb"
 
 
@@ -85,7 +86,7 @@ def test_a_run_that_is_started_again_gets_its_own_engines_at_once():
         EngineClient(engine.url).lease(ONE, NEVER_S, timeout_s=PATIENCE_S)
         start = time.monotonic()
         with fleet_of(engine, owner=ONE) as again:
-            again.publish("unused", 1)
+            publish(again, 1)
         assert time.monotonic() - start < PATIENCE_S
 
 
@@ -168,7 +169,7 @@ def test_an_engine_that_leaves_and_returns_is_not_given_back_late(late, monkeypa
         config = RolloutConfig(rendezvous=str(offered))
         options = {"scheme": "none", "log_dir": "unused", "vocabulary": 96, "owner": ONE}
         with Fleet(config, "unused", **options) as fleet:
-            fleet.tenancy.let_go = lambda one: threading.Thread(
+            fleet.on_leave = lambda one: threading.Thread(
                 target=let_go, args=(fleet, one), daemon=True
             ).start()
             offered.write_text("")
@@ -182,20 +183,20 @@ def test_an_engine_that_leaves_and_returns_is_not_given_back_late(late, monkeypa
 
 def test_an_engine_that_is_taken_over_is_lost_to_the_run_that_had_it_and_to_nothing_else():
     with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own, owner=ONE) as first:
-        first.publish("unused", 1)
+        publish(first, 1)
         with fleet_of(shared, owner=OTHER, take_over=True) as second:
-            second.publish("unused", 1)
+            publish(second, 1)
             wait_until(lambda: len(first.engines()) == 1)
             assert f"{shared.url} was taken over by another run (run other)" in first.why_not()
             events = [(event["event"], event["engine"]) for event in first.drain()[0]]
             assert ("gave up", "engine-0") in events
-            first.publish("unused", 2)
+            publish(first, 2)
             assert (shared.version, own.version) == ("1@bb", "2@aa")
 
 
 def test_tokens_of_another_runs_weights_are_refused_and_generated_elsewhere():
     with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own, owner=ONE) as fleet:
-        fleet.publish("unused", 1)
+        publish(fleet, 1)
         shared.version = "1@bb"
         samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
         assert len(samples) == 4 and {s.versions for s in samples} == {((1, 4),)}
@@ -205,7 +206,7 @@ def test_tokens_of_another_runs_weights_are_refused_and_generated_elsewhere():
 
 def test_whoever_only_asks_takes_no_lease_and_needs_none():
     with FakeEngine() as engine, fleet_of(engine, owner=ONE) as first:
-        first.publish("unused", 3)
+        publish(first, 3)
         with fleet_of(engine, owner=OTHER, fixed=True) as looking:
             samples = collect(looking, PROMPTS, looking.config, seed=0, step=0)
             assert {s.versions for s in samples} == {((3, 4),)}
@@ -218,7 +219,7 @@ def test_an_engine_that_keeps_no_leases_is_adopted_all_the_same():
             (404, {}) if path == lease.ENDPOINT else FakeEngine.post(engine, path, body)
         )
         with fleet_of(engine, owner=ONE) as fleet:
-            fleet.publish("unused", 1)
+            publish(fleet, 1)
             assert len(fleet.serving()) == 1
 
 

@@ -16,6 +16,7 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 from qurl_megatron.types import Prompt
 from tests.names import unanswered
+from tests.publishing import publish
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
@@ -33,7 +34,7 @@ def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
             Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
         )
         if version is not None:
-            fleet.publish("unused", version)
+            publish(fleet, version)
         fleet.drain()
         for engine in engines:
             engine.calls.clear()

@@ -12,7 +12,8 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.types import Prompt
-from tests.unit.engine_models import LiveServer, random_tensors, write_model, write_version
+from tests.publishing import publish_tensors
+from tests.unit.engine_models import LiveServer, published_tensors, random_tensors, write_model
 from tests.waiting import PATIENCE_S
 
 CONFIG = RolloutConfig(
@@ -45,31 +46,31 @@ def test_started_engines_serve_with_their_own_log(fleet):
     assert {path.name for path in fleet._log_dir.glob("*.log")} == {"engine-0.log", "engine-1.log"}
 
 
-def test_publish_brings_every_engine_to_the_version(fleet, folder, tmp_path):
-    version = write_version(tmp_path / "v3", random_tensors(folder, seed=3), 3, "int8")
-    fleet.publish(version, 3)
+def test_publish_brings_every_engine_to_the_version(fleet, folder):
+    publish_tensors(fleet, 3, published_tensors(random_tensors(folder, seed=3), "int8"))
     assert [client.weight_version() for client in fleet.clients] == [fleet.names.of(3)] * 2
     samples = greedy(fleet, PROMPTS, 4)
     assert {s.versions for s in samples if len(s.response_ids) == 4} == {((3, 4),)}
 
 
-def test_a_refused_version_names_every_engine_and_leaves_them_answering_for_the_old(
-    fleet, folder, tmp_path
-):
-    served = fleet.clients[0].weight_version()
-    with pytest.raises(EngineError, match="publishing version 9 failed on 2 engines") as error:
-        fleet.publish(tmp_path, 9)
+def test_a_version_that_is_not_whole_leaves_engines_paused_until_a_whole_one_comes(fleet, folder):
+    whole = published_tensors(random_tensors(folder, seed=4), "int8")
+    lacking = {name: value for name, value in whole.items() if name != "model.norm.weight"}
+    with pytest.raises(EngineError, match="committing version 9 failed on 2 engines") as error:
+        publish_tensors(fleet, 9, lacking)
+    assert str(error.value).count("the update is incomplete: model.norm.weight (none of it") == 2
     assert all(client.url in str(error.value) for client in fleet.clients)
-    assert [client.weight_version() for client in fleet.clients] == [served] * 2
+    named = [fleet.names.updating(9)] * 2
+    assert [client.weight_version() for client in fleet.clients] == named
     assert all(client.server_info()["is_paused"] for client in fleet.clients)
     assert fleet.serving() == []
-    fleet.publish(folder, 10)
+    publish_tensors(fleet, 10, whole)
     assert not any(client.server_info()["is_paused"] for client in fleet.clients)
     assert [engine.version for engine in fleet.serving()] == [10, 10]
 
 
 def test_every_run_has_a_key_of_its_own_that_nobody_sees(fleet):
-    key = fleet._run_key
+    key = fleet.run_key
     assert len(key) >= 32
     for engine in fleet.engines():
         pid = engine.process.popen.pid

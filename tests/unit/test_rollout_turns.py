@@ -16,6 +16,7 @@ from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 from qurl_megatron.types import Prompt
 from tests.environments import write_classes, write_tokenizer
+from tests.publishing import publish
 from tests.unit.test_rollout_collect import fleet_of
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -145,7 +146,7 @@ def test_each_turn_has_the_version_that_wrote_it(turns):
 
         def ask(self, messages, *rest):
             def publish_and_ask():
-                fleet.publish("unused", 7 + (len(messages) + 1) // 2)
+                publish(fleet, 7 + (len(messages) + 1) // 2)
                 return turns.pool.ask(messages, *rest).result(PATIENCE_S)
 
             return executor.submit(publish_and_ask)

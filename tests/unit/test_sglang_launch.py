@@ -6,12 +6,8 @@ import pytest
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.engines.sglang.command_line import (
-    API_KEY,
-    engine_launch,
-    given_key,
-    server_arguments,
-)
+from qurl_megatron.engines.sglang.command_line import engine_launch, server_arguments
+from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.process import launches
 

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from qurl_megatron.engines.sglang.loader import Rank, handle
-from qurl_megatron.engines.sglang.targets import pointers, targets
+from qurl_megatron.engines.session import UpdateEnd, pointers
+from qurl_megatron.engines.sglang.loader import SGLangWeights
+from qurl_megatron.engines.sglang.targets import targets
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
@@ -59,12 +60,12 @@ class Engine:
 
     def __init__(self, wire: Wire | None = None, **model) -> None:
         self.model, self.wire = Qwen2ForCausalLM(**model), wire or Wire()
-        self.rank = Rank(self.wire.open)
+        self.end = UpdateEnd(SGLangWeights(self.model), self.wire.open)
         self.session, self.index = "one", 0
 
     def say(self, action: str, index: int = 0, blobs: tuple = (), **transport) -> None:
         message = Message(action, self.session, 1, index, {"kind": "test", **transport}, blobs)
-        handle(self.model, self.rank, Message.from_json(message.to_json()))
+        self.end.handle(Message.from_json(message.to_json()))
 
     def bucket(self, *blobs: Blob) -> None:
         self.say("bucket", self.index, blobs)

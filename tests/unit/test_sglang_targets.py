@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qurl_megatron.engines.sglang.targets import pointers, targets, tensor_rank, turn_back
+from qurl_megatron.engines.session import pointers
+from qurl_megatron.engines.sglang.targets import targets, tensor_rank, turn_back
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.slice import Slice
 from tests.unit import sglang_lookalikes as lookalikes

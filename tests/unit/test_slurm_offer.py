@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import load
-from qurl_megatron.engines.sglang.command_line import Launch
+from qurl_megatron.engines.starting import Launch
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.membership import read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file

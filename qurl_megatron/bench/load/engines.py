@@ -15,7 +15,8 @@ from qurl_megatron.bench.load.model import Version
 from qurl_megatron.bench.load.outcome import Look
 from qurl_megatron.bench.load.protocols import PROTOCOLS, Protocol, read_look, read_metrics
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.engines.sglang.command_line import given_key
+from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.starting import given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
@@ -57,7 +58,7 @@ def started(
     """An engine of its own, with ``version`` published to it.
 
     Args:
-        kind: "embedded" or "sglang".
+        kind: a name in ``engines.kinds.KINDS``.
         folder: the model's, from which it starts.
         logs: gets engine-0.log.
         threads: of each rank; 0 takes the cores of the machine.
@@ -95,7 +96,7 @@ def started(
             client,
             PROTOCOLS["sglang"],
             "",
-            _look_at_embedded if kind == "embedded" else _look_at_sglang,
+            _look_at_server if KINDS[kind].says else _look_at_loads,
             identity,
             lambda: version.publish(fleet, next(numbers)),
         )
@@ -115,7 +116,7 @@ def engine_config(
         engine_threads=threads,
         engine_memory_gb=cache_gb,
         timeout_s=timeout_s,
-        engine_args=() if kind == "embedded" else (INCREMENTAL,),
+        engine_args=(INCREMENTAL,) if KINDS[kind].takes_gpus else (),
     )
     return config, (*SERVE_COMMAND, INCREMENTAL)
 
@@ -143,7 +144,7 @@ def reached(url: str, protocol: str, *, timeout_s: float) -> Target:
         raise ConfigError(
             f"--engine {url} does not answer as --protocol {protocol}: {error}"
         ) from None
-    look = _look_at_embedded if info.kind == "embedded" else _look_at_sglang
+    look = _look_at_server if info.kind.says else _look_at_loads
     return Target(client, PROTOCOLS[protocol], "", look, lambda: _told(client))
 
 
@@ -162,11 +163,11 @@ def _told_by_openai(client: EngineClient) -> dict[str, object]:
     return told
 
 
-async def _look_at_embedded(session: Session, at: float) -> Look:
+async def _look_at_server(session: Session, at: float) -> Look:
     return read_look(parsed(await session.get("/server_info")), at)
 
 
-async def _look_at_sglang(session: Session, at: float) -> Look:
+async def _look_at_loads(session: Session, at: float) -> Look:
     loads = parsed(await session.get("/v1/loads?include=core"))["loads"]
     return read_look(loads[0], at)
 

@@ -5,7 +5,6 @@ named. It is written once and published under ever new numbers, since engines do
 weights have changed.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,17 +90,13 @@ class Version:
         Raises:
             EngineError: it did not take them.
         """
-        name, began = fleet.names.of(number), time.monotonic()
-        if any(engine.kind == "embedded" for engine in fleet.engines()):
-            fleet.publish(self.folder, number)
-            return name, time.monotonic() - began
         with (
             fleet.publication() as engines,
             Update(fleet, engines, number, SyncConfig(), self.sender.describe) as update,
         ):
             for blob in self.blobs:
                 update.bucket(lambda engine, rank, blob=blob: [blob])
-            return name, update.commit(self.sender.receipts).paused_s
+            return fleet.names.of(number), update.commit(self.sender.receipts).paused_s
 
 
 def _buckets(tensors: Iterator[Shard]) -> Iterator[list[Shard]]:

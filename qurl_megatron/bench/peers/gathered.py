@@ -33,15 +33,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from qurl_megatron.engines.sglang.command_line import LOADER
-from qurl_megatron.fleet.engine_record import Engine
+from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.message import Message, payload
+from qurl_megatron.wire.message import LOADER, Message, payload
 
 Way = Literal["loader", "from_tensor", "from_disk"]
 Named = list[tuple[str, Tensor]]
@@ -147,7 +146,9 @@ class Gathered:
         return [(name, codes.values), (f"{name}_scale", codes.scale)]
 
     @contextmanager
-    def _update(self, engine: Engine, version: int, spent: Spent) -> Iterator[Callable[[], None]]:
+    def _update(
+        self, engine: EngineRecord, version: int, spent: Spent
+    ) -> Iterator[Callable[[], None]]:
         """The engine paused, from the first call of what this yields."""
         client, started = engine.client, []
 
@@ -166,7 +167,7 @@ class Gathered:
         spent.load_s += time.perf_counter() - start
         spent.paused_s = time.perf_counter() - started[0]
 
-    def _load(self, engine: Engine, version: int, spent: Spent) -> None:
+    def _load(self, engine: EngineRecord, version: int, spent: Spent) -> None:
         session = f"v{version}-{secrets.token_hex(4)}"
 
         def call(action: str, index: int, blobs: Sequence = ()) -> None:
@@ -193,7 +194,7 @@ class Gathered:
             call("finish", count)
         self._sender.finish(keep=1)
 
-    def _tensors(self, engine: Engine, version: int, spent: Spent) -> None:
+    def _tensors(self, engine: EngineRecord, version: int, spent: Spent) -> None:
         with self._update(engine, version, spent) as begin:
             for named in self._whole(spent):
                 start = time.perf_counter()
@@ -207,7 +208,7 @@ class Gathered:
                 )
                 spent.load_s += time.perf_counter() - start
 
-    def _disk(self, engine: Engine, version: int, spent: Spent) -> None:
+    def _disk(self, engine: EngineRecord, version: int, spent: Spent) -> None:
         (named,) = self._whole(spent)
         start = time.perf_counter()
         self.folder.mkdir(exist_ok=True)

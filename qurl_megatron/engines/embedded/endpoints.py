@@ -1,8 +1,8 @@
 """The embedded engine behind SGLang's HTTP endpoints, so that one client drives either.
 
 Handlers parse, hand a command to the engine's thread and wait; none of them touches the engine
-itself. A weight update is read and checked in a worker thread while the engine goes on generating,
-then copied between two decode steps. Nothing from the network is unpickled.
+itself. Every message of a weight update is handled there too, between two decode steps. Nothing
+from the network is unpickled.
 """
 
 import asyncio
@@ -31,17 +31,21 @@ from qurl_megatron import __version__
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.engine import Engine
+from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.openai import models, parse_completion
 from qurl_megatron.engines.embedded.protocol import Generation, Limits, parse_generate
-from qurl_megatron.engines.embedded.read_weights import decode_tensors, read_weights
+from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.embedded.stream import Bell, Progress, Stream
 from qurl_megatron.engines.embedded.text_codec import TextCodec
 from qurl_megatron.engines.embedded.thread import EngineInfo, EngineThread
+from qurl_megatron.engines.kinds import KINDS
+from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
 from qurl_megatron.tensors.arch import arch_of, read_eos
 from qurl_megatron.weights.places import description_of
 from qurl_megatron.wire.lease import ENDPOINT, Lease
+from qurl_megatron.wire.message import LOADER, message_in
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +183,9 @@ def build_app(
             Route("/continue_generation", handlers.resume, methods=post),
             Route("/update_weights_from_disk", handlers.update_from_disk, methods=post),
             Route("/update_weights_from_tensor", handlers.update_from_tensor, methods=post),
+            Route("/begin_weight_update", handlers.begin_update, methods=post),
+            Route("/end_weight_update", handlers.end_update, methods=post),
+            Route("/update_weight_version", handlers.rename, methods=post),
             Route("/abort_request", handlers.abort, methods=post),
             Route(ENDPOINT, handlers.lease, methods=post),
         ],
@@ -200,6 +207,8 @@ class _Handlers:
         self.codec = None if speech.skip_tokenizer_init else TextCodec.of(folder)
         self.limits = Limits(decoder.arch.vocab, worker.engine.max_total_tokens, read_eos(folder))
         self._updating = asyncio.Lock()
+        self._open = False  # a session for weights
+        self._end = UpdateEnd(EmbeddedWeights(worker.engine))
         self._lease = Lease()
         self._bell: Bell | None = None
 
@@ -216,7 +225,8 @@ class _Handlers:
         info = await asyncio.wrap_future(self.worker.info())
         return JSONResponse(
             {
-                "engine": "qurl-embedded",
+                "engine": KINDS["embedded"].says,
+                "custom_weight_loader": [LOADER],
                 "version": __version__,
                 "model_path": self.model_path,
                 "tokenizer_path": self.tokenizer_path,
@@ -333,9 +343,10 @@ class _Handlers:
         self.worker.call(lambda engine: engine.abort(lambda s: id(s) in mine, "Client left."))
 
     async def flush_cache(self, request: Request) -> Response:
-        """Nothing is cached across requests; SGLang's answer while some run is a refusal."""
+        """Nothing is cached across requests; SGLang's answer while some run is a refusal, but for
+        those that a pause has retracted."""
         info = await asyncio.wrap_future(self.worker.info())
-        if info.running or info.waiting:
+        if info.running or (info.waiting and not info.paused):
             message = f"Not flushed: {info.running} running and {info.waiting} waiting requests.\n"
             return Response(message, status_code=400)
         return Response("Cache flushed.\n")
@@ -369,47 +380,65 @@ class _Handlers:
         return JSONResponse(self._lease.ask(await _json(request)))
 
     async def update_from_disk(self, request: Request) -> Response:
+        """A whole set of weights, read and checked while the engine goes on generating."""
         body = await _json(request)
-        path = body.get("model_path")
-
-        def read():
-            if not isinstance(path, str) or not Path(path).is_dir():
-                raise ConfigError(f"model_path {path!r} is not a folder on this machine")
-            tensors, version = read_weights(Path(path), self.decoder)
-            return tensors, path if version is None else str(version)
-
-        return await self._update(read, body, model_path=path)
-
-    async def update_from_tensor(self, request: Request) -> Response:
-        body = await _json(request)
-
-        def read():
-            if body.get("load_format") != "safetensors":
-                raise ConfigError(
-                    'load_format must be "safetensors" (base64 of safetensors bytes): this engine '
-                    "never unpickles what comes over the network"
-                )
-            parts = body.get("serialized_named_tensors")
-            if not isinstance(parts, list):
-                raise ConfigError("serialized_named_tensors must be a list of base64 texts")
-            return decode_tensors(parts, self.decoder), "default"
-
-        return await self._update(read, body)
-
-    async def _update(self, read, body: dict, model_path: str | None = None) -> Response:
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str) or not Path(path).is_dir():
+            return _outcome(f"model_path {path!r} is not a folder on this machine", success=False)
         async with self._updating:
             try:
-                tensors, version = await run_in_threadpool(read)
-                if body.get("weight_version") is not None:
-                    version = str(body["weight_version"])
+                tensors, found = await run_in_threadpool(read_weights, Path(path), self.decoder)
+                name = str(version if version is not None else path if found is None else found)
                 recompute = bool(body.get("flush_cache"))
                 await asyncio.wrap_future(
-                    self.worker.call(lambda e: e.update(tensors, version, recompute=recompute))
+                    self.worker.call(lambda e: e.update(tensors, name, recompute=recompute))
                 )
             except (ConfigError, OSError) as error:
-                return JSONResponse({"success": False, "message": str(error)}, status_code=400)
-            self.model_path = model_path or self.model_path
-            return JSONResponse({"success": True, "message": f"Weights are now version {version}."})
+                return _outcome(str(error), success=False)
+            self.model_path = path
+        return _outcome(f"Weights are now version {name}.")
+
+    async def begin_update(self, request: Request) -> Response:
+        if self._open:
+            return _outcome("A weight-update session is already open.", success=False)
+        self._open = True
+        return _outcome("A weight-update session is open.")
+
+    async def end_update(self, request: Request) -> Response:
+        self._open = False
+        return _outcome("The weight-update session is closed.")
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        """A message of an update: what comes of it is in the receipts, as with SGLang."""
+        body = await _json(request)
+        if body.get("load_format") != LOADER:
+            raise ConfigError(f"load_format must be {LOADER!r}: this engine has no other loader")
+        parts = body.get("serialized_named_tensors")
+        if not isinstance(parts, list) or len(parts) != 1:
+            raise ConfigError("serialized_named_tensors must be a list of one text: one rank's")
+        if not self._open:
+            return _outcome("No weight-update session is open.", success=False)
+        message = message_in(parts[0])
+
+        def take(engine: Engine) -> None:
+            with torch.inference_mode():  # as the weights were made
+                self._end.handle(message)
+
+        await asyncio.wrap_future(self.worker.call(take))
+        return _outcome("The message was heard.")
+
+    async def rename(self, request: Request) -> Response:
+        version = (await _json(request)).get("new_version")
+        if not isinstance(version, str) or not version:
+            raise ConfigError(f"new_version must be a text, got {version!r}")
+        await asyncio.wrap_future(self.worker.call(lambda engine: engine.rename(version)))
+        return _outcome(f"Weights are now version {version}.")
+
+
+def _outcome(message: str, *, success: bool = True) -> Response:
+    return JSONResponse(
+        {"success": success, "message": message}, status_code=200 if success else 400
+    )
 
 
 async def _json(request: Request, empty: dict | None = None) -> dict:

@@ -192,15 +192,27 @@ class Engine:
             recompute: recompute the keys and values of running sequences with the new weights.
         """
         self.decoder.load(tensors)
-        if self._static is not None:
-            self._static.look_at_weights()
+        self._look_at_weights()
+        self.rename(version)
+        if recompute:
+            self.retract()
+
+    def written(self) -> None:
+        """Take in what was written into the decoder's slots."""
+        self.decoder.pack()
+        self._look_at_weights()
+
+    def rename(self, version: str) -> None:
+        """What the weights are called from now on; tokens there are keep the name they have."""
         for row, sequence in enumerate(self.running):
             _stamp(sequence, self.version, self._batch.produced(row))
         for sequence in self.waiting:
             _stamp(sequence, self.version, len(sequence.output_ids))
         self.version = version
-        if recompute:
-            self.retract()
+
+    def _look_at_weights(self) -> None:
+        if self._static is not None:
+            self._static.look_at_weights()
 
     def _admit(self) -> list[Sequence]:
         """Waiting sequences, in order, that fit into rows of the cache and one prefill."""

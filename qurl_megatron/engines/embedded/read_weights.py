@@ -1,4 +1,4 @@
-"""Weights from outside: a published version, a checkpoint of either kind, or safetensors bytes.
+"""Weights from a folder: a published version, or a checkpoint of either kind.
 
 Everything is read and joined first and checked by ``Decoder.check`` before the first copy, so a
 broken file leaves the engine on the version it has. Files are memory-mapped: reading a version
@@ -6,15 +6,12 @@ whose tensors have one slice each costs page cache, not a second copy of the mod
 unpickled.
 """
 
-import base64
-import binascii
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as load_bytes
 from torch import Tensor
 
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
@@ -48,21 +45,6 @@ def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int
     tensors = _from_hugging_face(_collect(found(folder), folder), decoder)
     decoder.check(tensors)
     return tensors, None
-
-
-def decode_tensors(parts: Iterable[str], decoder: Decoder) -> dict[str, Tensor]:
-    """Tensors from base64 texts of safetensors bytes, checked against the decoder."""
-    named = []
-    for part in parts:
-        try:
-            named += load_bytes(base64.b64decode(part, validate=True)).items()
-        except (SafetensorError, binascii.Error, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"serialized_named_tensors is not base64 of safetensors: {error}"
-            ) from None
-    tensors = _collect(named, "serialized_named_tensors")
-    decoder.check(tensors)
-    return tensors
 
 
 def _collect(named: Iterable[tuple[str, Tensor]], source: object) -> dict[str, Tensor]:

@@ -5,32 +5,11 @@ machine where it runs, for SGLang.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
-from qurl_megatron.errors import ConfigError
-
-API_KEY = "QURL_API_KEY"
-"""Environment variable that carries the key: command lines are there for everybody to read."""
-
-
-def given_key(env: Mapping[str, str]) -> str | None:
-    """The engines' API key, where the environment has one.
-
-    Raises:
-        ConfigError: no request could carry it: it is empty, or not plain text.
-    """
-    key = env.get(API_KEY)
-    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-        raise ConfigError(
-            f"{API_KEY} is set, but {'empty' if not key.strip() else 'has characters no key has'}; "
-            "unset it, or set it to the key of the engines"
-        )
-    return key
-
-
-LOADER = "qurl_megatron.engines.sglang.loader.load"
+from qurl_megatron.engines.starting import API_KEY, Launch
+from qurl_megatron.wire.message import LOADER
 
 CPU_OPTIONS = {
     "--device": "cpu",
@@ -42,14 +21,6 @@ CPU_OPTIONS = {
 }
 
 UNQUANTIZED = ("lm_head",)  # linear layers that keep the model's own format
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to start a process."""
-
-    command: tuple[str, ...]
-    env: dict[str, str] = field(repr=False)  # on top of one's own; may have the key
 
 
 def engine_launch(

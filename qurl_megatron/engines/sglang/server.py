@@ -29,7 +29,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from qurl_megatron.engines.sglang import cpu_layers
-from qurl_megatron.engines.sglang.command_line import API_KEY, given_key, server_arguments
+from qurl_megatron.engines.sglang.command_line import server_arguments
+from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.wire.lease import ENDPOINT, Lease
 

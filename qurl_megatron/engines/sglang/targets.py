@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import xxhash
 from torch import Tensor, nn
 
 from qurl_megatron.errors import ConfigError
@@ -79,12 +78,6 @@ def turn_back(model: nn.Module) -> None:
             weight = _natural(name, module)
             if weight.shape != module.weight.shape or weight.stride() != module.weight.stride():
                 module.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def pointers(found: dict[str, Shard]) -> str:
-    """Checksum over where everything lies; equal before and after an update that moved nothing."""
-    places = [(name, t.value.data_ptr(), t.value.stride()) for name, t in sorted(found.items())]
-    return xxhash.xxh3_128_hexdigest(repr(places).encode())
 
 
 class _Claim(NamedTuple):

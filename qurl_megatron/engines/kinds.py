@@ -1,0 +1,105 @@
+"""The kinds of engine there are: what each can do and what it needs, a row of facts each.
+
+Nothing else in the package asks which kind an engine is; it asks for one of these facts. A new kind
+is a row here, its name in ``rollout.backend``, and a folder with its ``start`` module. Imports
+neither torch nor any engine: recipes are checked by these rows.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """Facts of one kind of engine."""
+
+    name: str
+    """What ``rollout.backend`` calls it."""
+
+    says: str | None
+    """``engine`` in its ``/server_info``; None: it says nothing there."""
+
+    start: str
+    """Module whose ``launches`` says how engines of this machine are started."""
+
+    starts_empty: bool
+    """Started by a run, it has no weights before the first version."""
+
+    repeats: bool
+    """Computes a response bit for bit alike, whoever shares its batch. So it gets its whole share
+    of the prompts at once and queues them by itself, and a run repeats."""
+
+    shares_prefixes: bool
+    """Keeps what it computed of prompts for later requests; under other weights they must not
+    match."""
+
+    takes_gpus: bool
+    """Splits its layers over ``rollout.engine_tensor`` GPUs, and can lend them to the trainer."""
+
+    arithmetic: str
+    """How it rounds a token's activations on a GPU (``quant.activations``)."""
+
+    few_bits: bool
+    """Simulates codes of fewer than 8 bits."""
+
+    wide_output: bool
+    """Can compute logits in FP32 where the model is BF16."""
+
+    quantizes: bool
+    """Quantizes what it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""
+
+    exact_pause: str
+    """Option among ``rollout.engine_args`` without which the token that overlaps with a pause in
+    place comes from other weights than it says; empty: it cannot pause in place."""
+
+    start_timeout_s: float
+    """Silence of a log after which one that starts has failed, where the recipe gives none."""
+
+    health_timeout_s: float
+    """Silence after which one has hung, where the recipe gives none."""
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        EngineKind(
+            name="embedded",
+            says="qurl-embedded",
+            start="qurl_megatron.engines.embedded.start",
+            starts_empty=False,
+            repeats=True,
+            shares_prefixes=False,
+            takes_gpus=False,
+            arithmetic="exact",
+            few_bits=True,
+            wide_output=False,
+            quantizes=True,
+            exact_pause="",
+            start_timeout_s=300.0,
+            health_timeout_s=60.0,
+        ),
+        EngineKind(
+            name="sglang",
+            says=None,
+            start="qurl_megatron.engines.sglang.start",
+            starts_empty=True,
+            repeats=False,
+            shares_prefixes=True,
+            takes_gpus=True,
+            arithmetic="sglang",
+            few_bits=False,
+            wide_output=True,
+            quantizes=False,
+            exact_pause="--disable-overlap-schedule",
+            start_timeout_s=900.0,  # it may compile kernels and capture graphs first
+            health_timeout_s=300.0,  # it answers none while it compiles a kernel
+        ),
+    )
+}
+
+UNKNOWN = KINDS["sglang"]
+"""Taken for an adopted engine until it answers: the patient one."""
+
+
+def kind_of(says: object) -> EngineKind:
+    """The kind of an engine by what it says of itself; SGLang says nothing."""
+    return next((kind for kind in KINDS.values() if kind.says == says), UNKNOWN)

@@ -1,0 +1,103 @@
+"""How the SGLang servers of this machine are started: with which Python, on which GPUs."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.sglang.command_line import engine_launch
+from qurl_megatron.engines.starting import Launch, Start
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.weights.places import description_of
+
+
+def launches(start: Start) -> list[Launch]:
+    """One per port file.
+
+    Raises:
+        ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs, or the
+            trainer's are among them.
+    """
+    config, gpus = start.config, torch.cuda.device_count()
+    python = sglang_python(config.sglang_python)
+    if gpus and (wrong := misplaced(config, gpus, start.trainer_ranks)):
+        raise ConfigError(wrong)
+    # One without weights needs to know the model's shape alone.
+    model_dir = description_of(start.model_dir) if start.empty else start.model_dir
+    return [
+        engine_launch(
+            python,
+            model_dir,
+            scheme=start.scheme,
+            dtype=start.dtype,
+            tensor=config.engine_tensor,
+            threads=start.threads,
+            host=config.engine_host,
+            port_file=port,
+            api_key=start.api_key,
+            empty=start.empty,
+            text=start.text,
+            extra=[*_devices(config, index), *config.engine_args],
+        )
+        for index, port in enumerate(start.port_files)
+    ]
+
+
+def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
+    """Why the engines cannot be on the GPUs that they would get, in a sentence; None: they can.
+
+    Args:
+        gpus: that the leading rank sees.
+        trainer_ranks: on this machine.
+    """
+    first = config.engine_first_gpu
+    last = first + config.engines * config.engine_tensor - 1
+    if last >= gpus:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return (
+            f"rollout.engines={config.engines} of rollout.engine_tensor={config.engine_tensor} "
+            f"from rollout.engine_first_gpu={first} on need {last + 1} GPUs, but the leading rank "
+            f"sees {gpus}{f' (CUDA_VISIBLE_DEVICES={shown})' if shown else ''}; start fewer "
+            "engines, or, where a batch system hides GPUs from the rank, ask it for "
+            "--gpus-per-node instead of --gpus-per-task and no --gpu-bind"
+        )
+    if not config.colocate and first < trainer_ranks:
+        return (
+            f"rollout.engine_first_gpu={first} puts engines on GPUs of the trainer, which has "
+            f"{trainer_ranks} ranks on this machine; set rollout.engine_first_gpu={trainer_ranks}, "
+            "or rollout.colocate=true to take turns"
+        )
+    return None
+
+
+def sglang_python(given: str) -> Path:
+    if given:
+        if not Path(given).is_file():
+            raise ConfigError(
+                f"rollout.sglang_python = {given} does not exist; `make sglang` makes the "
+                "environment .venv-sglang"
+            )
+        return Path(given)
+    usual = Path(".venv-sglang/bin/python")
+    if usual.is_file():
+        return usual.absolute()  # not resolved: the link is what makes it the environment's
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here nor is it "
+            "installed beside this package; run `make sglang`, or set rollout.sglang_python"
+        )
+    return Path(sys.executable)
+
+
+def _devices(config: RolloutConfig, index: int) -> list[str]:
+    """Options that give one SGLang engine its GPUs, and let it give their memory back."""
+    if not torch.cuda.device_count():
+        return []
+    first = config.engine_first_gpu + index * config.engine_tensor
+    return [
+        *("--base-gpu-id", str(first)),
+        *(["--enable-memory-saver"] if config.colocate else []),
+    ]

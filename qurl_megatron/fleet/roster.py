@@ -1,0 +1,271 @@
+"""Who is in a fleet, and in what state: the one place where engines change, under one lock.
+
+An engine gets traffic only while it has confirmed the current version. One that fails a request,
+an update or a health check leaves the traffic at once; what happened to engines is kept, in order,
+for whoever asks.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.starting import API_KEY
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.fleet.answer import Info
+from qurl_megatron.fleet.client import EngineClient, EngineError
+from qurl_megatron.fleet.engine_record import EngineRecord
+from qurl_megatron.fleet.membership import Member
+from qurl_megatron.observe.clock import now
+from qurl_megatron.wire.message import LOADER
+
+DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
+RELIABLE = 3  # versions served in a row, each until the next, for which restarts are forgotten
+
+
+class Roster:
+    """The engines of one run; thread-safe.
+
+    Requests, publications and the supervisor run side by side.
+    """
+
+    def __init__(self, config: RolloutConfig, *, fixed: bool, vocabulary: int) -> None:
+        """
+        Args:
+            fixed: nothing is ever published: engines keep the weights they start with.
+            vocabulary: of the model; token ids are below it.
+        """
+        self.config, self.fixed, self.vocabulary = config, fixed, vocabulary
+        self.version: int | None = None
+        """The version that serving engines have confirmed; None before the first publication."""
+        self.released = False
+        """True while the engines' device memory is the trainer's."""
+        self.publications = 0
+        """Grows with each: what was seen of an engine before may have changed with it."""
+        self.publishing = False
+        self.lock = threading.RLock()
+        """Of all state here and in the engines; held for moments."""
+        self.turn = threading.RLock()
+        """Held through a publication, and for one look around."""
+        self.barred: set[str] = set()
+        """URLs of engines that have left for good, and are not to be adopted again."""
+        self.on_leave: Callable[[EngineRecord], None] = lambda engine: None
+        """Called with every adopted engine that leaves."""
+        self.run_key = secrets.token_urlsafe(32)
+        """API key of the engines that are started here."""
+        self._engines: list[EngineRecord] = []
+        self._events: list[dict] = []
+        self._counts = dict.fromkeys(("restarts", "retries", "aborted"), 0)
+
+    def engines(self) -> list[EngineRecord]:
+        """All that have not left, whatever their state."""
+        with self.lock:
+            return [engine for engine in self._engines if engine.state != "gone"]
+
+    @property
+    def adopted(self) -> list[EngineRecord]:
+        """All that are not ours to start or end, those that have left as well."""
+        with self.lock:
+            return [engine for engine in self._engines if engine.process is None]
+
+    def serving(self) -> list[EngineRecord]:
+        """Those with the current version: they get the traffic."""
+        with self.lock:
+            return [engine for engine in self._engines if engine.state == "serving"]
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that an engine can have from this run; None before the first."""
+        with self.lock:
+            return self.version if self.version is None else self.version + self.publishing
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        return [engine.client for engine in self.engines() if engine.client is not None]
+
+    def refusals(self) -> list[str]:
+        """Why engines have left, but for those that do not take our key: others may."""
+        with self.lock:
+            gone = [engine for engine in self._engines if engine.state == "gone"]
+            return [engine.reason for engine in gone if not engine.refuses]
+
+    def locked_out(self) -> str:
+        """A sentence where there are engines, and not one of them takes our key."""
+        with self.lock:
+            if not self._engines or not all(engine.refuses for engine in self._engines):
+                return ""
+            return "; ".join(engine.reason for engine in self._engines)
+
+    def why_not(self) -> str:
+        """A sentence on every engine that is not serving."""
+        with self.lock:
+            return "; ".join(
+                f"{engine} is {engine.state}" + (f": {engine.cause}" if engine.cause else "")
+                for engine in self._engines
+                if engine.state != "serving"
+            )
+
+    def starting(self) -> bool:
+        """True while an engine comes up, or waits for its next attempt."""
+        return any(engine.state == "starting" for engine in self.engines())
+
+    def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
+        """These engines, and no others, serve ``version`` from now on."""
+        with self.lock:
+            self.version = version
+            for engine in self.engines():
+                if engine in engines:
+                    if engine.state != "serving" or engine.version is None:
+                        self.note("joined", engine, f"serves version {version}")
+                    else:
+                        engine.served += 1
+                        if engine.served >= RELIABLE:
+                            engine.restarts = 0
+                    engine.state, engine.version, engine.reason = "serving", version, ""
+                    engine.failed_updates = 0
+                elif engine.state == "serving":
+                    self.fail(engine, f"it was not brought to version {version}")
+
+    def take(self, tokens: int, requests: int, *, limit: int | None = None) -> EngineRecord | None:
+        """The least loaded serving engine with room for so many responses, now busy with them.
+
+        Args:
+            limit: responses in flight per engine; an idle engine takes any number.
+
+        Returns:
+            None where all are full, or none serves.
+        """
+        with self.lock:
+            free = [
+                engine
+                for engine in self.serving()
+                if limit is None or not engine.in_flight or engine.in_flight + requests <= limit
+            ]
+            if not free:
+                return None
+            chosen = min(free, key=lambda engine: (engine.load, engine.in_flight))
+            self.occupy(chosen, tokens, requests)
+            return chosen
+
+    def occupy(self, engine: EngineRecord, tokens: int, requests: int) -> None:
+        with self.lock:
+            engine.in_flight += requests
+            engine.tokens_in_flight += tokens
+
+    def vacate(
+        self, engine: EngineRecord, tokens: int, requests: int, *, received: int = 0
+    ) -> None:
+        with self.lock:
+            engine.in_flight -= requests
+            engine.tokens_in_flight -= tokens
+            engine.tokens += received
+
+    def fail(self, engine: EngineRecord, why: str | EngineError) -> None:
+        """Out of the traffic until an update succeeds; its requests are to be given up.
+
+        One that does not take our key is out for good, and one of ours that said what cannot be is
+        to be started anew.
+        """
+        error = why if isinstance(why, EngineError) else EngineError(why)
+        if error.refused and engine.process is None:
+            self.lock_out(engine, error)
+            return
+        death = engine.process.exited(DEATH_S) if engine.process is not None else None
+        with self.lock:
+            if engine.state in ("starting", "gone"):
+                return
+            if engine.state != "stale":
+                self.note("failed", engine, str(error))
+            engine.state = "stale"
+            engine.condemned |= error.faulty and engine.process is not None
+            # The log of a process says more than "connection refused".
+            engine.reason = death or str(error)
+            engine.failures += 1
+            engine.served = 0
+            engine.pulse.healthy, engine.pulse.due = False, 0.0
+
+    def lock_out(self, engine: EngineRecord, error: EngineError) -> None:
+        """It does not take our key: the run goes on with the others."""
+        with self.lock:
+            if engine.state != "gone":
+                engine.refuses = True
+                self.leave(engine, "gave up", f"{error}; give its API key in {API_KEY}")
+
+    def leave(self, engine: EngineRecord, event: str, message: str) -> None:
+        with self.lock:
+            engine.state, engine.reason = "gone", message
+            engine.failures += 1
+            if event == "gave up" and engine.process is None:
+                self.barred.add(engine.url)
+            self.note(event, engine, message)
+            if engine.process is None:
+                self.on_leave(engine)
+
+    def note(self, event: str, engine: EngineRecord | None, message: str) -> None:
+        """Events: started, failed, died, restarted, switched, joined, left, gave up, retried,
+        aborted."""
+        with self.lock:
+            self._events.append(
+                {
+                    "time": now(),
+                    "event": event,
+                    "engine": "" if engine is None else engine.name,
+                    "message": message,
+                }
+            )
+
+    def count(self, name: str, number: int = 1) -> None:
+        with self.lock:
+            self._counts[name] += number
+
+    def drain(self) -> tuple[list[dict], dict[str, float]]:
+        """Events since the last call, in order, and the metrics of the same time."""
+        with self.lock:
+            events, self._events = self._events, []
+            counts = {f"fleet/{name}": float(number) for name, number in self._counts.items()}
+            self._counts = dict.fromkeys(self._counts, 0)
+            return events, {"fleet/serving": float(len(self.serving())), **counts}
+
+    def adopt(self, member: Member, api_key: str | None) -> None:
+        with self.lock:
+            engine = EngineRecord(f"engine-{len(self._engines)}")
+            engine.client = self._client(member.url, api_key)
+            engine.started_at = time.monotonic()
+            self._engines.append(engine)
+
+    def begin(self, engine: EngineRecord) -> None:
+        """Start the process of an engine in the place of one that has ended."""
+        with self.lock:
+            engine.reset(self.publications)
+        try:
+            engine.process.start()
+        except ConfigError as error:
+            self.leave(engine, "gave up", str(error))
+
+    def locate(self, engine: EngineRecord, port: int) -> None:
+        """A started engine said where it listens."""
+        host = self.config.engine_host
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        with self.lock:
+            engine.client = self._client(url, self.run_key)
+
+    def arrived(self, engine: EngineRecord, info: Info) -> None:
+        """It answers: ready, or serving where nothing has been published that it could lack."""
+        if not (self.fixed or info.loaders is None or LOADER in info.loaders):
+            self.leave(
+                engine,
+                "gave up",
+                f"{engine.url} runs SGLang without our weight loader, and would die of the first "
+                "update; start it with python -m qurl_megatron.engines.sglang.server",
+            )
+            return
+        with self.lock:
+            engine.kind, engine.tp, engine.scheme = info.kind, info.tp, info.scheme
+            empty = engine.process is not None and engine.kind.starts_empty and not self.fixed
+            engine.state = "ready" if empty or self.version is not None else "serving"
+            engine.version, engine.reason = None, ""
+            self.note("restarted" if engine.restarts else "started", engine, f"at {engine.url}")
+
+    def _client(self, url: str, api_key: str | None) -> EngineClient:
+        return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)

@@ -1,0 +1,101 @@
+"""A new version for the engines of a fleet, from a test instead of a trainer."""
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from qurl_megatron.config import SyncConfig
+from qurl_megatron.fleet.engine_record import EngineRecord
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.publish.update import Update
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.message import Receipt, message_in
+from qurl_megatron.wire.naming import Names
+from qurl_megatron.wire.receipts import leave
+
+
+def publish(fleet: Fleet, version: int) -> None:
+    """To engines without weights: nothing is sent, and each rank has all of it."""
+
+    def receipts(session: str, ranks: int) -> list[Receipt]:
+        return [Receipt(session, rank, None, 0, 0.0) for rank in range(ranks)]
+
+    with (
+        fleet.publication() as engines,
+        Update(fleet, engines, version, SyncConfig(), lambda engine: {}) as update,
+    ):
+        update.connect()
+        update.commit(receipts)
+
+
+def publish_tensors(fleet: Fleet, version: int, tensors: Mapping[str, Tensor]) -> None:
+    """To embedded engines: whole tensors in two buckets, as a training rank puts them."""
+    root = Path(tempfile.gettempdir()) / f"qurl-test-{secrets.token_hex(6)}"
+    sender = FilesSender(root, "tp0", leads=True)
+    try:
+        sender.begin(version)
+        with (
+            fleet.publication() as engines,
+            Update(fleet, engines, version, SyncConfig(), sender.describe) as update,
+        ):
+            names = sorted(tensors)
+            for index, some in enumerate((names[::2], names[1::2])):
+                blob = sender.put(index, [Shard.whole(name, tensors[name]) for name in some])
+                update.bucket(lambda engine, rank, blob=blob: [blob])
+            update.commit(sender.receipts)
+    finally:
+        sender.close()
+
+
+class KeepsVersions:
+    """Stands for a fleet of one engine, which takes everything in and keeps copies of versions that
+    come as files."""
+
+    released = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.names = folder, Names("")
+        self._engine = EngineRecord("engine-0", client=_Notes())
+
+    @contextmanager
+    def publication(self) -> Iterator[list[EngineRecord]]:
+        yield [self._engine]
+
+    def each(self, act: Callable, purpose: str, engines: Iterable[EngineRecord]) -> dict:
+        return {engine: act(engine) for engine in engines}
+
+    def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
+        assert list(engines) == [self._engine]
+        if path := self._engine.client.path:
+            shutil.copytree(path, self.folder / str(version))
+
+
+class _Notes:
+    """A client whose engine says yes to everything."""
+
+    url, version, path = "http://nowhere", "", None
+
+    def __getattr__(self, name: str) -> Callable:
+        assert name in ("pause", "begin_weight_update", "end_weight_update", "flush", "resume")
+        return lambda *_: None
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def weight_version(self) -> str:
+        return self.version
+
+    def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
+        [message] = map(message_in, serialized)
+        for blob in message.blobs:
+            if "path" in blob.where:
+                self.path = Path(blob.where["path"]).parent
+        if message.action in ("check", "finish"):
+            whole = Receipt(message.session, 0, None, 0, 0.0)
+            leave(Path(message.transport["receipts"]), whole)
