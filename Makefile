@@ -1,23 +1,27 @@
 PYTHON ?= python3.11
-BIN := .venv/bin
+# Another Python, and the megatron-core that is newest for it, stay apart: .venv-python3.12.
+OTHER := $(addprefix -,$(filter-out python3.11,$(notdir $(PYTHON))))
+VENV := .venv$(OTHER)
+TRITON := .triton$(OTHER)
+BIN := $(VENV)/bin
 
 .PHONY: quickstart test test-emulated test-nodes test-slurm test-slurm-slice
 .PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu bench-gpu lint
 
-quickstart: .venv/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
+quickstart: $(VENV)/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
 
 # A file's tests share what it makes, so they stay together; the longest come first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-test: .venv/installed  ## run every test that needs no more than this environment
+test: $(VENV)/installed  ## run every test that needs no more than this environment
 	$(BIN)/python -m pytest -n 2 $(BY_FILE) tests/integration tests/distributed tests/unit
 
 # Tiers that need more; docs/gpu.md says what each shows.
 
 GPUS := env PYTHONPATH=$(CURDIR)/tests/emulated_cuda EMULATED_CUDA_DEVICES=4 EMULATED_CUDA_POISON=1
 
-test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 minutes; needs g++
+test-emulated: $(VENV)/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 minutes; needs g++
 	@if $(BIN)/python tests/emulated_cuda/emulated_cuda/build.py; then set -ex; \
 	  $(GPUS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -k nccl tests/distributed; \
 	  $(BIN)/python -m pytest -n 2 $(BY_FILE) tests/emulated tests/emulated_cuda/checks; \
@@ -25,34 +29,34 @@ test-emulated: .venv/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 
 
 # Triton lies beside .venv and not in it: nothing else is to find it on a machine without GPUs. The
 # options make its interpreter round as GPUs do, and take tests of the CPU's path along.
-test-triton: .venv/installed .triton/installed  ## the GPU kernels in Triton's interpreter, and compiled, 1 minute
-	env PYTHONPATH=$(CURDIR):$(CURDIR)/.triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+test-triton: $(VENV)/installed $(TRITON)/installed  ## the GPU kernels in Triton's interpreter, and compiled, 1 minute
+	env PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest -n 2 -p tests.triton.interpreter -m "not gpu" tests/triton \
 	  tests/unit/test_algo_log_probs.py tests/distributed/test_token_log_probs.py
 
-.triton/installed: requirements/triton.txt | .venv/installed
-	rm -rf .triton
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .triton -r $<
+$(TRITON)/installed: requirements/triton.txt | $(VENV)/installed
+	rm -rf $(TRITON)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) -r $<
 	touch $@
 
-test-nodes: .venv/installed  ## several nodes as network namespaces; needs root, iproute2
+test-nodes: $(VENV)/installed  ## several nodes as network namespaces; needs root, iproute2
 	$(BIN)/python -m pytest tests/nodes
 
-test-slurm: .venv/installed  ## jobs on a real Slurm of four nodes on this machine, 10 minutes; needs root
+test-slurm: $(VENV)/installed  ## jobs on a real Slurm of four nodes on this machine, 10 minutes; needs root
 	$(BIN)/python -m tests.slurm.install
 	$(BIN)/python -m pytest -n 2 --maxschedchunk=1 tests/slurm  # each process has a Slurm of its own
 
-test-slurm-slice: .venv/installed  ## those of them that CI has time for; where there is no Slurm, none
+test-slurm-slice: $(VENV)/installed  ## those of them that CI has time for; where there is no Slurm, none
 	-$(BIN)/python -m tests.slurm.install
 	$(BIN)/python -m pytest -m slice tests/slurm
 
-test-sglang: .venv/installed .venv-sglang/installed  ## real SGLang servers without a GPU, 15 minutes
+test-sglang: $(VENV)/installed .venv-sglang/installed  ## real SGLang servers without a GPU, 15 minutes
 	$(BIN)/python -m pytest tests/sglang
 
-test-sglang-slice: .venv/installed .venv-sglang/installed  ## those of them that CI has time for
+test-sglang-slice: $(VENV)/installed .venv-sglang/installed  ## those of them that CI has time for
 	$(BIN)/python -m pytest -m slice tests/sglang
 
-contracts: .venv/installed  ## look up in released packages whatever this one relies on
+contracts: $(VENV)/installed  ## look up in released packages whatever this one relies on
 	$(BIN)/python -m tests.contracts.wheels
 	$(BIN)/python -m pytest tests/contracts
 
@@ -86,13 +90,13 @@ bench-gpu:  ## decoding at 7B to 32B, the loss at TP 1 to 8, quantizing, and the
 	cp runs/bench-gpu/scale.json docs/results/scale_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.bench.performance  # shows them
 
-lint: .venv/installed
+lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 # torch comes first and by itself: the build that suits the machine brings what it needs.
 # The last line also builds the embedded engine's decode step where there is a C++ compiler.
-.venv/installed: requirements/cpu.txt setup.py qurl_megatron/engines/embedded/decode.cpp
-	$(PYTHON) -m venv .venv
+$(VENV)/installed: requirements/cpu.txt setup.py qurl_megatron/engines/embedded/decode.cpp
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import sys
@@ -117,6 +118,13 @@ def keep_out_without_gpu() -> None:
     as_it_is = types.ModuleType(DECORATOR)
     as_it_is.jit_fuser = lambda function: function
     sys.modules.setdefault(DECORATOR, as_it_is)
+    # Megatron has torch look for CUDA's compiler, which may be there although no GPU is.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    compiled, torch.compile = torch.compile, as_it_is.jit_fuser  # 0.19 has a router compiled
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiled
 
 
 def use_transformer_engine() -> bool:

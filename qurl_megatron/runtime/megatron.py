@@ -99,6 +99,8 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         cpu.install()
     # It reports its own creation as a warning, in every process.
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
+    # GPTModel is deprecated (0.19): nothing that the user of a run could do.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     from megatron.core import parallel_state, tensor_parallel
 
     if started_here:

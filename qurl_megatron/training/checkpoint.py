@@ -344,7 +344,16 @@ def _is_fp8_state(name: str) -> bool:
 
 _GIVEN = ("max_lr", "min_lr", "betas", "eps")
 """What the optimizer saves of itself, and the recipe says all the same; the schedule, which follows
-the recipe too, computes the rest from these."""
+the recipe too, computes the rest from these. They are the same in every parameter group."""
+
+
+def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Of every optimizer in ``state``, however they are chained."""
+    for key, value in state.items():
+        if key == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _parameter_groups(value)
 
 
 def _fill(trained: Trained, weights: dict[str, Any]) -> None:
@@ -355,13 +364,12 @@ def _fill(trained: Trained, weights: dict[str, Any]) -> None:
 
 def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     _fill(trained, loaded["model"])
-    groups = [
-        {key: group[key] for key in _GIVEN if key in group}
-        for group in trained.optimizer.param_groups
-    ]
+    group = trained.optimizer.param_groups[0]
+    given = {key: group[key] for key in _GIVEN if key in group}
+    # Before it is loaded: Megatron-Core 0.19 finds a group by its learning rates too.
+    for saved in _parameter_groups(loaded["optimizer"]):
+        saved.update(given)
     trained.optimizer.load_state_dict(loaded["optimizer"])
-    for group, given in zip(trained.optimizer.param_groups, groups, strict=True):
-        group.update(given)
     _unshare_adam_step(trained.optimizer)
     trained.scheduler.num_steps = 0  # what is loaded is added to it
     trained.scheduler.load_state_dict(loaded["scheduler"])

@@ -23,6 +23,7 @@ from qurl_megatron.runtime.megatron import (
     share,
 )
 from qurl_megatron.testing.ranks import run_on_ranks
+from tests.waiting import wait_until
 
 CUDA = torch.device("cuda", 0)
 
@@ -132,11 +133,13 @@ def lose_rank_0(device, meeting) -> None:
     dist.destroy_process_group()
     wait = datetime.timedelta(seconds=4)
     dist.init_process_group("gloo", f"file://{meeting}", timeout=wait, rank=rank, world_size=2)
+    told = meeting.with_name("told")
     if rank == 0:
-        time.sleep(12)
+        wait_until(told.exists)
     else:
         with pytest.raises(RankLost, match="rank 1 waited 2 hours for rank 0 .rollouts"):
             share(None, waiting_for="rollouts")
+        told.touch()
 
 
 def test_who_has_waited_for_too_long_tells_for_what(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from tests.disks import small_disk
 from tests.leftovers import Footprint
 from tests.runs import Run, make_recipe
+from tests.waiting import PATIENCE_S
 
 TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 
@@ -207,7 +208,7 @@ def test_under_torchrun_nothing_is_left_whoever_is_killed(tiny, victim, tmp_path
         ]
         pid = agent.pid if victim == LAUNCHER else sorted(ranks)[int(victim[-1])]
         os.kill(pid, signal.SIGKILL)
-        assert agent.wait(60) == (-signal.SIGKILL if victim == LAUNCHER else 1)
+        assert agent.wait(PATIENCE_S) == (-signal.SIGKILL if victim == LAUNCHER else 1)
         assert footprint.left(run_dir) == []
     finally:
         for process in footprint.processes():

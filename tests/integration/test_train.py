@@ -23,6 +23,7 @@ from tests.plain_transformers import Answer, answers
 from tests.runs import QURL, SMALL, Run
 from tests.unit.engine_models import engine_for, finish, sequence
 from tests.unit.test_convert_mistakes import tool
+from tests.waiting import NEVER_S
 
 RECIPE = (
     SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000")
@@ -50,7 +51,7 @@ def recipe(tmp_path_factory) -> Path:
     return path
 
 
-def qurl(*arguments, timeout=240, env=None) -> subprocess.CompletedProcess:
+def qurl(*arguments, timeout=NEVER_S, env=None) -> subprocess.CompletedProcess:
     return subprocess.run(
         [*QURL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=env
     )
@@ -198,7 +199,7 @@ def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, unin
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(number)
-    output, _ = run.communicate(timeout=120)
+    output, _ = run.communicate(timeout=NEVER_S)
     assert run.returncode == 128 + number, output
     by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     assert re.search(
@@ -206,7 +207,7 @@ def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, unin
     )
     assert 2 <= max(metrics(run_dir)) < 4
 
-    again = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, env=env)
     assert again.returncode == 0, again.stderr
     assert "resuming" in again.stdout
     assert metrics(run_dir) == metrics(uninterrupted)

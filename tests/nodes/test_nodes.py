@@ -19,6 +19,7 @@ from qurl_megatron.config import load
 from qurl_megatron.training.warmstart import warmstart
 from tests.nodes.network import CannotMake, Node, network
 from tests.runs import RECIPE
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
@@ -216,5 +217,5 @@ def test_nothing_is_left_of_a_network(tmp_path):
             1 / 0  # noqa: B018
     except CannotMake as error:
         pytest.skip(f"no network namespaces can be made here ({error}); they need root on Linux")
-    assert busy.wait(10) and not Path(f"/proc/{made[0].pid}").exists()
+    assert busy.wait(PATIENCE_S) and not Path(f"/proc/{made[0].pid}").exists()
     assert "left1" not in Path("/etc/hosts").read_text()

@@ -25,6 +25,7 @@ from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import LOADER, Blob, Message, Receipt, payload
+from tests.waiting import PATIENCE_S
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
 START_S = 300.0
@@ -130,7 +131,7 @@ class Server:
         """What a trainer's death does."""
         self.popen.stdin.close()
         try:
-            self.popen.wait(20)
+            self.popen.wait(PATIENCE_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, 9)

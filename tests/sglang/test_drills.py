@@ -35,7 +35,7 @@ from tests.disks import small_disk
 from tests.runs import SAMPLES, Run, living, make_recipe
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
 from tests.sglang.trainer import OWNER, file_senders, publish
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 UPDATE_S = 20.0  # an update takes a second on a quiet machine
@@ -134,18 +134,11 @@ def mended(request):
     if "drill" not in request.fixturenames:
         return
     drill = request.getfixturevalue("drill")
-    wait_until(lambda: len(drill.fleet.recruits()) == 2)
+    wait_until(lambda: len(drill.fleet.recruits()) == 2, START_S)
     drill.publish(0)
     first, second = drill.fleet.serving()
     assert drill.correct(first, 0) and drill.correct(second, 0)
     drill.fleet.drain()
-
-
-def wait_until(condition, seconds: float = START_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.1)
 
 
 def at(bucket: int, act):
@@ -157,7 +150,7 @@ def rejoins(drill: Drill, engine: EngineRecord, other: EngineRecord) -> None:
     """It is started again, gets no traffic, and comes back with the next version alone."""
     process = engine.process.popen.pid
     assert drill.fleet.serving() == [other] and drill.correct(other, 1)
-    wait_until(lambda: engine.state == "ready")
+    wait_until(lambda: engine.state == "ready", START_S)
     assert engine.process.popen.pid != process
     assert drill.fleet.serving() == [other]
     drill.publish(0)
@@ -238,7 +231,7 @@ def test_an_engine_that_stops_taking_bytes_does_not_keep_the_group_from_the_othe
     begun = time.monotonic()
     drill.publish(1, [sender], during=at(2, lambda: os.killpg(pid, signal.SIGSTOP)))
     sender.close()
-    assert time.monotonic() - begun < 2 * UPDATE_S
+    assert time.monotonic() - begun < UPDATE_S + PATIENCE_S
     (failed,) = [event for event in drill.fleet.drain()[0] if event["event"] == "failed"]
     assert "did not take a bucket from training rank 0 within 4 s" in failed["message"]
     rejoins(drill, hung, other)
@@ -374,7 +367,7 @@ def test_engines_that_a_trainer_started_end_with_it(drill, tmp_path):
     died = run_trainer(order)
     assert died.returncode == -signal.SIGKILL, died.stderr
     (leader,) = json.loads(died.stdout)
-    wait_until(lambda: not living(leader), 20)
+    wait_until(lambda: not living(leader))
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
@@ -390,7 +383,9 @@ def test_32_answers_that_an_update_interrupts_are_old_then_new_and_never_in_betw
     asking = threading.Thread(target=ask)
     asking.start()
     wait_until(lambda: sum(engine.in_flight for engine in drill.fleet.serving()) == 32)
-    time.sleep(0.8)
+    wait_until(lambda: all(engine.client.load().running for engine in drill.fleet.serving()))
+    for engine in drill.fleet.serving():  # what ran before this has tokens when it ends
+        engine.client.generate([[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
     drill.publish(1, config=SyncConfig(pause=pause))
     asking.join()
     assert [sample.prompt.index for sample in samples] == list(range(32))

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.sglang.engines import (
     score,
     servers,
 )
+from tests.waiting import wait_until
 
 CASE = Case("qwen2", "int8")
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -174,6 +174,7 @@ def test_a_square_weight_loaded_untransposed_would_show(engine):
 
 
 def test_answers_that_span_an_update_carry_the_version_of_every_token(engine):
+    engine.bring(engine.versions[0])
     before, after = str(engine.number), str(engine.number + 1)
     prompts = [[5 + i, 9, 11] for i in range(32)]
     tokens = 200
@@ -186,7 +187,9 @@ def test_answers_that_span_an_update_carry_the_version_of_every_token(engine):
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
         thread.start()
-    time.sleep(1.5)
+    wait_until(lambda: engine.server.client.load().running > 0)
+    # What was asked before this has tokens when it ends.
+    engine.server.client.generate([[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
     engine.bring(engine.versions[1])
     for thread in threads:
         thread.join()

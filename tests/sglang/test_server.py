@@ -3,6 +3,7 @@
 import psutil
 
 from tests.sglang.engines import Case, Server, checkpoints, servers
+from tests.waiting import PATIENCE_S
 
 
 def test_when_standard_input_closes_every_process_of_the_server_ends(tmp_path):
@@ -13,6 +14,6 @@ def test_when_standard_input_closes_every_process_of_the_server_ends(tmp_path):
         assert len(running) > 2
         running[-1].suspend()  # a stuck one goes too
         server.popen.stdin.close()
-        _, alive = psutil.wait_procs(running[1:], timeout=10)
-        server.popen.wait(10)
+        _, alive = psutil.wait_procs(running[1:], timeout=PATIENCE_S)
+        server.popen.wait(PATIENCE_S)
     assert not alive

@@ -23,7 +23,7 @@ from pathlib import Path
 ACCURACY = {"bf16": 0.75, "acr": 0.5}
 MAKING_S = 0.3
 MOMENT_S = 0.5
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def main() -> int:

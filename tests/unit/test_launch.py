@@ -54,7 +54,7 @@ def meet(folder: Path, told: multiprocessing.SimpleQueue, **env: str) -> None:
     os.environ.update({**SLURM, "GLOO_SOCKET_IFNAME": "lo", **env})
     assert place.place_under_launcher(2)
     with muster.mustered(folder, key="train.run_dir"):
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
         mine = torch.tensor([float(env.get("VALUE", "1"))])
         dist.all_reduce(mine)
         at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -70,7 +70,7 @@ def meet_all(folder: Path, ranks: list[dict[str, str]]) -> list[tuple[float, tup
     for rank in started:
         rank.start()
     for rank in started:
-        rank.join(40)
+        rank.join(PATIENCE_S)
         rank.kill()
     assert [rank.exitcode for rank in started] == [0] * len(ranks)
     return sorted(told.get() for _ in ranks)

@@ -29,6 +29,12 @@ def test_trainer_and_engines_have_one_torch_and_one_nccl(python):
         assert trainer[package] == engines[package]
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+def test_tests_run_on_the_megatron_that_gpus_train_with(python):
+    tested, trainer = pins("cpu.txt", python), pins("gpu-trainer.txt", python)
+    assert tested["megatron-core"] == trainer["megatron-core"]
+
+
 def test_kernels_are_tested_by_the_triton_that_trainers_have():
     assert pins("triton.txt", "<") == {"triton": pins("gpu-trainer.txt", "<")["triton"]}
 

@@ -19,6 +19,7 @@ from qurl_megatron.slurm.supervise import Received
 from qurl_megatron.slurm.task import STOPPED
 from qurl_megatron.slurm.verdict import BAD_NODE, NO_PROGRESS
 from tests.programs import Programs
+from tests.waiting import PATIENCE_S
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 
@@ -447,7 +448,7 @@ def test_usr1_stops_a_rank_and_leaves_alone_what_it_has_started():
     child = int(rank.stdout.readline())
     for pid in (child, rank.pid):  # as clusters do that signal all descendants of a task
         os.kill(pid, signal.SIGUSR1)
-    said, _ = rank.communicate(timeout=30)
+    said, _ = rank.communicate(timeout=PATIENCE_S)
     assert (rank.returncode, said) == (5, "lives\n")
 
 

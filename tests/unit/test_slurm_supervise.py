@@ -23,7 +23,7 @@ from qurl_megatron.slurm.supervise import (
     preempted,
     spare_s,
 )
-from tests.waiting import wait_until
+from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 END = 10_000.0
 
@@ -86,15 +86,15 @@ def test_a_final_exit_code_is_read_from_what_srun_says(line, code):
 
 
 def test_a_program_ended_by_a_signal_ends_with_128_and_it():
-    step = SrunStep(["sleep", "60"])
+    step = SrunStep(["sleep", f"{NEVER_S}"])
     assert step.wait(0.01) is None
     step.end()
-    assert step.wait(10) == 128 + signal.SIGTERM
+    assert step.wait(PATIENCE_S) == 128 + signal.SIGTERM
 
 
 def test_what_the_engines_srun_says_is_told_from_what_the_ranks_says(tmp_path, capfd):
     line = "srun: error: roll1: task 1: Killed"
-    SrunStep(["sh", "-c", f"echo '{line}' >&2"]).wait(10)
+    SrunStep(["sh", "-c", f"echo '{line}' >&2"]).wait(PATIENCE_S)
     with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"], lambda: 10.0):
         while not (tmp_path / "said").exists():
             time.sleep(0.01)
@@ -117,7 +117,7 @@ def test_what_follows_on_ranks_that_are_ended_fits_before_the_time_limit():
 
 def test_engines_that_do_not_leave_are_killed_once_their_time_is_over():
     began = time.monotonic()
-    with beside(["sh", "-c", "trap '' USR1; exec sleep 60"], lambda: 0.1):
+    with beside(["sh", "-c", f"trap '' USR1; exec sleep {NEVER_S}"], lambda: 0.1):
         pass
     assert time.monotonic() - began < ENGINES_S
 

@@ -30,6 +30,7 @@ from qurl_megatron.study.runner import at_work, claim, failures, run, share
 from qurl_megatron.study.tables import TABLE_1, TABLE_4, page, table
 from qurl_megatron.training.state import TrainState, latest
 from qurl_megatron.weights.integrity import RECORD, read_record, write_record, wrong_size
+from tests.waiting import PATIENCE_S
 
 FAKE = (sys.executable, str(Path(__file__).with_name("study_fake_train.py")))
 SHIPPED = sorted((Path(__file__).parents[2] / "launch/studies").glob("*.toml"))
@@ -380,14 +381,14 @@ def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, numbe
     )
     study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     runs = root / "out/runs"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(list(runs.glob("*/metrics.jsonl"))) < 2:
         assert study.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     listed = read_results(read_study(root / "study.toml"), root / "out")
     assert [result.state for result in listed[:3]] == ["running", "running", "waiting"]
     study.send_signal(number)
-    output, _ = study.communicate(timeout=60)
+    output, _ = study.communicate(timeout=PATIENCE_S)
     assert study.returncode == 128 + number, output
     assert len(calls(root)) == 2 and failures(root / "out") == {}
     for name in CELLS[:2]:

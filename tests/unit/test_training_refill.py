@@ -10,6 +10,7 @@ from qurl_megatron.observe.metrics import values
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.refill import Draft, fill, useful
 from qurl_megatron.types import Prompt, Sample
+from tests.waiting import PATIENCE_S
 
 MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
 
@@ -175,7 +176,7 @@ def test_ahead_of_training_the_cursor_skips_nothing_that_was_not_trained_on():
     second_drawn = threading.Event()
 
     def produce(step, draft, stop):
-        second_drawn.wait(5)  # step 2 draws before step 1 draws again
+        second_drawn.wait(PATIENCE_S)  # step 2 draws before step 1 draws again
         return fill(draft, prompts.answer, prompts.draw)
 
     with steps(prompts, 1, produce=produce) as batches:

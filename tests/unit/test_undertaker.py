@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.leftovers import Footprint
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path: Path, body: str) -> tuple[int, Footprint]:
     footprint = Footprint()
     env = {**footprint.env, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", BEGIN + body, str(tmp_path)], env=env, timeout=60)
+    command = [sys.executable, "-c", BEGIN + body, str(tmp_path)]
+    done = subprocess.run(command, env=env, timeout=PATIENCE_S)
     return done.returncode, footprint
 
 

@@ -40,6 +40,7 @@ MODULES = {
     "transformer_engine.pytorch.fp8": (
         (plain, "FP8GlobalStateManager"),
         (plain, "fp8_autocast"),
+        (plain, "fp8_model_init"),
     ),
     "transformer_engine.pytorch.module": tuple((layers, name) for name in _LAYERS),
     "transformer_engine.pytorch.module.base": ((plain, "get_dummy_wgrad"),),

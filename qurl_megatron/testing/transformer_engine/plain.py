@@ -32,6 +32,9 @@ def fp8_autocast(enabled: bool = True, **_) -> Iterator[None]:
     yield
 
 
+fp8_model_init = fp8_autocast
+
+
 @dataclass
 class DelayedScaling:
     margin: int = 0

@@ -1,0 +1,32 @@
+"""The page for developers names files, commands and calls that there are."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/developing.md").read_text(encoding="utf-8")
+CODE = re.findall(r"`([^`\n]+)`", PAGE)
+
+
+def test_files_that_the_page_names_are_there():
+    paths = {path for code in CODE for path in re.findall(r"^[\w./]+/[\w.]*", code)}
+    paths = {path for path in paths if "NEW" not in path and not path.startswith(("/", "RUN_DIR"))}
+    assert len(paths) > 40
+    places = (ROOT, ROOT / "qurl_megatron")
+    assert not [path for path in paths if not any((place / path).exists() for place in places)]
+
+
+def test_commands_that_the_page_names_are_targets():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {code.split()[1] for code in CODE if code.startswith("make ")}
+    assert len(named) > 8 and named <= targets
+
+
+def test_names_of_code_that_the_page_gives_are_defined():
+    sources = "\n".join(path.read_text() for path in (ROOT / "qurl_megatron").rglob("*.py"))
+    names = {code.rpartition(":")[2].rpartition(".")[2] for code in CODE}
+    names = {name for name in names if re.fullmatch(r"[A-Z][A-Za-z]+[a-z]|[a-z]+_[a-z_]+", name)}
+    assert len(names) > 12
+    names -= {"Literal"}  # Python's
+    lacking = [n for n in sorted(names) if not re.search(rf"\b(class|def) {n}\b", sources)]
+    assert not lacking
