@@ -44,7 +44,7 @@ from qurl_megatron.config import (
     RolloutConfig,
     SyncConfig,
 )
-from qurl_megatron.engines.sglang.start import sglang_python
+from qurl_megatron.engines.sglang.starting_sglang import sglang_python
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.publish import routes
 from qurl_megatron.runtime.launch import launch

@@ -67,7 +67,7 @@ ENGINE_KINDS = {
         EngineKind(
             name="embedded",
             says="qurl-embedded",
-            start="qurl_megatron.engines.embedded.start",
+            start="qurl_megatron.engines.embedded.starting_embedded",
             starts_empty=False,
             repeats=True,
             shares_prefixes=False,
@@ -84,7 +84,7 @@ ENGINE_KINDS = {
         EngineKind(
             name="sglang",
             says=None,
-            start="qurl_megatron.engines.sglang.start",
+            start="qurl_megatron.engines.sglang.starting_sglang",
             starts_empty=True,
             repeats=False,
             shares_prefixes=True,

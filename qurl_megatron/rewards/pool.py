@@ -12,8 +12,8 @@ from qurl_megatron.errors import CAUSES, ConfigError, Foreseen, Unscored, unscor
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards.item import Item, Score
-from qurl_megatron.rewards.kinds import KINDS
 from qurl_megatron.rewards.scoring import WorkerPool
+from qurl_megatron.rewards.verifiers import KINDS
 
 if TYPE_CHECKING:  # workers import this package, and need no numpy
     from qurl_megatron.types import Sample

@@ -17,7 +17,7 @@ from qurl_megatron.errors import Unscored
 from qurl_megatron.rewards.functions import call, find_function
 from qurl_megatron.rewards.item import Item, Score
 from qurl_megatron.rewards.judge import Judge
-from qurl_megatron.rewards.kinds import KINDS
+from qurl_megatron.rewards.verifiers import KINDS
 from qurl_megatron.runtime.line_worker import serve
 
 Scorer = Callable[[list[Item]], list[Score]]

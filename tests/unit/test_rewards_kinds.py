@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from qurl_megatron.rewards.kinds import KINDS, last_number
+from qurl_megatron.rewards.verifiers import KINDS, last_number
 
 
 @pytest.mark.parametrize(
