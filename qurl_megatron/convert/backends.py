@@ -9,6 +9,7 @@ asked for.
 import importlib.util
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +17,13 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import SCHEMES, QuantizedWeight, quantize
-
-_BLOCK = SCHEMES["fp8_block"].block
-assert _BLOCK is not None
+from qurl_megatron.quant.formats import BLOCK
 
 # TensorQuantizer's settings; {-1: n, -2: n} are squares of n x n.
-_MODELOPT = {
+_MODELOPT: dict[str, dict[str, Any]] = {
     "int8": {"num_bits": 8, "axis": 0},
     "fp8": {"num_bits": (4, 3), "axis": 0},
-    "fp8_block": {"num_bits": (4, 3), "block_sizes": {-1: _BLOCK, -2: _BLOCK}},
+    "fp8_block": {"num_bits": (4, 3), "block_sizes": {-1: BLOCK, -2: BLOCK}},
 }
 
 
@@ -79,7 +78,7 @@ def by_te(weight: Tensor, scheme: str) -> QuantizedWeight:
         force_pow_2_scales=False,
         block_scaling_dim=2,
     )
-    height, width = (-size % _BLOCK for size in weight.shape)
+    height, width = (-size % BLOCK for size in weight.shape)
     cast = quantizer(F.pad(weight.detach().cuda(), (0, width, 0, height)))
     return cropped(cast._rowwise_data, cast._rowwise_scale_inv, weight.shape, weight.device)
 
@@ -96,9 +95,9 @@ def cropped(
     """
     rows, columns = shape
     values = codes.view(torch.float8_e4m3fn)[:rows, :columns]
-    scale = scale[: -(-rows // _BLOCK), : -(-columns // _BLOCK)]
+    scale = scale[: -(-rows // BLOCK), : -(-columns // BLOCK)]
     return QuantizedWeight(
-        values.to(device).contiguous(), scale.to(device).contiguous(), block=_BLOCK
+        values.to(device).contiguous(), scale.to(device).contiguous(), block=BLOCK
     )
 
 

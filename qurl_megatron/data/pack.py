@@ -46,8 +46,11 @@ class TokenBatch:
     kept: Tensor | None = None  # bool: not of a rejected response; None where none is rejected
 
     def to(self, device: torch.device) -> "TokenBatch":
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)
+        }
+        return replace(self, **moved)
 
 
 def pad_samples(

@@ -13,13 +13,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.typing import RcKeyType
 
 from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.sinks import Record
@@ -49,7 +52,7 @@ PHASES = {  # in the order in which a step runs through them
 
 MAX_POINTS = 160  # a longer series is thinned; keeps the page small and the picture clear
 MAX_BARS = 60
-STYLE = {
+STYLE: dict[RcKeyType, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "qurl",  # the same run gives the same bytes
     "font.family": "DejaVu Sans",  # laid out with it; wider than what the page substitutes
@@ -152,7 +155,7 @@ def draw_lines(axes: Axes, picture: "Picture", history: History) -> None:
 def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *, log: bool) -> None:
     color = COLORS[line.color]
     if line.rings:
-        style = dict(marker="o", markersize=6.5, markerfacecolor=COLORS["paper"])
+        style: dict[str, Any] = dict(marker="o", markersize=6.5, markerfacecolor=COLORS["paper"])
         axes.plot(steps, values, color=color, lw=1.2, mew=1.8, zorder=4, **style)
         return
     smoothed = smooth(values, log=log)
@@ -165,7 +168,9 @@ def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *,
 def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str) -> None:
     """Faint points; in a long run, the band from the lowest to the highest of each stretch."""
     if len(steps) <= MAX_POINTS:
-        style = dict(marker="o", markersize=3.6, markeredgewidth=0, linestyle="none")
+        style: dict[str, Any] = dict(
+            marker="o", markersize=3.6, markeredgewidth=0, linestyle="none"
+        )
         axes.plot(steps, values, color=color, alpha=0.34, zorder=2, **style)
         return
     starts = _stretches(len(steps), MAX_POINTS)
@@ -197,8 +202,8 @@ def draw_phases(axes: Axes, picture: "Picture", history: History) -> None:
             base += heights
     else:
         starts = _stretches(len(steps), MAX_BARS)
-        heights = [_means(row, starts) for row in stack]
-        axes.stackplot(_means(steps, starts), heights, colors=colors, linewidth=0, zorder=2)
+        means = [_means(row, starts) for row in stack]
+        axes.stackplot(_means(steps, starts), means, colors=colors, linewidth=0, zorder=2)
     axes.set_ylim(0, axes.dataLim.y1 * 1.1 or 1)
 
 
@@ -489,11 +494,11 @@ def render_figure(chosen: Sequence[Picture], history: History, *, columns: int =
     """All of ``chosen`` on one canvas, with titles and legends; they must not be empty."""
     rows = math.ceil(len(chosen) / columns)
     with matplotlib.rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.16)
         figure = Figure(
-            figsize=(6.2 * columns, 3.4 * rows), facecolor=COLORS["paper"], layout="constrained"
+            figsize=(6.2 * columns, 3.4 * rows), facecolor=COLORS["paper"], layout=layout
         )
         FigureCanvasAgg(figure)
-        figure.get_layout_engine().set(w_pad=0.18, h_pad=0.16)
         for index, picture in enumerate(chosen):
             axes = figure.add_subplot(rows, columns, index + 1)
             _draw(axes, picture, history)
@@ -682,7 +687,7 @@ def for_html(svg: str, key: str, name: str) -> str:
     svg = svg.replace("xlink:href", "href")
     for color, value in COLORS.items():
         svg = svg.replace(value, f"var(--{color})")
-    box = re.search(r'viewBox="[^"]*"', svg)[0]
+    box, *_ = re.findall(r'viewBox="[^"]*"', svg)
     opening = f'<svg {box} role="img" aria-labelledby="{key}-name">'
     title = f'<title id="{key}-name">{html.escape(name)}</title>'
     return opening + title + svg[svg.index(">") + 1 :]

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant.formats import SCHEMES
+from qurl_megatron.quant.formats import BLOCK, SCHEMES
 from qurl_megatron.quant.weights import QuantizedWeight
-
-_BLOCK = SCHEMES["fp8_block"].block
-assert _BLOCK is not None
 
 
 def _column(rows: int, columns: int) -> tuple[int, ...]:
@@ -31,11 +28,11 @@ def _vector(rows: int, columns: int) -> tuple[int, ...]:
 
 
 def _grid(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // _BLOCK), -(-columns // _BLOCK)
+    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def _grid_4d(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // _BLOCK), 1, -(-columns // _BLOCK), 1
+    return -(-rows // BLOCK), 1, -(-columns // BLOCK), 1
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,8 @@ FORMATS: dict[str, dict[str, Layout]] = {
             _grid,
             _compressed(
                 "float",
-                {"strategy": "block", "block_structure": [_BLOCK, _BLOCK]},
-                {"strategy": "group", "group_size": _BLOCK},
+                {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+                {"strategy": "group", "group_size": BLOCK},
             ),
             patterns=True,
         ),
@@ -111,7 +108,7 @@ FORMATS: dict[str, dict[str, Layout]] = {
             {
                 "quant_method": "fp8",
                 "activation_scheme": "dynamic",
-                "weight_block_size": [_BLOCK, _BLOCK],
+                "weight_block_size": [BLOCK, BLOCK],
             },
             ignore_key="modules_to_not_convert",
         ),
@@ -184,11 +181,11 @@ def stored_shapes(
             f"neither vLLM nor SGLang loads experts of {scheme} in format {fmt}, and {name} is "
             "one; use format compressed-tensors or sglang"
         )
-    if SCHEMES[scheme].block is not None and any(size % _BLOCK for size in shape):
+    if SCHEMES[scheme].block is not None and any(size % BLOCK for size in shape):
         # Activations are quantized in whole groups of 128, fused q/k/v and gate/up are whole
         # squares: vLLM, SGLang and compressed-tensors all stop at such a weight, at load or later.
         raise ConfigError(
-            f"engines run {scheme} weights only if both sizes are multiples of {_BLOCK}, {name} is "
+            f"engines run {scheme} weights only if both sizes are multiples of {BLOCK}, {name} is "
             f"{list(shape)}; use scheme fp8"
         )
     return {

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 
+BLOCK = 128  # edge of the squares of "fp8_block"
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -24,7 +26,7 @@ class Scheme:
 SCHEMES: dict[str, Scheme] = {
     "int8": Scheme(torch.int8, 127.0),
     "fp8": Scheme(torch.float8_e4m3fn, 448.0),
-    "fp8_block": Scheme(torch.float8_e4m3fn, 448.0, block=128),
+    "fp8_block": Scheme(torch.float8_e4m3fn, 448.0, block=BLOCK),
 }
 
 # Fewer bits in INT8's clothes: the same storage and products, a coarser grid. No hardware computes

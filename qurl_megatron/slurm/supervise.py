@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
@@ -94,6 +95,7 @@ class Step:
         self._listener.start()
 
     def _listen(self) -> None:
+        assert self._process.stderr is not None
         for line in self._process.stderr:
             sys.stderr.write(self._prefix + line)
             sys.stderr.flush()
@@ -162,15 +164,15 @@ class Times:
         Slurm's signal before the time limit is put off where less time is needed. One that comes
         at another time is somebody's, and is heeded at once.
         """
-        known = self.end is not None and self.stop_s is not None
+        last = None if self.end is None or self.stop_s is None else self.end - self.stop_s
         if preempted:
             return PREEMPTED
         if received and received != WALL_TIME:
             return received
-        if known and at >= self.end - self.stop_s:
+        if last is not None and at >= last:
             return WALL_TIME
         slurms = self.end is not None and at >= self.end - self.signal_s - EARLY_S
-        return "" if known and slurms else received
+        return "" if last is not None and slurms else received
 
 
 @dataclass
@@ -228,6 +230,7 @@ class Supervisor:
         self._end = end_of(facts) or self._end
         why = self._times().due(now(), heard, preempted=bool(heard) and preempted(facts))
         if heard != self._heard and not why:
+            assert self._end is not None and self._pace.stop_s is not None, "else it is heeded"
             left, needed = self._end - now(), self._pace.stop_s
             say(f"SIG{heard} {left:.0f} s before the end; {needed:.0f} are needed, it goes on")
         self._heard = heard
@@ -276,7 +279,13 @@ class Supervisor:
         return f"hung: no new step for {still:.0f} s"
 
 
-def ask_for_stacks(step: Step, logs: Path, ranks: int) -> list[int]:
+class Signalled(Protocol):
+    """What passes a signal on to the ranks."""
+
+    def signal(self, number: int) -> None: ...
+
+
+def ask_for_stacks(step: Signalled, logs: Path, ranks: int) -> list[int]:
     """Have every rank write what all its threads are doing.
 
     Returns:

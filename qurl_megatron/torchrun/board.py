@@ -76,11 +76,13 @@ class Board:
             OSError: the port is taken.
         """
         self.word = Word()
-        self._like, self._heard = dict(like), {}
+        self._like = dict(like)
+        self._heard: dict[str, tuple[Row, float]] = {}
         self._server = None if port is None else _Server(("", port), self)
 
     @property
     def port(self) -> int:
+        assert self._server is not None, "one that is alone listens at none"
         return self._server.server_address[1]
 
     def __enter__(self) -> "Board":
@@ -128,6 +130,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 class _Visit(socketserver.StreamRequestHandler):
     timeout = ASK_S
+    server: _Server
 
     def handle(self) -> None:
         try:

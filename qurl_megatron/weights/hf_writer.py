@@ -8,10 +8,10 @@ the header goes first and tensors follow in whatever order they are made.
 import json
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class TensorSpec:
 class Group:
     """Tensors that are made together, and what tells the maker which."""
 
-    source: Hashable
+    source: object
     tensors: tuple[TensorSpec, ...]
 
     @property
@@ -80,7 +80,7 @@ def plan_files(groups: Sequence[Group], max_bytes: int) -> list[HfFile]:
 
 
 def write_safetensors(
-    path: Path, groups: Iterable[Group], make: Callable[[Hashable], Mapping[str, Tensor]]
+    path: Path, groups: Iterable[Group], make: Callable[[Any], Mapping[str, Tensor]]
 ) -> None:
     """Write one file.
 
@@ -135,4 +135,4 @@ def _write(file: BinaryIO, spec: TensorSpec, tensor: Tensor) -> None:
             f"planned were {spec.dtype} {list(spec.shape)}"
         )
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    file.write(memoryview(data.numpy()))
+    file.write(data.numpy().data)
