@@ -139,7 +139,7 @@ def chart(cases: Sequence[Case]) -> list[Bar]:
     differing = [
         key for key in cases[0].keys if len({str(case.keys.get(key)) for case in cases}) > 1
     ]
-    series = next((key for key in SERIES if key in differing), None)
+    series = next((key for key in SERIES if key in differing), "")
     labels = list(dict.fromkeys(str(case.keys.get(series, "")) for case in cases))
     bars = []
     for case in cases:
@@ -235,5 +235,5 @@ def _draw(axes: Axes, bar: Bar, place: float, width: float) -> None:
         span = [place - width / 2, place + width / 2]
         axes.plot(span, [figure.limit] * 2, color=ink, linewidth=1.4, clip_on=True)
     if figure.predicted is not None:
-        style = dict(marker="o", markersize=6, markerfacecolor=plots.COLORS["paper"])
+        style: dict[str, Any] = dict(marker="o", ms=6, mfc=plots.COLORS["paper"])
         axes.plot([place], [figure.predicted], color=ink, linestyle="none", **style)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from qurl_megatron.bench.load.outcome import Answer, Look, Outcome, Publication
+from qurl_megatron.bench.load.outcome import Answer, Client, Look, Outcome, Publication
 from qurl_megatron.bench.load.protocols import Protocol
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.errors import ConfigError
@@ -54,7 +54,8 @@ class Load:
         """
         self._client, self._protocol, self._model = client, protocol, model
         self._look, self._publishing = look, publishing
-        self._outcome = Outcome()
+        self._own = Client()
+        self._outcome = Outcome(client=self._own)
         self._start = 0.0
 
     def drive(self, asks: Sequence[Ask], at_once: int | None = None) -> Outcome:
@@ -71,12 +72,12 @@ class Load:
             worked, self._start = time.process_time(), time.perf_counter()
             watching = [asyncio.create_task(self._watch_loop())]
             if self._look:
-                watching.append(asyncio.create_task(self._watch_engine(session)))
+                watching.append(asyncio.create_task(self._watch_engine(session, self._look)))
             finished = asyncio.Event()
             publisher = asyncio.create_task(self._publish(finished))
             sending = (self._one_by_one(session, waiting) for _ in range(at_once))
             await asyncio.gather(*sending)
-            self._outcome.client.cpu_s = time.process_time() - worked
+            self._own.cpu_s = time.process_time() - worked
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
@@ -108,12 +109,12 @@ class Load:
         while True:
             before = time.perf_counter()
             await asyncio.sleep(TICK_S)
-            self._outcome.client.lags.append(time.perf_counter() - before - TICK_S)
+            self._own.lags.append(time.perf_counter() - before - TICK_S)
 
-    async def _watch_engine(self, session: Session) -> None:
+    async def _watch_engine(self, session: Session, look: Looking) -> None:
         while True:
             try:
-                self._outcome.looks.append(await self._look(session, self._now))
+                self._outcome.looks.append(await look(session, self._now))
             except EngineError as error:  # one that is busy with an update may not answer now
                 self._outcome.unseen = self._outcome.unseen or str(error)
             except (LookupError, TypeError, ValueError) as error:  # and never will be read

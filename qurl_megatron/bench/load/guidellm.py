@@ -158,7 +158,7 @@ def scenario(client: EngineClient, count: int, clients: Clients, folder: Path) -
         count: of the requests.
     """
     if clients.rate is not None:
-        profile = {"kind": "poisson", "rate": [clients.rate]}
+        profile: dict[str, Any] = {"kind": "poisson", "rate": [clients.rate]}
     elif clients.at_once is not None:
         profile = {"kind": "concurrent", "streams": [clients.at_once]}
     else:
@@ -218,7 +218,7 @@ def read_report(
         raise ValueError("it holds none of the requests")
     start = min(found["info"]["timings"]["request_start"] for _, found, _ in sent)
     answers = [_answer(kind, found, ask, start) for kind, found, ask in sent]
-    over = start + max(answer.ended for answer in answers)
+    over = start + max(answer.over for answer in answers)
     return Outcome(
         answers,
         looks=[look for look in looks if start <= look.at <= over],
