@@ -85,7 +85,7 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     if rest and taker is None:
         command = f"{parser.prog} {arguments.command}" if "command" in arguments else parser.prog
         parser.error(f"unexpected: {' '.join(rest)}; `{command} --help` says what it takes")
-    if rest:
+    if rest and taker is not None:
         setattr(arguments, taker, [*getattr(arguments, taker), *rest])
     return arguments
 

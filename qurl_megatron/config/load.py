@@ -316,7 +316,7 @@ def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> s
 
     Settings with which a run computes the same are in no name; layouts are, to be compared.
     """
-    known = {f.name: f.type for f in dataclasses.fields(RunConfig)}
+    known = typing.get_type_hints(RunConfig)
     variant = {}  # the last of several for a key counts
     for key, value in given:
         section, name = key.split(".")[:2]
@@ -354,7 +354,7 @@ def keys_like(name: str) -> list[str]:
     known = [
         f"{section.name}.{key.name}"
         for section in dataclasses.fields(RunConfig)
-        for key in dataclasses.fields(section.type)
+        for key in dataclasses.fields(typing.cast(type, section.type))
     ]
     if name in known:
         return [name]
@@ -407,7 +407,7 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
             raise ConfigError(f"unknown {kind} {prefix}{name}; {hint}")
     arguments = {}
     for name, hint in hints.items():
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             table = values.get(name, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
@@ -445,7 +445,7 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _toml_value(value: Any) -> str:
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -46,6 +46,7 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     # An aligned policy computes as engines of one rollout.engine_tensor do.
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
     weighed = before.reward.scorers == now.reward.scorers  # the same rewards
+    moved: dict[str, OnResume]
     moved = {"reward.mix": "change", "reward.url": "free"} if weighed else {}
     found = []
     for section in fields(RunConfig):
@@ -53,7 +54,7 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
         for name, marked in rules_of(section.type).items():
             key, a, b = f"{section.name}.{name}", getattr(old, name), getattr(new, name)
             if a != b and key != "train.run_dir":
-                rule = "fork" if key in computed else moved.get(key, marked)
+                rule: OnResume = "fork" if key in computed else moved.get(key, marked)
                 found.append(Change(key, a, b, rule))
     return found
 

@@ -56,7 +56,7 @@ def on_resume(
     return mark
 
 
-def rules_of(section: type) -> dict[str, OnResume]:
+def rules_of(section: Any) -> dict[str, OnResume]:
     """What each key of a section may do on resume."""
     # A key that says nothing is taken for a part of what the run computes.
     return {f.name: f.metadata.get("on_resume", "fork") for f in fields(section)}
