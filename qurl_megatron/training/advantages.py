@@ -15,12 +15,14 @@ wrote and r = responses of this rank's microbatches together.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.algo import (
+    AdvantageKind,
     at_last_token,
     discounted_returns,
     gae,
@@ -126,7 +128,7 @@ Estimate = Callable[[_Known, AlgoConfig], tuple[Tensor, Tensor | None]]
 def over_group(known: _Known, algo: AlgoConfig) -> tuple[Tensor, None]:
     """Each response against the others to its prompt; all its tokens alike."""
     groups_PG = known.penalised().view(-1, known.group)
-    worth_R = group_advantages(groups_PG, algo.advantage).flatten()
+    worth_R = group_advantages(groups_PG, cast(AdvantageKind, algo.advantage)).flatten()
     return worth_R[known.indices_r].repeat_interleave(known.lengths_r), None
 
 
@@ -150,6 +152,7 @@ def over_group_and_batch(known: _Known, algo: AlgoConfig) -> tuple[Tensor, None]
 
 def against_critic(known: _Known, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened; the critic's targets are not."""
+    assert known.values_n is not None, "a critic has scored the batch"
     advantages_n, returns_n = gae(
         known.token_rewards(known.rewards_R),
         known.values_n,
