@@ -333,7 +333,7 @@ class Lead:
 
     def _left_out(self) -> dict[str, Metric]:
         """Prompts of the whole data that are too long."""
-        found = {"data/too_long": Max(len(self.prompts.too_long))}
+        found: dict[str, Metric] = {"data/too_long": Max(len(self.prompts.too_long))}
         if self.config.train.eval_prompts:
             found["data/held_out_too_long"] = Max(self.prompts.held_out_too_long)
         return found

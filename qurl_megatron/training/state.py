@@ -112,9 +112,9 @@ class TrainState:
         if now is None:
             return text
         if before is None:
-            now = f"accuracy {now:.1%}" if right_or_wrong else f"reward {now:.3f}"
+            score = f"accuracy {now:.1%}" if right_or_wrong else f"reward {now:.3f}"
             since = self.measured_since.get("eval", 0)
-            return f"{text}; held-out {now}, which compares with scores after step {since} alone"
+            return f"{text}; held-out {score}, which compares with scores after step {since} alone"
         if not right_or_wrong:
             return f"{text}; held-out reward {before:.3f} before, {now:.3f} after"
         points = 100 * (now - before)

@@ -29,7 +29,8 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
         found = share(_recorded(Path(path)) if ranks.leads else None, waiting_for=f"{key}={path}")
         if isinstance(found, ConfigError):
             raise found
-        if why := damage(*found, ranks, key=key):
+        folder, record = found
+        if why := damage(folder, record, ranks, key=key):
             raise ConfigError(f"{why}; {MEND}")
 
 
@@ -56,7 +57,7 @@ def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: st
     for one in everywhere:
         if isinstance(one, ConfigError):
             raise one
-    return next(filter(None, everywhere), None)
+    return next((one for one in everywhere if isinstance(one, str)), None)
 
 
 def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]] | ConfigError:
