@@ -152,7 +152,9 @@ def read_info(info: dict) -> Info:
     Raises:
         BadAnswer: it says nonsense.
     """
-    kind = "embedded" if info.get("engine") == "qurl-embedded" else "sglang"
+    kind: Literal["embedded", "sglang"] = (
+        "embedded" if info.get("engine") == "qurl-embedded" else "sglang"
+    )
     tp, loaders = info.get("tp_size") or 1, info.get("custom_weight_loader")
     if not count(tp) or tp > 1024:
         raise BadAnswer(f"tp_size {shortened(tp)} is not a number of ranks")

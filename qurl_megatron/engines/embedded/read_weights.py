@@ -11,6 +11,7 @@ import binascii
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,7 +53,7 @@ def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int
 
 def decode_tensors(parts: Iterable[str], decoder: Decoder) -> dict[str, Tensor]:
     """Tensors from base64 texts of safetensors bytes, checked against the decoder."""
-    named = []
+    named: list[Any] = []
     for part in parts:
         try:
             named += load_bytes(base64.b64decode(part, validate=True)).items()
