@@ -6,7 +6,7 @@ weights have changed.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qurl_megatron.bench.load.words import write_tokenizer
@@ -14,6 +14,7 @@ from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.config import SyncConfig
 from qurl_megatron.convert.source import folding, read_tensors
 from qurl_megatron.engines.embedded.decoder import DTYPES
+from qurl_megatron.fleet.engine_record import Engine
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.publish.update import Update
 from qurl_megatron.quant import quantize
@@ -100,7 +101,7 @@ class Version:
             Update(fleet, engines, number, SyncConfig(), self.sender.describe) as update,
         ):
             for blob in self.blobs:
-                update.bucket(lambda engine, rank, blob=blob: [blob])
+                update.bucket(_to_all([blob]))
             return name, update.commit(self.sender.receipts).paused_s
 
 
@@ -124,3 +125,7 @@ def checkpoint_of(folder: Path) -> Checkpoint:
     source = open_checkpoint(folder)
     source.check()
     return source
+
+
+def _to_all(blobs: list[Blob]) -> Callable[[Engine, int], list[Blob]]:
+    return lambda engine, rank: blobs
