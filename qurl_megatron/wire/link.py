@@ -194,7 +194,7 @@ def _greet(link: Link, *, sends: bool, senders: int, tp: int, deadline: float) -
 
 def _gloo_group(
     about: Mapping[str, Any], store: dist.Store, rank: int, size: int
-) -> dist.ProcessGroupGloo:
+) -> "dist.ProcessGroupGloo":
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it
     options._timeout = timedelta(seconds=about["connect_timeout_s"])
     # By itself gloo listens where this machine's name points to, which may be nowhere.
@@ -203,7 +203,7 @@ def _gloo_group(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupNCCL:
+def _nccl_group(store: dist.Store, rank: int, size: int) -> "dist.ProcessGroupNCCL":
     """``finish`` keeps the time, not NCCL's watchdog, which would end this process."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
