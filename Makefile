@@ -90,8 +90,8 @@ bench-gpu:  ## decoding at 7B to 32B, the loss at TP 1 to 8, quantizing, and the
 	cp runs/bench-gpu/scale.json docs/results/scale_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.bench.performance  # shows them
 
-lint: $(VENV)/installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: $(VENV)/installed  ## style, format and types; a minute, and seconds when it is run again
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 # torch comes first and by itself: the build that suits the machine brings what it needs.
 # The last line also builds the embedded engine's decode step where there is a C++ compiler.

@@ -87,7 +87,7 @@ setup(
         # llmcompressor pins transformers and compressed-tensors: give it an environment of its own,
         # or a folder for `qurl bench convert --peers`.
         "bench": ["liger-kernel", "llmcompressor", "mbridge"],
-        "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "console_scripts": ["qurl = qurl_megatron.cli:main"],

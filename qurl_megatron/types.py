@@ -7,7 +7,7 @@ training side needs no engine. What there is per token lies in arrays: a step ha
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -52,7 +52,8 @@ class Sample:
     versions: Versions  # of the tokens that the policy wrote
     text: str = ""  # the decoded response, without special tokens
     reward: float = 0.0
-    written: np.ndarray | None = None  # bool: the policy wrote this token; None: all of them
+    # bool: the policy wrote this token. Given as None: all of them.
+    written: np.ndarray = cast(np.ndarray, None)
     failure: Unscored | None = None  # of the environment
     left_out: bool = False  # what the environment said last, as it would have left no room
 

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.model.policy import Policy
@@ -40,7 +41,7 @@ from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.message import LOADER, Message, payload
+from qurl_megatron.wire.message import LOADER, Action, Message, payload
 
 Way = Literal["loader", "from_tensor", "from_disk"]
 Named = list[tuple[str, Tensor]]
@@ -103,7 +104,8 @@ class Gathered:
 
     def _whole(self, spent: Spent) -> Iterator[Named]:
         """Buckets of whole tensors; empty ones on all ranks but the leading one."""
-        named, size = [], 0
+        named: Named = []
+        size = 0
         for index in range(self.policy.parameter_count):
             start = time.perf_counter()
             shards = list(self.policy.hf_parameter(index, lambda parameter: parameter.detach()))
@@ -150,7 +152,9 @@ class Gathered:
         self, engine: EngineRecord, version: int, spent: Spent
     ) -> Iterator[Callable[[], None]]:
         """The engine paused, from the first call of what this yields."""
-        client, started = engine.client, []
+        client, fleet = _client(engine), self.fleet
+        started: list[float] = []
+        assert fleet is not None
 
         def begin() -> None:
             if not started:
@@ -162,25 +166,29 @@ class Gathered:
         start = time.perf_counter()
         client.end_weight_update()
         client.flush()
-        client.set_weight_version(self.fleet.names.of(version))
+        client.set_weight_version(fleet.names.of(version))
         client.resume()
         spent.load_s += time.perf_counter() - start
         spent.paused_s = time.perf_counter() - started[0]
 
     def _load(self, engine: EngineRecord, version: int, spent: Spent) -> None:
         session = f"v{version}-{secrets.token_hex(4)}"
+        sender, client = self._sender, _client(engine)
+        assert sender is not None
+        sender, client = self._sender, _client(engine)
+        assert sender is not None
 
-        def call(action: str, index: int, blobs: Sequence = ()) -> None:
-            about = self._sender.describe(engine.name)
+        def call(action: Action, index: int, blobs: Sequence = ()) -> None:
+            about = sender.describe(engine.name)
             message = Message(action, session, version, index, about, tuple(blobs))
-            engine.client.update_weights_from_tensor(payload([message] * engine.tp), LOADER)
+            client.update_weights_from_tensor(payload([message] * engine.tp), LOADER)
 
-        self._sender.begin(version)
+        sender.begin(version)
         with self._update(engine, version, spent) as begin:
             count = 0
             for named in self._whole(spent):
                 start = time.perf_counter()
-                blob = self._sender.put(count, [Shard.whole(name, value) for name, value in named])
+                blob = sender.put(count, [Shard.whole(name, value) for name, value in named])
                 spent.put_s += time.perf_counter() - start
                 del named
                 start = time.perf_counter()
@@ -189,10 +197,10 @@ class Gathered:
                 spent.load_s += time.perf_counter() - start
                 count += 1
             call("check", count)
-            for receipt in self._sender.receipts(session, engine.tp):
+            for receipt in sender.receipts(session, engine.tp):
                 assert receipt.error is None, receipt.error
             call("finish", count)
-        self._sender.finish(keep=1)
+        sender.finish(keep=1)
 
     def _tensors(self, engine: EngineRecord, version: int, spent: Spent) -> None:
         with self._update(engine, version, spent) as begin:
@@ -203,7 +211,7 @@ class Gathered:
                 spent.put_s += time.perf_counter() - start
                 start = time.perf_counter()
                 begin()
-                engine.client.update_weights_from_tensor(
+                _client(engine).update_weights_from_tensor(
                     [serialized] * engine.tp, "flattened_bucket"
                 )
                 spent.load_s += time.perf_counter() - start
@@ -221,7 +229,7 @@ class Gathered:
             begin()
             # An engine that was started empty would otherwise make up its weights again.
             body = {"model_path": str(self.folder), "load_format": "auto", "flush_cache": False}
-            engine.client._succeed("/update_weights_from_disk", body)
+            _client(engine)._succeed("/update_weights_from_disk", body)
             spent.load_s += time.perf_counter() - start
 
 
@@ -241,6 +249,11 @@ class FlattenedTensorMetadata:
 
 
 FlattenedTensorMetadata.__module__ = PLACE
+
+
+def _client(engine: EngineRecord) -> EngineClient:
+    assert engine.client is not None, "it serves"
+    return engine.client
 
 
 def _serialized(named: Named) -> tuple[str, Tensor]:

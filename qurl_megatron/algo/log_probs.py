@@ -137,8 +137,10 @@ class _TokenLogProbs(torch.autograd.Function):
             ctx.consumed = True
         else:
             grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
+        targets_T, max_T, sum_T, entropy_T = saved
         _write_gradient(
-            grad_Tv, logits_Tv, *saved, grad_log_prob_T, grad_entropy_T, ctx.shard, ctx.temperature
+            *(grad_Tv, logits_Tv, targets_T, max_T, sum_T, entropy_T),
+            *(grad_log_prob_T, grad_entropy_T, ctx.shard, ctx.temperature),
         )
         return grad_Tv, *nothing
 

@@ -9,7 +9,7 @@ a token belongs to. Where only single tokens are compared, any shape will do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def response_mean(log_rho: Tensor, owners: Tensor, responses: int) -> Tensor:
     return mean_per_response(log_rho, owners, responses)[owners].to(log_rho.dtype)
 
 
-LEVELS: dict[str, Callable[[Tensor, Tensor | None, int | None], Tensor]] = {
+LEVELS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {  # owners and R, or None
     "token": own,
     "sequence": response_sum,
     "geometric": response_mean,
@@ -92,7 +92,7 @@ def sequence_log_ratio(current: Tensor, other: Tensor, owners: Tensor, responses
 class Ratio:
     """What the surrogate clips."""
 
-    log_ratio: Callable[[Tensor, Tensor, Tensor | None, int | None], Tensor]
+    log_ratio: Callable[[Tensor, Tensor, Any, Any], Tensor]  # owners and R, or None
     level: RhoLevel  # of the rho on the same scale
 
 

@@ -135,11 +135,11 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def _memories_differ(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Why times of one machine, measured at two moments, cannot be compared, or ""."""
-    rates = [(environment.get("limits") or {}).get(MEMORY) for environment in (old, new)]
-    if None in rates or abs(math.log(rates[1] / rates[0])) <= math.log(1 + READ):
+    then, today = ((environment.get("limits") or {}).get(MEMORY) for environment in (old, new))
+    if then is None or today is None or abs(math.log(today / then)) <= math.log(1 + READ):
         return ""
     return (
-        f"the machine read {rates[0]} GB/s then and {rates[1]} now, so its host was busy once; "
+        f"the machine read {then} GB/s then and {today} now, so its host was busy once; "
         "measure both again, one after the other"
     )
 

@@ -170,7 +170,7 @@ def measured_limits(device: str) -> dict[str, float]:
             # Not of ones or zeros, with which chips draw less power and run faster.
             a, b = (torch.randint(-100, 100, (size, size), device=device).to(kind) for _ in "ab")
             # The second as weights lie: [out, in].
-            seconds = fastest(lambda a=a, b=b, multiply=multiply: multiply(a, b.t()), device)
+            seconds = fastest(partial(multiply, a, b.t()), device)
             found[name] = _digits(2 * size**3 / 1e9 / seconds)
     return found
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,7 +149,7 @@ def _beside_megatron(cases: list[Case]) -> None:
 
 def case_of(name: str, tensor: int, args: argparse.Namespace, runs: list[dict]) -> Case:
     """Of what the processes found: lists of seconds, of bytes, and errors; or why they did not."""
-    given = {
+    given: dict[str, Any] = {
         "name": f"{name}, tensor {tensor}",
         "keys": {
             "way": name,
@@ -253,6 +254,7 @@ def _in_fresh_processes(name: str, tensor: int, repeats: int, args: argparse.Nam
     code = _wait(world)
     if code:
         return {"failed": f"a rank left with code {code}"}
+    assert world[0].stdout is not None
     return json.loads(world[0].stdout.read().splitlines()[-1])
 
 
@@ -348,6 +350,7 @@ def loss_of(log_probs: Tensor, entropy: Tensor | None, batch: Batch, *, bonus: b
     proximal, behaviour = log_probs.detach() + batch.shifts
     value = objective(log_probs, proximal, behaviour, batch.advantages, kind="acr", cap=1.2)
     if bonus:
+        assert entropy is not None
         value = value + ENTROPY_COEF * entropy
     return -value.mean()
 

@@ -139,7 +139,7 @@ def chart(cases: Sequence[Case]) -> list[Bar]:
     differing = [
         key for key in cases[0].keys if len({str(case.keys.get(key)) for case in cases}) > 1
     ]
-    series = next((key for key in SERIES if key in differing), None)
+    series = next((key for key in SERIES if key in differing), "")
     labels = list(dict.fromkeys(str(case.keys.get(series, "")) for case in cases))
     bars = []
     for case in cases:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.bench.against import most_figures
 from qurl_megatron.bench.environment import beside
@@ -123,7 +124,7 @@ def _by_setting(cases: Iterable[Case]) -> dict[str, list[Case]]:
     return found
 
 
-def _load(keys: Mapping[str, str | int | float | bool | None]) -> list[str]:
+def _load(keys: Mapping[str, Any]) -> list[str]:
     """What `qurl bench rollout` asked engines for; nothing of other benchmarks."""
     if "clients" not in keys:
         return []

@@ -54,7 +54,7 @@ from qurl_megatron.weights.shapes import parameter_count
 OWN = {"bf16": "none"}  # quant.scheme of a name that users give
 SHOWN = {scheme: name for name, scheme in OWN.items()}
 OURS = ("memory", "files", "files, staged", "files on disk", "group")
-GATHERED = {
+GATHERED: dict[str, tuple[Any, bool | None]] = {
     "gathered": ("loader", None),
     "gathered, buckets": ("loader", True),
     "gathered, from_tensor": ("from_tensor", True),
@@ -147,30 +147,30 @@ class PublishTurns:
 
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         copy = copy_gbps(16 * MIB)
-        watched = [None] * TRAINERS
+        watched: list[Any] = [None] * TRAINERS
         dist.all_gather_object(watched, os.getpid())
         dist.barrier()
         memory = Watch(watched, self.fleet, self.plan) if self.fleet else None
         before = yardstick() if self.fleet else 0.0
         dist.barrier()
         folder = Path(tempfile.mkdtemp(dir=self.plan.work)) if self.fleet else None
-        box = [folder]
+        box: list[Any] = [folder]
         dist.broadcast_object_list(box)
         with memory or nullcontext(), self.made(name, box[0]) as publish:
             if name not in GATHERED:  # which keeps nothing from one version to the next
                 publish(self.version)
             dist.barrier()
-            start, worked = time.perf_counter(), time.process_time()
+            start, before_work = time.perf_counter(), time.process_time()
             engine_worked = memory.cpu_seconds() if memory else 0.0
             found = publish(self.version + 1)
             dist.barrier()
-            seconds, worked = time.perf_counter() - start, time.process_time() - worked
+            seconds, worked = time.perf_counter() - start, time.process_time() - before_work
             engine_worked = memory.cpu_seconds() - engine_worked if memory else 0.0
         self.version += 2
         measured: list = [None] * TRAINERS
         dist.all_gather_object(measured, (copy, worked))
-        copies, worked = zip(*measured, strict=True)
-        if self.fleet:
+        copies, work = zip(*measured, strict=True)
+        if memory:
             self.agree(name)
             record = {
                 "scheme": self.scheme,
@@ -178,7 +178,7 @@ class PublishTurns:
                 "candidate": name,
                 "seconds": seconds,
                 **found,
-                "trainer_cpu_s": sum(worked),
+                "trainer_cpu_s": sum(work),
                 "engine_cpu_s": engine_worked,
                 "trainer_mib": memory.trainer / MIB,
                 "engine_mib": memory.engine / MIB,
@@ -213,8 +213,9 @@ class PublishTurns:
         from qurl_megatron.publish.senders import make_sender
 
         place = self.plan.disk if name == "files on disk" else memory_folder(self.plan)
+        transport: Any = re.split(r"\W", name)[0]  # one of the section's
         sync = SyncConfig(
-            transport=re.match(r"\w+", name)[0],
+            transport=transport,
             dir=str(place),
             bucket_mb=self.plan.bucket_mb,
             keep=1,

@@ -10,6 +10,7 @@ rounds: each repeat is divided by its yardstick, and all of one are set against 
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -81,7 +82,9 @@ class Case:
     """One setting, and what was measured of it."""
 
     name: str
-    keys: dict[str, str | int | float | bool | None]  # all that was set: scheme, batch, steps, ...
+    keys: Mapping[
+        str, str | int | float | bool | None
+    ]  # all that was set: scheme, batch, steps, ...
     figures: list[Figure] = field(default_factory=list)
     yardsticks: list[float] = field(default_factory=list)  # seconds, beside each repeat
     reasons: list[str] = field(default_factory=list)  # names from REASONS; empty: it is valid
@@ -118,7 +121,7 @@ class BenchRecord:
 
     def table(self) -> str:
         """For a terminal: a line per figure, and the reasons of cases that cannot be compared."""
-        lines = [HEADS]
+        lines: list[tuple[str, ...]] = [HEADS]
         for case in self.cases:
             first = case.name
             for figure in case.figures:

@@ -490,7 +490,7 @@ def bounds_of(
     if not on_gpu and subject.planned_on != "cpu":
         why = "on CPUs, only embedded engines that this command started are predicted"
         return Bounds(least, unplanned=why)
-    known = limits.gpu_named(gpu, scheme) if on_gpu else cpu(subject.dtype).of_rank(1)
+    known = limits.gpu_named(gpu or "", scheme) if on_gpu else cpu(subject.dtype).of_rank(1)
     if known is None:
         return Bounds(least, unplanned=f"qurl plan has no data sheet of {gpu} for {scheme}")
     predicted = limits.predicted_seconds(
@@ -518,8 +518,9 @@ def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
     compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = load_figures.tokens(outcomes[0].answers)
+    least, predicted = (s and tokens / s for s in (bounds.least, bounds.predicted))
     told = {
-        "tokens/s": Bounds(*(s and tokens / s for s in (bounds.least, bounds.predicted))),
+        "tokens/s": Bounds(least, predicted),
         "makespan": bounds,
     }
     figures = []

@@ -14,7 +14,8 @@ import json
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.pack import pack_samples
 from qurl_megatron.data.responses import Responses, Summary
-from qurl_megatron.fleet.answer import Asked, Rules, read_answers, uncollected
+from qurl_megatron.fleet.answer import Asked, Part, Rules, read_answers, uncollected
 from qurl_megatron.publish import routes
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import read_arch
@@ -64,7 +65,11 @@ def copied(size: int) -> float:
     return min(timed(lambda: np.copyto(target, source))[1] for _ in range(3))
 
 
-def row(old: tuple, new: tuple, limit_s: float, factor: float, **numbers: float) -> dict:
+Seconds = Sequence[float] | np.ndarray
+"""Of the clock and of a CPU; what follows does not matter."""
+
+
+def row(old: Seconds, new: Seconds, limit_s: float, factor: float, **numbers: float) -> dict:
     """One part; seconds are those of the whole step."""
     return {
         "tuples": {"seconds": factor * old[0], "work": factor * old[1]},
@@ -95,7 +100,8 @@ def parse(prompts: list[Prompt], content: bytes) -> list[Sample]:
     """As ``fleet.collect`` does it."""
     with uncollected():
         asked = [Asked(f"{index}", TOKENS) for index in range(len(prompts))]
-        parts = read_answers(content, asked, Rules(VOCABULARY, Names("0"), 7, 7))
+        read = read_answers(content, asked, Rules(VOCABULARY, Names("0"), 7, 7))
+        parts = [part for part in read if isinstance(part, Part)]
     return [
         Sample(prompt, part.ids, part.log_probs, part.finish, part.versions)
         for prompt, part in zip(prompts, parts, strict=True)
@@ -105,15 +111,17 @@ def parse(prompts: list[Prompt], content: bytes) -> list[Sample]:
 def parsing(factor: int) -> tuple[dict, list, list]:
     """Engines' answers into samples; also the samples in both forms."""
     draw = np.random.default_rng(0)
-    old_samples, new_samples, size = [], [], 0
+    old_samples: list[Any] = []
+    new_samples: list[Sample] = []
+    size = 0
     old, new = np.zeros(2), np.zeros(2)
     for index in range(RESPONSES // factor // GROUP):
         prompt = Prompt(index, tuple(draw.integers(0, VOCABULARY, PROMPT_TOKENS).tolist()), "", "")
         content, prompts = answers(GROUP, index), [prompt] * GROUP
         size += len(content)
-        *seconds, samples = timed(lambda p=prompts, c=content: tuples.parse(p, c))
+        *seconds, samples = timed(partial(tuples.parse, prompts, content))
         old, old_samples = old + seconds, old_samples + samples
-        *seconds, samples = timed(lambda p=prompts, c=content: parse(p, c))
+        *seconds, samples = timed(partial(parse, prompts, content))
         new, new_samples = new + seconds, new_samples + samples
     return (
         row(old, new, copied(size), factor, json_bytes=factor * size),
@@ -143,7 +151,7 @@ def hand_over(folder: Path, factor: int) -> int:
             dist.barrier()
 
         def delivered() -> Responses:
-            whole = Responses.of(new_samples) if ranks.leads else None
+            whole = None if new_samples is None else Responses.of(new_samples)
             share = deliver(ranks, whole, halves)
             dist.barrier()
             return share
@@ -256,7 +264,7 @@ def hashing(size: int, factor: int) -> dict:
     pieces, total = lay_out(Shard.whole(f"w{i}", w) for i, w in enumerate(weights))
     blob = torch.ones(total, dtype=torch.uint8)
     seconds = timed(lambda: fill(blob, pieces, weights))
-    limit = copied(total) + timed(lambda: xxhash.xxh3_128_digest(blob.numpy()))[1]
+    limit = copied(total) + timed(lambda: xxhash.xxh3_128_digest(blob.numpy().data))[1]
     return row(seconds, seconds, limit, size / TRAINER_RANKS / total, bytes=size // TRAINER_RANKS)
 
 

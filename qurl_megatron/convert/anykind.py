@@ -26,8 +26,8 @@ class AnyCheckpoint:
 
     kind: Kind
     checkpoint: Checkpoint
-    scheme: str | None = None  # of a quantized one
-    fmt: str | None = None
+    scheme: str = ""  # of a quantized one
+    fmt: str = ""
 
     @property
     def folder(self) -> Path:

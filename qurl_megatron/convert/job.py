@@ -197,7 +197,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     found = read_json(path)
     files = found.get("files")
     whole = found.get("format") == FORMAT and "request" in found and isinstance(files, dict)
-    if not whole or not all(map(_is_entry, files, files.values())):
+    if not whole or not all(_is_entry(*entry) for entry in found["files"].items()):
         raise ConfigError(f"{path} is damaged; convert the checkpoint again")
     return found
 
@@ -223,8 +223,8 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     """
     manifest = read_manifest(folder)
     if manifest is None and (record := read_record(folder)):
-        wrong = wrong_size(folder, record) or (hashes and damaged(folder, record, record))
-        return [wrong] if wrong else []
+        fault = wrong_size(folder, record) or (hashes and damaged(folder, record, record))
+        return [fault] if fault else []
     if manifest is None:
         raise ConfigError(f"{folder} has no {MANIFEST}: it was not written by these tools")
     wrong = []
@@ -340,10 +340,11 @@ def _seal(file: OutputFile, unsealed: Path, aside: _Aside, kept: Any, checksums:
 
 def _finish(job: ConversionJob, aside: _Aside, request: dict[str, Any], checksums: bool) -> None:
     # Read back even what this process wrote: a continued job must end in the same bytes.
-    records = {file.name: aside.record(file) for file in job.files}
-    lost = [name for name, record in records.items() if record is None]
-    if lost:
-        raise ConfigError(f"{lost[0]} in {aside.data} is gone or cut off; run again")
+    records = {}
+    for file in job.files:
+        if (record := aside.record(file)) is None:
+            raise ConfigError(f"{file.name} in {aside.data} is gone or cut off; run again")
+        records[file.name] = record
     for path in aside.data.iterdir():  # small files of a job that was killed in this function
         if path.name not in records:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

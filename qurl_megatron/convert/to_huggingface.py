@@ -1,6 +1,7 @@
 """Megatron -> Hugging Face, from whatever layout: read an op's parameter, take it apart, unfold."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def output_files(
         OutputFile(
             file.name,
             file.bytes,
-            lambda path, file=file: write_safetensors(path, file.groups, make),
+            partial(write_safetensors, groups=file.groups, make=make),
         )
         for file in planned
     ]

@@ -12,7 +12,7 @@ advantage.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,17 +37,21 @@ class TokenBatch:
     weights: Tensor  # [N] float32: share of each token in the batch loss
     starts: tuple[int, ...] | None = None  # packed: where each sequence begins, and S
     trees: tuple[Tree, ...] | None = None  # shared prompts: what attends to what
-    # What is known once the policies have scored the batch, [N] float32 each:
-    proximal: Tensor | None = None
-    reference: Tensor | None = None
-    advantages: Tensor | None = None
-    values: Tensor | None = None  # the critic's, before the update
-    returns: Tensor | None = None
-    kept: Tensor | None = None  # bool: not of a rejected response; None where none is rejected
+    # What is known once the policies have scored the batch, [N] float32 each. None until then, and
+    # where the recipe does without; who reads one comes after the phase that found it.
+    proximal: Tensor = cast(Tensor, None)
+    reference: Tensor = cast(Tensor, None)
+    advantages: Tensor = cast(Tensor, None)
+    values: Tensor = cast(Tensor, None)  # the critic's, before the update
+    returns: Tensor = cast(Tensor, None)
+    kept: Tensor = cast(Tensor, None)  # bool: not of a rejected response; None: there is none
 
     def to(self, device: torch.device) -> "TokenBatch":
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)
+        }
+        return replace(self, **moved)
 
 
 def pad_samples(

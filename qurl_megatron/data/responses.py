@@ -156,4 +156,5 @@ class Responses:
             accumulate([counts[i] for i in self.held], initial=0)
             for counts in (summary.totals, summary.lengths, summary.written)
         )
-        return {i: place for i, *place in zip(self.held, tokens, mask, behaviour, strict=False)}
+        places = zip(tokens, mask, behaviour, strict=False)
+        return dict(zip(self.held, places, strict=False))

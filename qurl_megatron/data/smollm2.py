@@ -116,7 +116,10 @@ def _convert_gguf(source: Path, out_dir: Path) -> None:
         tie_word_embeddings=True,
         dtype=torch.bfloat16,
     )
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {
+        "attn_q": field("llama.attention.head_count"),
+        "attn_k": field("llama.attention.head_count_kv"),
+    }
     weights = {}
     for tensor in reader.tensors:
         value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())

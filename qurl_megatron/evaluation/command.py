@@ -215,8 +215,8 @@ def _fitted(plans: list[EvaluationPlan], longest: int) -> list[EvaluationPlan]:
     return [
         dataclasses.replace(
             plan,
-            sampling=dataclasses.replace(plan.sampling, max_new_tokens=room),
-            rollout=dataclasses.replace(plan.rollout, max_new_tokens=room),
+            sampling=dataclasses.replace(plan.sampling, max_new_tokens=int(room)),
+            rollout=dataclasses.replace(plan.rollout, max_new_tokens=int(room)),
         )
         for plan in plans
     ]
@@ -299,7 +299,7 @@ def _compared(
             benchmarks, *(outcome.answers for outcome in outcomes), strict=True
         )
     ]
-    lines = [
+    lines: list[tuple[str, int | None, dict[str, results.Pair]]] = [
         (one.name, len(one.problems), pair) for one, pair in zip(benchmarks, pairs, strict=True)
     ]
     found = {
@@ -335,11 +335,12 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Evalua
     for option, given in (("--model", arguments.model), ("--url", arguments.urls)):
         if given:
             raise ConfigError(f"--before evaluates two models of --run; leave {option} out")
-    if not defaults.start.is_dir():
+    if defaults.start is None or not defaults.start.is_dir():
         raise ConfigError(
             f"--before: the run began with model.path={defaults.start}, which is not a folder (any "
             "more); put that model back, or evaluate another with --model"
         )
+    assert defaults.run is not None, "--before is of a run"
     base = arguments.out or defaults.run / "eval"
     first = make_plan(arguments, dataclasses.replace(defaults, model=defaults.start))
     return [
@@ -403,7 +404,7 @@ def _reward(given: str | None, base: RewardConfig) -> RewardConfig:
     """The recipe's reward, unless an option names a kind or a function."""
     if given is None:
         return base
-    empty = dict(kind="", function="", batched=False, url="", key_env="", mix={})
+    empty: dict[str, Any] = dict(kind="", function="", batched=False, url="", key_env="", mix={})
     if ":" in given:
         return dataclasses.replace(base, **{**empty, "function": given}).beside(Path())
     if given not in KINDS:
@@ -434,9 +435,12 @@ def _rollout(
         if (arguments.tensor or 1) > 1 or arguments.engine_args:
             raise ConfigError("--tensor and --engine-arg are for --backend sglang")
         changed |= {"engine_tensor": 1, "engine_args": ()}
+    given: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
+    if sampling.k > 1:
+        given["temperature"] = sampling.temperature
     return dataclasses.replace(
         base,
-        **{key: value for key, value in changed.items() if value is not None},
+        **given,
         urls=tuple(arguments.urls),
         rendezvous="",
         colocate=False,
@@ -445,7 +449,6 @@ def _rollout(
         straggler_s=0.0,
         samples_per_prompt=sampling.k,
         max_new_tokens=sampling.max_new_tokens,
-        **({"temperature": sampling.temperature} if sampling.k > 1 else {}),
     )
 
 
@@ -470,7 +473,8 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     stored = config.get("quantization_config")
     if not megatron and given is None and defaults.model is None:
         return stored.get("quant_method", "unknown") if stored else "none"
-    holds = read_quantization(config)[0] if stored else "none"
+    found = read_quantization(config)
+    holds = found[0] if found else "none"
     if holds == wanted and not megatron:
         return holds
     tool = (
@@ -526,7 +530,8 @@ def _answer(
         },
         "benchmarks": {},
     }
-    scores, lines, shown = [], [], []
+    scores, shown = [], []
+    lines: list[tuple[str, int | None, dict[str, results.Score], float | None]] = []
     with _scored(plan, files, evaluator.rewards.tally):
         for (benchmark, prompts), file in zip(asked, files, strict=True):
             evaluator.answer(benchmark, prompts, file)

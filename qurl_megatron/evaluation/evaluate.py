@@ -126,11 +126,13 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
     """
     found = []
     for engine in fleet.serving():
-        info = engine.client.server_info()
+        if (client := engine.client) is None:  # it has died since
+            continue
+        info = client.server_info()
         facts = {
             "kind": engine.kind.name,
             "model": info.get("model_path"),
-            "weight_version": engine.client.weight_version(),
+            "weight_version": client.weight_version(),
             "scheme": info.get("scheme") or info.get("quantization"),
             "dtype": info.get("dtype"),
             "tensor": engine.tp,
@@ -260,6 +262,10 @@ class _Round:
     def _missing(self, batch: Sequence[Prompt]) -> list[Prompt]:
         return [prompt for prompt in batch if (self.mode, prompt.index) not in self.file.answers]
 
+    def _note(self, kept: Future) -> None:
+        if kept.exception():
+            self.failed.set()
+
     def _generate(self, prompts: Sequence[Prompt]) -> None:
         kept: list[Future] = []
         since = time.monotonic()
@@ -268,7 +274,7 @@ class _Round:
             nonlocal since
             now = time.monotonic()
             kept.append(self.clerk.submit(self._keep, samples, (now - since) / len(samples)))
-            kept[-1].add_done_callback(lambda done: done.exception() and self.failed.set())
+            kept[-1].add_done_callback(self._note)
             since = now
 
         in_batches = self.evaluator.in_batches

@@ -84,11 +84,11 @@ def mean(scores: Sequence[Mapping[str, BenchmarkScore]]) -> dict[str, BenchmarkS
             resampled_D=np.mean([one.resampled_D for one in each], axis=0),
             truncated=_mean(one.truncated for one in each),
             tokens=_mean(one.tokens for one in each),
-            sampling_error=sum(one.sampling_error**2 for one in each) ** 0.5 / len(each)
+            sampling_error=sum((one.sampling_error or 0.0) ** 2 for one in each) ** 0.5 / len(each)
             if sampled
             else None,
-            pass_at={k: _mean(one.pass_at[k] for one in each) for k in each[0].pass_at}
-            if sampled
+            pass_at={k: _mean((one.pass_at or {})[k] for one in each) for k in each[0].pass_at}
+            if each[0].pass_at is not None
             else None,
         )
     return found
@@ -227,7 +227,7 @@ def table(
         last = by_mode["sampled" if sampled else "greedy"]
         cells.append([name, "" if problems is None else str(problems), written(by_mode["greedy"])])
         if sampled:
-            cells[-1] += [written(last), f"{100 * last.pass_at[k]:.1f}"]
+            cells[-1] += [written(last), f"{100 * (last.pass_at or {})[k]:.1f}"]
         cells[-1] += [
             f"{100 * last.truncated:.1f}",
             f"{last.tokens:.0f}",

@@ -14,7 +14,7 @@ import functools
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,7 +92,7 @@ class EngineClient:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
-        self._options = {
+        self._options: dict[str, Any] = {
             "base_url": self.url,
             "timeout": None,  # of each wait for bytes; a whole exchange has one
             "headers": headers,
@@ -465,7 +465,7 @@ class Session:
         )
         return answer.whole()
 
-    async def events(self, endpoint: str, body: dict) -> AsyncIterator[Any]:
+    async def events(self, endpoint: str, body: dict) -> AsyncGenerator[Any, None]:
         """What a server-sent stream brings, event by event, up to its ``[DONE]``.
 
         Raises:
@@ -519,9 +519,9 @@ def _why(error: BaseException) -> str:
     while (beneath := root.__cause__ or root.__context__) is not None:
         # A group is of all addresses of a name.
         root = beneath.exceptions[0] if isinstance(beneath, ExceptionGroup) else beneath
-    by_system = isinstance(root, OSError) and not isinstance(root, ssl.SSLError)
-    if by_system and (root.errno or 0) > 0:  # below are those of name servers
-        return os.strerror(root.errno)
+    number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else 0
+    if number and number > 0:  # below are those of name servers
+        return os.strerror(number)
     return str(error) or type(error).__name__
 
 

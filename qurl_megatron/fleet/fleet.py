@@ -204,6 +204,7 @@ class Fleet(Roster):
             if not isinstance(error, EngineError):
                 raise error
         for engine, error in errors.items():
+            assert isinstance(error, EngineError)
             engine.failed_updates += 1
             if engine.process is None and engine.failed_updates > 1:
                 # Nobody restarts it, and all wait for it: less and less often.
@@ -261,7 +262,7 @@ class Fleet(Roster):
                     engine.state, engine.reason = "starting", f"it switches to scheme {scheme}"
                     engine.failures += 1
                     engine.reset(self.publications)  # an answer on its way counts for nothing
-            process.stop([engine.process for engine in engines], GRACE_S)
+            process.stop([e.process for e in engines if e.process], GRACE_S)
             self.released = False  # nobody is left who lends memory
             for engine in engines:
                 engine.process.launch = launches[engine.name]

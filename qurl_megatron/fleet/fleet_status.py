@@ -88,16 +88,9 @@ def look(clients: Sequence[EngineClient], before: Sequence[Row] = ()) -> list[Ro
 
 def table(rows: Sequence[Row]) -> Table:
     made = Table(box=None, pad_edge=False)
-    for name, justify in (
-        ("engine", "left"),
-        ("health", "left"),
-        ("version", "right"),
-        ("running", "right"),
-        ("queued", "right"),
-        ("tokens/s", "right"),
-        ("model", "left"),
-    ):
-        made.add_column(name, justify=justify, overflow="fold")
+    for name in ("engine", "health", "version", "running", "queued", "tokens/s", "model"):
+        numbers = name in ("version", "running", "queued", "tokens/s")
+        made.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         load = row.load
         if load is None:

@@ -44,6 +44,8 @@ class Aligned:
     """What a layer has besides Megatron's: the codes to multiply by, while there are some."""
 
     split_inputs: bool  # over tensor ranks
+    tp_group: dist.ProcessGroup  # Megatron's, as is the weight
+    weight: nn.Parameter
 
     def __init__(self, *arguments: Any, align: Align, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -56,7 +58,7 @@ class Aligned:
             master_OI,
             self.align.scheme,
             input_group=self.tp_group if self.split_inputs else None,
-            out=self.quantized and self.quantized.values,
+            out=None if self.quantized is None else self.quantized.values,
         )
 
     def encode(self, tokens_TI: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -71,7 +73,9 @@ class Aligned:
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **how: Any) -> Tensor:
         if self.quantized is None:
-            return super()._forward_impl(input=input, weight=weight, **how)
+            # Of the layer of Megatron's that comes next in a class's bases.
+            theirs = super()._forward_impl  # type: ignore[misc]
+            return theirs(input=input, weight=weight, **how)
         gathers, reduces = how["sequence_parallel"], how["allreduce_dgrad"]
         return _StraightThrough.apply(input, weight, how["bias"], self, gathers, reduces)
 
@@ -150,6 +154,7 @@ class _StraightThrough(torch.autograd.Function):
             reduces: the tensor ranks have parts of the tokens' gradient.
         """
         quantized, ctx.group = layer.quantized, layer.tp_group
+        assert quantized is not None
         ctx.gathers, ctx.reduces, ctx.shape = gathers, reduces, x.shape
         a_TI, scale_T1 = layer.encode(x.reshape(-1, x.shape[-1]))
         ctx.save_for_backward(a_TI, scale_T1, quantized.values, quantized.scale)
@@ -207,6 +212,6 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Of all ranks, one behind the other along the first dimension."""
     whole = x.new_empty(group.size() * len(x), *x.shape[1:])
     as_bytes = x.dtype == torch.float8_e4m3fn  # which collectives do not know
-    parts = [t.view(torch.uint8) if as_bytes else t for t in (whole, x.contiguous())]
-    dist.all_gather_into_tensor(*parts, group=group)
+    to, part = (t.view(torch.uint8) if as_bytes else t for t in (whole, x.contiguous()))
+    dist.all_gather_into_tensor(to, part, group=group)
     return whole

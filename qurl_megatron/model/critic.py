@@ -87,7 +87,8 @@ class ValueHead(nn.Module):
         for parameter in self.parameters():
             # Each tensor rank sees a part of the sequence, so Megatron must sum the gradients over
             # them. Without sequence parallelism all have the whole gradient, which it must not sum.
-            parameter.sequence_parallel = config.sequence_parallel
+            # The attribute is Megatron's addition to a parameter.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, weight=None, runtime_gather_output=None) -> tuple:
         """[s, b, H] -> ([S, b, 1] FP32, None): equal values on all tensor ranks."""

@@ -153,7 +153,7 @@ class Policy(Trained):
         if self._coded:
             return
         for layer in self._aligned:
-            layer.take(self._read_master(layer.weight))
+            layer.take(self._master(layer.weight))
         self._coded = True
 
     def hf_shards(self, read: Callable[[nn.Parameter], Tensor] | None = None) -> Iterator[Shard]:
@@ -167,7 +167,7 @@ class Policy(Trained):
             read: what to export of each parameter instead of its master, e.g. its gradient.
         """
         for index in range(self.parameter_count):
-            yield from self.hf_parameter(index, read or self._read_master)
+            yield from self.hf_parameter(index, read or self._master)
 
     @property
     def parameter_count(self) -> int:
@@ -204,6 +204,11 @@ class Policy(Trained):
                 value = value[: max(0, part.shape[0] - start)]
             yield Shard(part.name, value, part.shape, part.split_dim, start)
 
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        value = self._read_master(parameter)
+        assert value is not None, "without an owner every rank has it"
+        return value
+
     def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
         """The FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.
 
@@ -214,7 +219,7 @@ class Policy(Trained):
         elsewhere = owner is not None and owner != copies.rank
         if parameter.dtype == torch.float32:
             return None if elsewhere else parameter.detach()
-        master = parameter.main_param
+        master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
         if not getattr(parameter, "main_param_sharded", False):
             return None if elsewhere else master.detach()
         if copies.size == 1:

@@ -103,8 +103,8 @@ class HfRMSNorm(nn.Module):
         self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of marked weights over the tensor ranks: each saw a part of
-        # the sequence.
-        self.weight.sequence_parallel = config.sequence_parallel
+        # the sequence. It adds the attribute, as here.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -155,8 +155,8 @@ class CausalAttention(MegatronModule):
         """[s, b, h, d], [s, b, g, d], [s, b, g, d] -> [s, b, h*d]; packed, all come without b."""
         assert attention_mask is None, "right-padded causal batches need no mask"
         if isinstance(packed_seq_params, TreeParams):
-            row = (x.squeeze(1) for x in (query, key, value))
-            return tree_attention(*row, packed_seq_params.trees, self.scale).flatten(1)[:, None]
+            q, k, v = (x.squeeze(1) for x in (query, key, value))
+            return tree_attention(q, k, v, packed_seq_params.trees, self.scale).flatten(1)[:, None]
         if packed_seq_params is None:
             starts = (0, len(query) * self.context.size)
         else:

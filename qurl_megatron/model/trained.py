@@ -147,7 +147,7 @@ class Trained:
         """Give a parameter's master the FP32 value that BF16 rounded."""
         if parameter.dtype == torch.float32:
             return
-        master = parameter.main_param
+        master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
         if not getattr(parameter, "main_param_sharded", False):
             master.copy_(value)
         elif master is not None:

@@ -148,7 +148,8 @@ class _TreeAttention(torch.autograd.Function):
                 groups = part.unflatten(2, (whole.shape[1], -1)).sum(3)
                 # A key's padding is the row's first position; it gets zeros.
                 whole.index_add_(0, calls.keys, groups.flatten(0, 1))
-        return *found, None, None
+        d_q, d_k, d_v = found
+        return d_q, d_k, d_v, None, None
 
 
 def _attend(

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -75,7 +76,9 @@ def _bar(axes: Axes, span: Span, place: int, begin: float, pixels_per_s: float) 
     label = str(span.step) if span.lane == "engines" else span.name
     if length * pixels_per_s > 8 * len(label) + 8:
         middle = start + length / 2
-        style = dict(ha="center", va="center", color=COLORS["paper"], fontsize=10, clip_on=True)
+        style: dict[str, Any] = dict(
+            ha="center", va="center", color=COLORS["paper"], fontsize=10, clip_on=True
+        )
         axes.text(middle, place, label, **style)
 
 

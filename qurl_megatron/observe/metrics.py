@@ -215,7 +215,9 @@ def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 f"metric {name} is a {type(known).__name__} in one place "
                 f"and a {type(metric).__name__} in another"
             )
-            merged[name] = metric if known is None else known.merged(metric)
+            merged[name] = (
+                metric if known is None else known.merged(metric)  # type: ignore[arg-type]  # of one type: see above
+            )
     return merged
 
 

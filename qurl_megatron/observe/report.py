@@ -269,8 +269,9 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
         wide = picture.wide or (index == len(chosen) - 1 and column % 2 == 0)
         column += 2 if wide else 1
         legend = [
-            (line.label, line.color, reading(line.metric, history.last(line.metric)), line.rings)
+            (line.label, line.color, reading(line.metric, last), line.rings)
             for line in picture.present(history)
+            if (last := history.last(line.metric)) is not None
         ]
         wide_svg = drawing.picture_svg(picture, history, wide=True) if wide else ""
         drawings.append(Drawing(picture, drawing.picture_svg(picture, history), wide_svg, legend))
@@ -309,7 +310,7 @@ def _hours(found: Hours) -> dict | None:
     """The table of GPU-hours; None for a run that was not submitted by ``qurl slurm``."""
     if not found.rows:
         return None
-    spent = [(f"attempt {row.number}", row.gpus, row.hours) for row in found.rows]
+    spent = [(f"attempt {row.number}", f"{row.gpus}", row.hours) for row in found.rows]
     if len(spent) > 1:
         spent.append(("all", "", found.total))
     rows = [

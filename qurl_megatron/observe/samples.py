@@ -75,7 +75,8 @@ def telling(rewards: Sequence[float], prompts: Sequence[int], count: int) -> lis
     Returns:
         Indices, ascending.
     """
-    nth, seen = [], Counter()
+    nth: list[int] = []
+    seen: Counter[tuple[int, float]] = Counter()
     for prompt, reward in zip(prompts, rewards, strict=True):
         nth.append(seen[prompt, reward])
         seen[prompt, reward] += 1

@@ -6,6 +6,7 @@ them, or have whole machines of their own (on a single machine: GPUs).
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from qurl_megatron.config import RolloutConfig, RunConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS
@@ -149,7 +150,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
     if static is not None:
         kept = [a for a in arguments if not a.startswith("--mem-fraction-static")]
         arguments = (*kept, f"--mem-fraction-static={static:g}")
-    across = "files" if choice.colocated else "group"
+    across: Literal["files", "group"] = "files" if choice.colocated else "group"
     return replace(
         config,
         model=replace(config.model, recompute=choice.recompute),

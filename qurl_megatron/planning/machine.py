@@ -87,4 +87,5 @@ def here(dtype: str, threads: int = 0) -> Gpu:
             found.append(measured_limits("cpu"))
     finally:
         torch.set_num_threads(before)
-    return cpu(*found, dtype, cores=cores, threads=threads, native=library() is not None)
+    alone, together = found
+    return cpu(alone, together, dtype, cores=cores, threads=threads, native=library() is not None)

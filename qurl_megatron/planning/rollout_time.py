@@ -84,7 +84,7 @@ def linear_parameters(arch: Arch) -> int:
     total = 0.0
     for name, shape in hf_shapes(arch).items():
         if is_quantized(name):
-            met = arch.experts.top_k / arch.experts.count if ".experts." in name else 1
+            met = arch.routed.top_k / arch.routed.count if ".experts." in name else 1
             total += shape[0] * shape[1] * met
     return round(total)
 
@@ -132,7 +132,8 @@ def schedule(lengths: Sequence[int], slots: int) -> Iterator[tuple[int, int, flo
     Responses begin in the order given, the next one where one has ended.
     """
     waiting = iter(lengths)
-    now, begun, ends = 0, 0, []
+    now, begun = 0, 0
+    ends: list[tuple[int, int]] = []  # and when it began
 
     def fill() -> None:
         nonlocal begun

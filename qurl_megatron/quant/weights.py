@@ -87,18 +87,17 @@ def quantize(
                 f"{scheme} cannot split the input dimension into shards of {weight.shape[1]} "
                 f"columns: not a multiple of {rules.block}; use fp8, or fewer tensor-parallel ranks"
             )
-    values = out
-    if values is None:
-        values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
+    if out is None:
+        out = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
     scale = torch.ones(_squares(weight.shape, rules.block), device=weight.device)
     scratch = _scratch(weight, rules.block)
     round_ = _rounder(rounding, rules, scratch, weight.shape[1])
     for rows, squares, run in _runs(weight, rules.block):
         amax = _amax(run) if shared is None else shared[squares]
         scale[squares] = scale_of(amax, rules)
-        _encode(run, scale[squares], values[rows], scratch, round_, rows.start)
+        _encode(run, scale[squares], out[rows], scratch, round_, rows.start)
     _refuse_inf_and_nan(scale, weight)
-    return QuantizedWeight(values, scale, rules.block)
+    return QuantizedWeight(out, scale, rules.block)
 
 
 def dequantize(quantized: QuantizedWeight) -> Tensor:

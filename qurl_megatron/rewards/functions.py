@@ -135,6 +135,7 @@ def _module(named: str, target: str) -> ModuleType:
 def _module_of_file(path: Path) -> ModuleType:
     """The file as a module, which finds others beside it after all that is installed."""
     spec = importlib.util.spec_from_file_location(f"qurl_own_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "of a file that ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
     sys.path.append(str(path.parent))

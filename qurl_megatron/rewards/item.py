@@ -51,7 +51,7 @@ def finite(value: Any) -> Any:
 Score = float | Unscored
 
 
-def as_score(value: object) -> Score:
+def as_score(value: Any) -> Score:
     """Any real number as a float; booleans are 1.0 and 0.0, text is no number."""
     try:
         score = None if isinstance(value, str | bytes | bytearray) else float(value)

@@ -12,6 +12,7 @@ import json
 import os
 import ssl
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -67,7 +68,7 @@ class Judge:
         if token := server_key(key, config):
             headers["Authorization"] = f"Bearer {token}"
         secure = urlsplit(config.url).scheme == "https"
-        self._options = {
+        self._options: dict[str, Any] = {
             "headers": headers,
             "timeout": None,  # a whole request has one
             # A proxy for the internet must not get what goes to a server in the cluster.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qurl_megatron.config import RewardConfig
@@ -58,14 +59,15 @@ class Tally:
     failed: int = 0  # responses that a reward gave no score
     ways: Counter[str] = field(default_factory=Counter)  # in which they failed, see ``way_of``
     first: dict[str, str] = field(default_factory=dict)  # why, by way
-    parts: Counter[str] = field(default_factory=Counter)  # sum of the scores, by name in the mix
+    parts: dict[str, float] = field(default_factory=dict)  # sum of the scores, by name in the mix
 
     def add(self, other: "Tally") -> None:
         self.responses += other.responses
         self.failed += other.failed
         self.ways.update(other.ways)
         self.first = other.first | self.first
-        self.parts.update(other.parts)
+        for name, total in other.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + total
 
     @property
     def causes(self) -> Counter[str]:
@@ -182,7 +184,8 @@ class RewardPool:
         if len(parts) == 1:
             return [self._scored(key, part, items, stop) for key, part in parts]
         with ThreadPoolExecutor(len(parts), thread_name_prefix="reward") as threads:
-            return list(threads.map(lambda part: self._scored(*part, items, stop), parts))
+            scored = partial(self._scored, items=items, stop=stop)
+            return list(threads.map(scored, self._parts.keys(), self._parts.values()))
 
     def _scored(
         self, key: str, part: RewardConfig, items: Sequence[Item], stop: Callable[[], bool]

@@ -114,9 +114,10 @@ def keep_out_without_gpu() -> None:
     if torch.cuda.is_available():
         return
     for name in FUSED:
-        sys.modules.setdefault(name, None)
+        # None, as the import system has it, makes an import of the name fail.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     as_it_is = types.ModuleType(DECORATOR)
-    as_it_is.jit_fuser = lambda function: function
+    vars(as_it_is)["jit_fuser"] = lambda function: function
     sys.modules.setdefault(DECORATOR, as_it_is)
     # Megatron has torch look for CUDA's compiler, which may be there although no GPU is.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -55,7 +55,7 @@ class _Loop(asyncio.SelectorEventLoop):
     async def getaddrinfo(
         self,
         host: str | bytes | None,
-        port: str | int | None,
+        port: str | bytes | int | None,
         *,
         family: int = 0,
         type: int = 0,

@@ -70,8 +70,8 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
     elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
         room = ""
     return ConfigError(
-        f"{path} cannot be written ({os.strerror(error.errno)}): {room}"
-        f"{MENDS.get(error.errno, ELSEWHERE).format(key=key)}"
+        f"{path} cannot be written ({os.strerror(error.errno or 0)}): {room}"
+        f"{MENDS.get(error.errno or 0, ELSEWHERE).format(key=key)}"
     )
 
 

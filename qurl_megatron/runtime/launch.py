@@ -15,9 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import Any
 
 from qurl_megatron.runtime.undertaker import bury
+
+Context = SpawnContext | ForkServerContext
 
 GRACE_S = 15.0
 """Seconds the other ranks get to end by themselves after one has failed."""
@@ -57,9 +60,11 @@ def launch(
     # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     # CUDA must not be touched before a fork, and importing Megatron may touch it: spawn there.
-    method = "spawn" if glob.glob("/dev/nvidia[0-9]*") else "forkserver"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
+    context: Context
+    if glob.glob("/dev/nvidia[0-9]*"):
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([FORK_SERVER, *PRELOAD])
     # Every rank would take all cores for itself.
     cores = len(os.sched_getaffinity(0))
@@ -69,7 +74,7 @@ def launch(
 
 
 def _ranks(
-    context: BaseContext,
+    context: Context,
     target: Callable[..., int],
     args: tuple,
     world_size: int,
@@ -94,7 +99,7 @@ def _ranks(
 
 
 @contextlib.contextmanager
-def _store(context: BaseContext) -> Iterator[int]:
+def _store(context: Context) -> Iterator[int]:
     """Inside, a store of torch's listens on this port, where the ranks meet.
 
     A process of its own keeps it, which has torch from where the ranks have it: the launcher need
@@ -223,11 +228,13 @@ def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
     """
     end = None if seconds is None else time.monotonic() + seconds
     while len(codes) < len(ranks) and not (end is None and any(codes.values())):
-        running = {rank.sentinel: i for i, rank in enumerate(ranks) if i not in codes}
+        running: dict[Any, int] = {
+            rank.sentinel: i for i, rank in enumerate(ranks) if i not in codes
+        }
         ended = wait(list(running), None if end is None else max(0.0, end - time.monotonic()))
         if not ended:
             return
-        for index in map(running.get, ended):
+        for index in (running[sentinel] for sentinel in ended):
             ranks[index].join()
             codes[index] = ranks[index].exitcode
 

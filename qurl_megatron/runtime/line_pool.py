@@ -122,6 +122,8 @@ class LinePool:
 class _Seat:
     """A thread, and the worker that answers it one question after the other."""
 
+    ready: bool  # the worker said so
+
     def __init__(self, pool: LinePool) -> None:
         self.pool = pool
         self.worker: LineWorker | None = None
@@ -157,7 +159,9 @@ class _Seat:
         Raises:
             As ``LinePool.await_start``; Abandoned.
         """
-        if self.ready and self.worker.dead():  # killed while it was idle
+        if (
+            self.ready and self.worker is not None and self.worker.dead()
+        ):  # killed while it was idle
             self._renew()
         if self.ready:
             return None
@@ -183,8 +187,9 @@ class _Seat:
         dropped = question.answer.cancelled
         for _ in range(question.tries):
             self._start(dropped)
-            self.worker.deadline = time.monotonic() + question.limit_s
-            self.worker.send(question.line.encode("ascii") + b"\n")
+            worker = self._at_work()
+            worker.deadline = time.monotonic() + question.limit_s
+            worker.send(question.line.encode("ascii") + b"\n")
             try:
                 return question.read(parsed(self._hear(dropped)))
             except _Late:
@@ -204,7 +209,7 @@ class _Seat:
             _Late: its deadline came first.
             Abandoned: nobody waits for it any more.
         """
-        worker, look = self.worker, select.poll()
+        worker, look = self._at_work(), select.poll()
         look.register(worker.results, select.POLLIN)
         while not (self.pool.leaving.is_set() or dropped()):
             rest = worker.deadline - time.monotonic()
@@ -225,6 +230,10 @@ class _Seat:
 
     def _another(self) -> LineWorker:
         return LineWorker(self.pool.module, self.pool.task, self.pool.start_s)
+
+    def _at_work(self) -> LineWorker:
+        assert self.worker is not None, "there is one while a question is asked"
+        return self.worker
 
     def _end(self) -> None:
         worker, self.worker = self.worker, None

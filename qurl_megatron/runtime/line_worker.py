@@ -47,8 +47,10 @@ class LineWorker:
                 process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
             )
         bury(self.process.pid)
-        os.set_blocking(self.process.stdin.fileno(), False)
-        self.results = self.process.stdout.fileno()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._questions, self._answers = self.process.stdin, self.process.stdout
+        os.set_blocking(self._questions.fileno(), False)
+        self.results = self._answers.fileno()
         self.deadline = time.monotonic() + start_s
         self._said = b""
 
@@ -56,11 +58,11 @@ class LineWorker:
         """One line, by the deadline; what does not get through has the worker miss it."""
         rest = memoryview(line)
         room = select.poll()
-        room.register(self.process.stdin, select.POLLOUT)
+        room.register(self._questions, select.POLLOUT)
         # A worker that dies meanwhile: its results end, which the pool sees.
         with suppress(BrokenPipeError):
             while rest and room.poll(1000 * max(0.0, self.deadline - time.monotonic())):
-                rest = rest[self.process.stdin.write(rest) or 0 :]
+                rest = rest[self._questions.write(rest) or 0 :]
 
     def receive(self) -> bytes | None:
         """The next line; None where it is not whole yet, empty where the process is gone."""
@@ -82,8 +84,8 @@ class LineWorker:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         spare(self.process.pid)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._questions.close()
+        self._answers.close()
 
 
 def parsed(line: bytes) -> Any:

@@ -57,7 +57,7 @@ def ranks_here(env: Mapping[str, str]) -> int:
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
     if "SLURM_STEP_TASKS_PER_NODE" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return int(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])  # such as 8(x2),4
+        return int(re.split(r"\D", env["SLURM_STEP_TASKS_PER_NODE"])[0])  # such as 8(x2),4
     return int(env.get("WORLD_SIZE", "1"))
 
 
@@ -119,7 +119,7 @@ def _known_as() -> tuple[str, str | None]:
     """This node's name, and what it resolves to."""
     name = socket.gethostname()
     try:
-        return name, socket.getaddrinfo(name, 0)[0][4][0]
+        return name, str(socket.getaddrinfo(name, 0)[0][4][0])
     except OSError:
         return name, None
 

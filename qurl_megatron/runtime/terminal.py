@@ -70,7 +70,7 @@ class Output:
             self._without(error)
 
     def _without(self, error: OSError) -> None:
-        why = f"stdout cannot be written any more ({os.strerror(error.errno)})"
+        why = f"stdout cannot be written any more ({os.strerror(error.errno or 0)})"
         if self.lasting:
             # Where it was stderr that went away, nobody hears this.
             print(f"qurl: {why}; the run goes on without it", file=sys.stderr, flush=True)

@@ -100,7 +100,7 @@ class _Undertaker:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # who reads ours to its end need not wait for it
                 pass_fds=lifelines,
@@ -143,7 +143,7 @@ def main(owner: int, lifelines: list[int]) -> None:
     for what, folder in left.items():
         with suppress(OSError):  # the name is gone, or the file system is
             if folder is not None and os.path.samestat(os.stat(what), os.fstat(folder)):
-                shutil.rmtree(what, ignore_errors=True)
+                shutil.rmtree(str(what), ignore_errors=True)
 
 
 def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]:

@@ -24,8 +24,10 @@ BUCKET = 40_000_000  # numbers at least, and
 BUCKET_PER_RANK = 1_000_000  # for each rank that shares the data
 
 # Megatron's modules register their parameters in this order, which is not that of the ops.
-ORDER = ("input_layernorm", "linear_proj", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm")
-ORDER += ("k_layernorm", "pre_mlp_layernorm", "mlp.")
+ORDER = [
+    *("input_layernorm", "linear_proj", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm"),
+    *("k_layernorm", "pre_mlp_layernorm", "mlp."),
+]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def reachable(node: str) -> str:
     """
     known = commands.node_address(node)
     with contextlib.suppress(OSError):  # no such name
-        address = socket.getaddrinfo(known, None)[0][4][0]
+        address = str(socket.getaddrinfo(known, None)[0][4][0])
         if address == known or not ipaddress.ip_address(address).is_loopback:
             return address
     with contextlib.suppress(OSError):  # no default route

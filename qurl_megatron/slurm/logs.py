@@ -139,7 +139,7 @@ def _cause(cause: Cause, title: str, advice: str) -> Iterator[str]:
     yield from ("", ORDER)
 
 
-def _where(event: Event, others: list[Event] = ()) -> str:
+def _where(event: Event, others: Sequence[Event] = ()) -> str:
     """Who, on which node, in which phase, step and version; of others where it could not say."""
     facts = [f"{event.who} on {event.node}" if event.node else event.who]
     if event.step is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
@@ -163,9 +164,10 @@ def _reduce_ms(devices: list) -> float | None:
 
     def rank(number: int, device: torch.device) -> None:
         gpu = device.type == "cuda"
+        group: Any  # torch's types leave out the time limit, and what all groups can
         if gpu:
             torch.cuda.set_device(device)
-            group = dist.ProcessGroupNCCL(store, number, len(devices), WAIT)
+            group = dist.ProcessGroupNCCL(store, number, len(devices), WAIT)  # type: ignore[arg-type]
         else:
             group = dist.ProcessGroupGloo(store, number, len(devices), WAIT)
         data = torch.ones(1 << 26 if gpu else 1 << 16, device=device)

@@ -207,8 +207,8 @@ def render(found: Status) -> str:
     if found.serving is not None and found.state == "running":
         lines.append(_row("engines", f"{found.serving} of {found.engines} serve"))
     if found.job_left_s is not None:
-        lines.append(_row("this job", _left(found)))
-    if found.checkpoint is not None:
+        lines.append(_row("this job", _left(found, found.job_left_s)))
+    if found.checkpoint is not None and found.checkpoint_s is not None:
         age = duration(max(found.checkpoint_s, 0.0))
         lines.append(_row("checkpoint", f"of step {found.checkpoint}, {age} old"))
     lines.append(_row("next", found.next))
@@ -219,8 +219,8 @@ def _row(name: str, text: str) -> str:
     return f"  {name:<11} {text}"
 
 
-def _left(found: Status) -> str:
-    text = f"{duration(max(found.job_left_s, 0.0))} left"
+def _left(found: Status, seconds: float) -> str:
+    text = f"{duration(max(seconds, 0.0))} left"
     missing = found.steps - found.step
     if missing <= 0:
         return f"{text}; all steps are done"
@@ -235,7 +235,8 @@ def _left(found: Status) -> str:
 
 def _job(facts: Facts) -> Queued | None:
     """The job to look at: the one that runs, else the first of the queue."""
-    queued = [facts.queue[job] for job in facts.jobs if job in (facts.queue or {})]
+    queue = facts.queue or {}
+    queued = [queue[job] for job in facts.jobs if job in queue]
     running = [one for one in queued if one.state != "PENDING"]
     return next(iter(running or queued), None)
 
@@ -282,7 +283,7 @@ def _ending(ended: Attempt, word: str) -> str:
 
 def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) -> str:
     run_dir = facts.run_dir
-    if state == "waiting":
+    if state == "waiting" and job is not None:
         return f"squeue --start --jobs={job.job}; or `qurl slurm cancel {run_dir}`"
     if state == "running":
         return f"tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log"

@@ -63,8 +63,10 @@ def examining_steps(
     layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, workdir: str
 ) -> list[list[str]]:
     """``srun`` for one task on every node, one call for each component; they print through it."""
-    hetjob = layout.rollout and cluster.job.layout == "hetjob"
-    components = [layout.training, layout.rollout] if hetjob else [layout.whole]
+    hetjob = layout.rollout is not None and cluster.job.layout == "hetjob"
+    components = [layout.whole]
+    if layout.rollout is not None and hetjob:
+        components = [layout.training, layout.rollout]
     command = inside(cluster, command, workdir)
     return [
         [

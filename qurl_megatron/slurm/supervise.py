@@ -98,6 +98,7 @@ class SrunStep:
         self._listener.start()
 
     def _listen(self) -> None:
+        assert self._process.stderr is not None
         for line in self._process.stderr:
             sys.stderr.write(self._prefix + line)
             sys.stderr.flush()
@@ -166,15 +167,15 @@ class Times:
         Slurm's signal before the time limit is put off where less time is needed. One that comes
         at another time is somebody's, and is heeded at once.
         """
-        known = self.end is not None and self.stop_s is not None
+        last = None if self.end is None or self.stop_s is None else self.end - self.stop_s
         if preempted:
             return PREEMPTED
         if received and received != WALL_TIME:
             return received
-        if known and at >= self.end - self.stop_s:
+        if last is not None and at >= last:
             return WALL_TIME
         slurms = self.end is not None and at >= self.end - self.signal_s - EARLY_S
-        return "" if known and slurms else received
+        return "" if last is not None and slurms else received
 
 
 @dataclass
@@ -232,6 +233,7 @@ class StepSupervisor:
         self._end = end_of(facts) or self._end
         why = self._times().due(now(), heard, preempted=bool(heard) and preempted(facts))
         if heard != self._heard and not why:
+            assert self._end is not None and self._pace.stop_s is not None, "else it is heeded"
             left, needed = self._end - now(), self._pace.stop_s
             say(f"SIG{heard} {left:.0f} s before the end; {needed:.0f} are needed, it goes on")
         self._heard = heard

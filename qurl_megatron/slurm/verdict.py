@@ -64,8 +64,9 @@ def before(attempts: Sequence[Attempt]) -> Before:
             break
         failures += 1
     last = attempts[-1] if attempts else None
-    followed = last is not None and last.decision in (Decision.RETRY, Decision.AGAIN)
-    return Before(failures, followed and last.step_after <= last.step_before)
+    if last is None or last.decision not in (Decision.RETRY, Decision.AGAIN):
+        return Before(failures, False)
+    return Before(failures, last.step_after <= last.step_before)
 
 
 def decide(

@@ -91,15 +91,9 @@ def main(
 def status(results: Sequence[Result]) -> Table:
     """A line per cell: how far it is, and what it last measured."""
     made = Table(box=None, pad_edge=False)
-    for name, justify in (
-        ("cell", "left"),
-        ("state", "left"),
-        ("step", "right"),
-        ("reward", "right"),
-        ("accuracy", "right"),
-        ("", "left"),
-    ):
-        made.add_column(name, justify=justify, overflow="fold")
+    for name in ("cell", "state", "step", "reward", "accuracy", ""):
+        numbers = name in ("step", "reward", "accuracy")
+        made.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for result in results:
         reward, accuracy = result.last("reward/mean"), result.last("eval/accuracy")
         style = STYLES[result.state]

@@ -48,6 +48,12 @@ class Result:
         return self.history.last_step if self.history else 0
 
     @property
+    def measured(self) -> History:
+        """The history of a run that has one."""
+        assert self.history is not None
+        return self.history
+
+    @property
     def done(self) -> bool:
         """All its steps are."""
         return self.state in ("done", "evaluating")
@@ -85,7 +91,8 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
     results = []
     for cell in study.cells if cells is None else cells:
         found = look(study, cell, out)
-        state, reason = found.state, found.reason
+        state: str = found.state
+        reason = found.reason
         if state == "waiting" and cell.name in at_work:
             state = "running"
         elif state == "waiting" and cell.name in failed:
@@ -108,8 +115,8 @@ def groups(study: Study, results: Sequence[Result]) -> list[Group]:
             if scheme not in method.schemes:
                 continue
             mine = [r for r in results if (r.cell.method, r.cell.scheme) == (name, scheme)]
-            done = {r.cell.seed: r.history for r in mine if r.done}
-            totals = aggregate([finals(r.history, r.trained) for r in mine if r.done])
+            done = {r.cell.seed: r.measured for r in mine if r.done}
+            totals = aggregate([finals(r.measured, r.trained) for r in mine if r.done])
             cells = tuple(result.cell for result in mine)
             made.append(Group(name, method, scheme, cells, done, totals))
     return made
@@ -139,7 +146,7 @@ def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _run(result: Result) -> dict[str, Any]:
-    cell, history = result.cell, result.history
+    cell = result.cell
     told = {
         "state": result.state,
         "reason": result.reason,
@@ -148,6 +155,7 @@ def _run(result: Result) -> dict[str, Any]:
     }
     if not result.done:
         return told
+    history = result.measured
     curves = {name: _curve(history.series(name)) for name in CURVES if name in history}
     return {
         **told,

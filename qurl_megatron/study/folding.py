@@ -234,7 +234,7 @@ def codes_that_differ(one: Weights, two: Weights) -> float:
     differ = total = 0
     for name in filter(is_quantized, one):
         codes = [quantize(weights[name], "int8").values for weights in (one, two)]
-        differ += (codes[0] != codes[1]).sum().item()
+        differ += int((codes[0] != codes[1]).sum())
         total += codes[0].numel()
     return differ / total
 

@@ -130,5 +130,6 @@ def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
         for step, value in zip(steps_N.tolist(), values_N.tolist(), strict=True):
             at.setdefault(step, []).append(value)
     steps = sorted(at)
-    columns = [(step, np.mean(at[step]), min(at[step]), max(at[step])) for step in steps]
-    return tuple(np.array(column) for column in zip(*columns, strict=True))
+    values = [at[step] for step in steps]
+    mean, low, high = (np.array([take(some) for some in values]) for take in (np.mean, min, max))
+    return np.array(steps), mean, low, high

@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -136,7 +137,7 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
             steps, mean, low, high = band(curves)
             mean, low, high = (smooth(values, log=panel.log) for values in (mean, low, high))
             color = colors[group.name]
-            style = dict(marker="o", ms=4.5) if metric == "eval/accuracy" else {}
+            style: dict[str, Any] = dict(marker="o", ms=4.5) if metric == "eval/accuracy" else {}
             axes.plot(*thin(steps, mean), color=color, lw=1.9, ls=dashes, zorder=3, **style)
             if panel.points:
                 for curve in curves:
@@ -144,9 +145,9 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
             elif len(curves) > 1:
                 axes.fill_between(steps, low, high, color=color, alpha=0.13, lw=0, zorder=2)
             last = max(last, int(steps[-1]))
-    low, high = axes.get_ylim()
+    bottom, top = axes.get_ylim()
     if panel.log:
-        axes.set_ylim(bottom=max(low, high / 10**panel.decades))
+        axes.set_ylim(bottom=max(bottom, top / 10**panel.decades))
     elif axes.dataLim.y0 >= 0:
         axes.set_ylim(bottom=0.0)
     frame(axes, 0, last, shares=unit(panel.metrics[0]) == "share")

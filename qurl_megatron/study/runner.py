@@ -182,9 +182,9 @@ class _Runner:
                     passed_on += 1
                 ended = [job for job in self.at_work if job.popen.poll() is not None]
                 news = [self._ended(job) for job in ended]
-                while not self.signals and (cell := self._next(waiting)):
-                    waiting.remove(cell)
-                    self._start(cell)
+                while not self.signals and (first := self._next(waiting)):
+                    waiting.remove(first)
+                    self._start(first)
                 if any(news):
                     self.redraw()  # while the next ones run
                 time.sleep(POLL_S)

@@ -116,7 +116,9 @@ def _largest_ratio(group: Group) -> str:
 
 def _kl(group: Group) -> str:
     end, largest = group.totals["kl"], group.totals["kl_largest"]
-    return NOTHING if end is None else f"{number(end.mean)} ({number(largest.high)})"
+    if end is None or largest is None:  # from one series
+        return NOTHING
+    return f"{number(end.mean)} ({number(largest.high)})"
 
 
 def _collapse(group: Group) -> str:
@@ -140,7 +142,7 @@ def _update_passed(group: Group) -> str:
     mean, std = group.totals["update_passed"], group.totals["update_passed_std"]
     if mean is None:
         return NOTHING
-    return plus_minus(mean.mean, mean.mean, std and std.mean)
+    return plus_minus(mean.mean, mean.mean, None if std is None else std.mean)
 
 
 def _update_to_error(group: Group) -> str:

@@ -102,6 +102,12 @@ class Arch:
     embedding_scale: float = 1.0  # on what the first layer reads; the output layer is not scaled
 
     @property
+    def routed(self) -> Experts:
+        """The experts of a model that has them."""
+        assert self.experts is not None
+        return self.experts
+
+    @property
     def queries_per_group(self) -> int:
         return self.heads // self.kv_heads
 

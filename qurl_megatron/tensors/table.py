@@ -41,8 +41,8 @@ AXES: Mapping[Axis, Callable[[Arch], Units]] = {
     "queries": lambda arch: Units(arch.heads, arch.head_dim, "num_attention_heads"),
     "keys": lambda arch: Units(arch.kv_heads, arch.head_dim, "num_key_value_heads", repeats=True),
     "inner": lambda arch: Units(arch.intermediate, 1, "intermediate_size"),
-    "expert": lambda arch: Units(arch.experts.intermediate, 1, "moe_intermediate_size"),
-    "experts": lambda arch: Units(arch.experts.count, 1, "num_experts"),
+    "expert": lambda arch: Units(arch.routed.intermediate, 1, "moe_intermediate_size"),
+    "experts": lambda arch: Units(arch.routed.count, 1, "num_experts"),
     "vocabulary": lambda arch: Units(arch.vocab, 1, "vocab_size"),
 }
 

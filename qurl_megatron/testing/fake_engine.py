@@ -313,7 +313,7 @@ class _EngineHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if status == -1 else data)
         if endpoint == "/generate" and status == 200:
-            engine.answered += [one["meta_info"]["id"] for one in answer]
+            engine.answered += [one["meta_info"]["id"] for one in json.loads(data)]
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,12 +104,12 @@ def random_samples(count: int, *, vocab: int = 128, seed: int = 0) -> list[Sampl
         samples.append(
             Sample(
                 prompt=Prompt(index, integers(0, vocab, prompt_length), "", ""),
-                response_ids=integers(0, vocab, response_length),
-                behaviour_log_probs=tuple(log_probs),
+                response_ids=np.array(integers(0, vocab, response_length), np.int32),
+                behaviour_log_probs=np.array(log_probs, np.float32),
                 finish_reason="stop",
                 versions=((0, sum(mine)),),
                 reward=float(integers(0, 2, 1)[0]),
-                written=mine,
+                written=np.array(mine),
             )
         )
     return samples

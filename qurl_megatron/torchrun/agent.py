@@ -130,7 +130,7 @@ def failures(words: str) -> dict[str, int]:
     """
     root = words.rpartition("Root Cause (first observed failure)")[2]
     killed_by_it = "forcefully exiting via" in words
-    found = {}
+    found: dict[str, int] = {}
     for text in (root, words):  # the first comes first
         for rank, code in re.findall(r"^  rank +: (\d+) .*\n  exitcode +: (-?\d+)", text, re.M):
             number = int(code)

@@ -81,6 +81,7 @@ class Board:
 
     @property
     def port(self) -> int:
+        assert self._server is not None, "one that is alone listens at none"
         return self._server.server_address[1]
 
     def __enter__(self) -> "Board":
@@ -128,6 +129,7 @@ class _BoardServer(socketserver.ThreadingTCPServer):
 
 class _Visit(socketserver.StreamRequestHandler):
     timeout = ASK_S
+    server: _BoardServer
 
     def handle(self) -> None:
         try:

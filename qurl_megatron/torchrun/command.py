@@ -112,6 +112,7 @@ def _run(options: argparse.Namespace) -> int:
         stack.callback(member.end)
         board = _board(endpoint, like)
         if board is None:
+            assert endpoint is not None, "else this node would be the head"
             return _follow(plan, endpoint, member, received)
         stack.enter_context(board)
         folder.write_recipe(plan.run_dir, options.recipe, options.overrides)
@@ -230,7 +231,7 @@ def is_here(host: str) -> bool:
         ConfigError: no machine is.
     """
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise ConfigError(
             f"--rdzv-endpoint: {host} cannot be resolved ({error.strerror}); give an address"

@@ -37,7 +37,7 @@ class NodeMember:
         if not current:
             self.end()
         wanted = order is not None and self.node in order.seats and not word.over
-        if wanted and order.number > self.row.attempt and self._sees(order):
+        if order and wanted and order.number > self.row.attempt and self._sees(order):
             self._torchrun = Torchrun(order, order.seats[self.node], self._per_node)
             self._told = 0
             self.row = replace(self.row, attempt=order.number, ended=None, failed={}, said="")

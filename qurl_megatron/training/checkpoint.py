@@ -436,10 +436,11 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
 
     def _write(self, transforms: list, _rank: int, files: list, written: Any) -> None:
         """Write this rank's files, and leave Megatron what it will look for in ``written``."""
-        results: dict[int, list] = {}
+        results: dict[int, Any] = {}  # lists, or what went wrong
         for index, (path, name, (objects, tensors)) in enumerate(files):
             # Megatron writes in processes of its own, which these two queues go to and fro.
-            outcome, busy = queue.Queue(), queue.Queue()
+            outcome: queue.Queue[Any] = queue.Queue()
+            busy: queue.Queue[int] = queue.Queue()
             busy.put(index)
             staged = ((item, tensor.cpu()) for item, tensor in tensors)
             summed = [_Summed(one) for one in transforms]  # none before torch 2.7

@@ -59,7 +59,7 @@ def _teams(ranks: Ranks) -> list[list[int]]:
     dist.all_gather(everywhere, place)
     teams: list[list[int]] = [[] for _ in range(ranks.data.size)]
     for rank, where in enumerate(everywhere):
-        teams[where.item()].append(rank)
+        teams[int(where)].append(rank)
     return teams
 
 
@@ -81,7 +81,7 @@ def _summary(responses: Responses | None) -> Summary:
     """The leading rank's, on every rank."""
     count = torch.tensor([len(responses) if responses is not None else 0])
     dist.broadcast(count, 0)
-    summary = responses.summary if responses is not None else Summary.empty(count.item())
+    summary = responses.summary if responses is not None else Summary.empty(int(count))
     for field in fields(summary):
         dist.broadcast(getattr(summary, field.name), 0)
     return summary

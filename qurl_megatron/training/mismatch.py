@@ -158,5 +158,5 @@ def _mean_and_extremes(name: str, values: Tensor) -> dict[str, Metric]:
 
 
 def _correlation(x: Tensor, y: Tensor) -> Correlation:
-    products = (x, y, x * x, y * y, x * y)
-    return Correlation(*(p.sum().item() for p in products), count=float(len(x)))
+    xs, ys, xx, yy, xy = (p.sum().item() for p in (x, y, x * x, y * y, x * y))
+    return Correlation(xs, ys, xx, yy, xy, float(len(x)))

@@ -38,6 +38,7 @@ def run_rank(config: RunConfig, prepare: Callable[[], dict[str, DataFile]] | Non
     from qurl_megatron.runtime.megatron import RankLost
     from qurl_megatron.training.guard import Collapse
 
+    codes: dict[type[Exception], int]
     codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1, RewardDown: 1}
     try:
         use_transformer_engine()  # reports a broken one before Megatron trips over it

@@ -104,7 +104,9 @@ def improve(
     # Shares of a loss add up within an update; updates are averaged.
     updates = algo.epochs * algo.minibatches
     for name in {"policy/loss", "critic/loss"} & merged.keys():
-        merged[name] = Mean(merged[name].total, updates / ranks.data.size)
+        loss_share = merged[name]
+        assert isinstance(loss_share, Mean)
+        merged[name] = Mean(loss_share.total, updates / ranks.data.size)
     return merged, advantages
 
 
@@ -374,7 +376,7 @@ def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str,
     whole = sum(summary.totals[i] for batch in batches for i in batch.indices)
     tokens = whole
     if any(batch.trees for batch in batches):
-        tokens = sum(tree.stop - tree.start for batch in batches for tree in batch.trees)
+        tokens = sum(tree.stop - tree.start for batch in batches for tree in batch.trees or ())
     return {
         "train/padding_fraction": Mean(positions - tokens, positions),
         "train/shared_fraction": Mean(whole - tokens, whole),

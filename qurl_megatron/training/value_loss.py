@@ -58,14 +58,16 @@ class ValueLoss:
         loss = (batch.weights * terms).sum()
         returns, errors = batch.returns.double(), batch.returns.double() - batch.values.double()
         count = float(len(returns))
-        total, value, moved, *moments = fetched_sums(
+        total, value, moved, target, target_squares, error, error_squares = fetched_sums(
             *(loss, batch.values, clipped),
             *(returns, returns.square(), errors, errors.square()),
         )
         return loss, {
             "critic/loss": Mean(total, 0.0),
             "critic/value_mean": Mean(value, count),
-            "critic/return_mean": Mean(moments[0], count),
+            "critic/return_mean": Mean(target, count),
             "critic/clip_fraction": Mean(moved, count),
-            "critic/explained_variance": ExplainedVariance(*moments, count),
+            "critic/explained_variance": ExplainedVariance(
+                target, target_squares, error, error_squares, count
+            ),
         }

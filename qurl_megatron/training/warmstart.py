@@ -69,6 +69,7 @@ def warmstart(
         limit = max(len(answer) for _, answer in pairs) + 1  # and a full stop
         # Training questions decide when to stop: the held-out ones must stay unseen.
         stop = tokenizer.convert_tokens_to_ids(STOP)
+        assert isinstance(stop, int), "of one token"
         fit(
             model,
             pairs,
@@ -77,7 +78,7 @@ def warmstart(
             log,
             lambda: accuracy(model, tokenizer, questions[:256], limit),
         )
-        model.to(torch.bfloat16)
+        model.bfloat16()
         model.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
         return accuracy(model.float(), tokenizer, held_out, limit)
@@ -313,7 +314,7 @@ def accuracy(
             answer = ids[len(prompt) : len(prompt) + limit]
             if tokenizer.eos_token_id in answer:
                 answer = answer[: answer.index(tokenizer.eos_token_id)]
-                text = tokenizer.decode(answer, skip_special_tokens=True)
+                text = str(tokenizer.decode(answer, skip_special_tokens=True))
                 right += text.removesuffix(STOP) == question.answer
     return right / len(questions)
 

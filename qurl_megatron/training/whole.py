@@ -56,7 +56,7 @@ def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: st
     for one in everywhere:
         if isinstance(one, ConfigError):
             raise one
-    return next(filter(None, everywhere), None)
+    return next((one for one in everywhere if isinstance(one, str)), None)
 
 
 def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:

@@ -4,7 +4,19 @@ A name is imported when it is first asked for: the planner reads ``families`` wi
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qurl_megatron.weights.families import stage_ops as stage_ops
+    from qurl_megatron.weights.hf_reader import HfReader as HfReader
+    from qurl_megatron.weights.source import Checkpoint as Checkpoint
+    from qurl_megatron.weights.source import Reader as Reader
+    from qurl_megatron.weights.source import load_parameter as load_parameter
+    from qurl_megatron.weights.source import open_checkpoint as open_checkpoint
+    from qurl_megatron.weights.uaq import fold_uaq as fold_uaq
+    from qurl_megatron.weights.uaq import folded_scale as folded_scale
+    from qurl_megatron.weights.uaq import refuse_second_fold as refuse_second_fold
+    from qurl_megatron.weights.uaq import unfold_uaq as unfold_uaq
 
 _HOMES = {
     "source": ("Checkpoint", "Reader", "load_parameter", "open_checkpoint"),

@@ -58,9 +58,12 @@ def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
         return hf_tensor(arch, f"model.layers.{layer}.{name}")
 
     def qkv(kind: str) -> FusedQKV:
+        q, k, v = (hf(f"self_attn.{x}_proj.{kind}") for x in "qkv")
         return FusedQKV(
             f"{mg}self_attention.linear_qkv.{kind}",
-            *(hf(f"self_attn.{x}_proj.{kind}") for x in "qkv"),
+            q,
+            k,
+            v,
             head_dim=arch.head_dim,
             queries_per_group=arch.queries_per_group,
         )

@@ -40,7 +40,7 @@ class TensorSpec:
 class TensorGroup:
     """Tensors that are made together, and what tells the maker which."""
 
-    source: Hashable
+    source: object
     tensors: tuple[TensorSpec, ...]
 
     @property
@@ -135,4 +135,4 @@ def _write(file: BinaryIO, spec: TensorSpec, tensor: Tensor) -> None:
             f"planned were {spec.dtype} {list(spec.shape)}"
         )
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    file.write(memoryview(data.numpy()))
+    file.write(data.numpy().data)

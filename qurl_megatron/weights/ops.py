@@ -22,7 +22,8 @@ Params = Mapping[str, "Tensor"]
 class Op(Protocol):
     """One Megatron parameter, its whole shape, and the Hugging Face tensors it is made of."""
 
-    megatron: str
+    @property
+    def megatron(self) -> str: ...
 
     @property
     def hf(self) -> tuple[HfTensor, ...]: ...

@@ -1,6 +1,7 @@
 """Where a checkpoint is, and what says which model it is; a look at names alone, without torch."""
 
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.arch import read_json
@@ -74,7 +75,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         places = read_json(index).get("weight_map")
-        names = list(places.values()) if isinstance(places, dict) else [None]
+        names: list[Any] = list(places.values()) if isinstance(places, dict) else [None]
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ConfigError(f"{index} has no weight_map from tensors to files beside it")
         names = sorted(set(names))

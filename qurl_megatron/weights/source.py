@@ -31,7 +31,8 @@ DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 class CheckpointReader(Protocol):
     """Where the Hugging Face tensors of an op come from."""
 
-    folder: Path
+    @property
+    def folder(self) -> Path: ...
 
     def shards(
         self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None

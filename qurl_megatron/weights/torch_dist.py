@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -90,11 +90,11 @@ class StoredTensor:
         for chunk in chunks:
             self._at.setdefault(chunk.part.starts[: self._depth], []).append(chunk)
 
-    def touched(self, part: Slice) -> list[StoredChunk]:
-        """The chunks that share elements with a part of it."""
+    def touched(self, part: Slice) -> list[tuple[StoredChunk, Slice]]:
+        """The chunks that share elements with a part of it, and what they share."""
         at = part.starts[: self._depth]
         near = self._at.get(at, []) if _ones(part) >= self._depth else self.chunks
-        return [chunk for chunk in near if chunk.part.overlap(part)]
+        return [(chunk, common) for chunk in near if (common := chunk.part.overlap(part))]
 
 
 class TorchDistReader:
@@ -146,7 +146,7 @@ class TorchDistReader:
         """
         tensor = self._tensor(key)
         touched = tensor.touched(part)
-        shared = [chunk.part.overlap(part) for chunk in touched]
+        shared = [common for _, common in touched]
         # Without overlap, as many elements as the part has are all of them.
         apart = not any(a.overlap(b) for a, b in itertools.combinations(shared, 2))
         if not apart or sum(each.elements for each in shared) != part.elements:
@@ -154,10 +154,10 @@ class TorchDistReader:
                 f"tensor {key} in {self.folder} is not whole: its chunks do not tile "
                 f"{list(part.sizes)} at {list(part.starts)}"
             )
-        if [chunk.part for chunk in touched] == [part]:
-            return self._load(key, tensor, touched[0])
+        if [chunk.part for chunk, _ in touched] == [part]:
+            return self._load(key, tensor, touched[0][0])
         out = torch.empty(part.sizes, dtype=tensor.dtype)
-        for chunk, common in zip(touched, shared, strict=True):
+        for chunk, common in touched:
             stored = self._load(key, tensor, chunk)
             common.narrow(out, part).copy_(common.narrow(stored, chunk.part))
         return out
@@ -172,7 +172,7 @@ class TorchDistReader:
         with reading(path), path.open("rb", buffering=0) as file:
             window = _Window(file, chunk.start, chunk.length)
             try:
-                loaded = torch.load(window, map_location="cpu", weights_only=True)
+                loaded = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
             except DAMAGE as error:
                 why = (str(error).splitlines() or [repr(error)])[0]
                 if window.failure is not None:  # torch makes something else of it
@@ -304,7 +304,7 @@ def _unpickled(content: bytes) -> dict[str, Any]:
     except MemoryError:
         # Or is it a damaged length, or number of something to be remembered?
         for opcode, argument, _ in pickletools.genops(content):
-            if "PUT" in opcode.name and argument > len(content):
+            if "PUT" in opcode.name and argument is not None and argument > len(content):
                 raise ValueError(f"nothing has number {argument}") from None
         raise
 
@@ -404,8 +404,8 @@ def write_table(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
         entry.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
         places[metadata.MetadataIndex(key, offsets)] = place
     table = metadata.Metadata(tensors, storage_data=places)
-    with (folder / METADATA).open("wb") as file:
-        pickle.dump(table, file)
+    with (folder / METADATA).open("wb") as written:
+        pickle.dump(table, written)
     torch.save({"content_metadata": CONTENT, "checkpoint_version": 3.0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
 

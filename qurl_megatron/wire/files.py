@@ -176,7 +176,7 @@ def _header(parts: Sequence[Shard]) -> tuple[bytes, list[tuple[Shard, int]], int
 def _written(descriptor: int, part: Shard, offset: int) -> Piece:
     """Append a tensor."""
     data = raw(part.value.cpu())
-    _write(descriptor, memoryview(data.numpy()))
+    _write(descriptor, data.numpy().data)
     return piece_at(part, offset, checksum(data))
 
 

@@ -143,12 +143,12 @@ class GroupSender:
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         assert to is not None, "each engine rank gets blobs of its own"
         self._await(index - SLOTS)
-        pieces, size = lay_out(parts)
+        planned, size = lay_out(parts)
         slot = index % SLOTS, to
         if slot not in self._memory or len(self._memory[slot]) < size:
             self._memory[slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
         memory = self._memory[slot][:size]
-        pieces = fill(memory, pieces, [part.value for part in parts])
+        pieces = fill(memory, planned, [part.value for part in parts])
         if pieces:  # nobody waits for an empty blob
             self._ready.setdefault(index, {})[to] = memory
         return Blob({"source": self.rank, "index": index}, size, pieces)
@@ -286,6 +286,7 @@ class GroupReceiver:
 
     def report(self, receipt: Receipt) -> None:
         try:
+            assert self._store is not None, "a session is on"
             self._store.set(_receipt(receipt.session, receipt.rank), receipt.to_json())
         except RuntimeError as error:
             raise ConfigError(f"the trainer's store is gone: {_gist(error)}") from None
@@ -352,7 +353,7 @@ def _met(
         hellos = meeting.attend(rank, tp, hello, about["connect_timeout_s"])
         if reason := meeting.refusal(about["backend"], hellos):
             raise _Refused(reason)
-        if still_open(hellos, meeting.senders):
+        if held is not None and still_open(hellos, meeting.senders):
             return held
     except RuntimeError:
         if held is not None:

@@ -76,6 +76,8 @@ class Verdict:
         Raises:
             ValueError: it is malformed.
         """
+        granted: Any
+        left: Any
         granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
         if not (flag(granted) and text(label) and seconds(left)):
             raise ValueError(f"a malformed answer to a request for a lease: {shortened(answer)}")
@@ -95,6 +97,7 @@ class Lease:
         Raises:
             ConfigError: the request is malformed.
         """
+        seconds: Any
         run, label, seconds = (
             (body.get(key) for key in ("run", "label", "seconds"))
             if isinstance(body, dict)

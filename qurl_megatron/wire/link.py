@@ -35,7 +35,7 @@ class Link:
     """The way between the trainer and one engine, as one end has it."""
 
     id: str
-    group: dist.ProcessGroup
+    group: Any  # a ProcessGroupGloo or NCCL, whose methods torch's types leave out
     device: torch.device
     moved: list[int]  # messages begun (sender) or come (receiver), by rank of the other side
     sending: dict[int, list[dist.Work]] = field(default_factory=dict)  # by bucket
@@ -128,6 +128,7 @@ def open_link(
     senders, wait_s = about["senders"], about["connect_timeout_s"]
     deadline = time.monotonic() + wait_s
     prefixed = dist.PrefixStore(f"link/{link}", store)
+    group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if device.type == "cpu":
         group = _gloo_group(about, prefixed, rank, senders + tp)
     else:
@@ -193,8 +194,8 @@ def _greet(link: Link, *, sends: bool, senders: int, tp: int, deadline: float) -
 
 def _gloo_group(
     about: Mapping[str, Any], store: dist.Store, rank: int, size: int
-) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
+) -> "dist.ProcessGroupGloo":
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it
     options._timeout = timedelta(seconds=about["connect_timeout_s"])
     # By itself gloo listens where this machine's name points to, which may be nowhere.
     own = own_address(about["host"], about["port"])
@@ -202,7 +203,7 @@ def _gloo_group(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+def _nccl_group(store: dist.Store, rank: int, size: int) -> "dist.ProcessGroupNCCL":
     """``finish`` keeps the time, not NCCL's watchdog, which would end this process."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)

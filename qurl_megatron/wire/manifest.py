@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -125,7 +126,7 @@ def _entry(name: str, raw: dict) -> TensorEntry:
         raise schema.Malformed(f"{schema.shortened(name)}: {error}") from None
 
 
-def _files(value: object) -> bool:
+def _files(value: Any) -> bool:
     """Names in the folder itself, and their sizes."""
     return schema.map_of(schema.count)(value) and all(
         name and name == Path(name).name and "\0" not in name for name in value
@@ -163,7 +164,9 @@ def manifest_of(
     Raises:
         ConfigError: a tensor is missing, unknown, or its slices do not tile it; names it.
     """
-    files, slices, facts = {}, {}, {}
+    files: dict[str, Any] = {}
+    slices: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for blob in blobs:
         file = Path(blob.where["path"]).name
         files[file] = blob.where["offset"] + blob.bytes
@@ -240,5 +243,6 @@ def _join(folder: Path, name: str, entry: TensorEntry, readers: dict[str, safe_o
             return tensor
         if whole is None:
             whole = torch.empty(entry.shape, dtype=dtype)
-        whole.narrow(entry.split_dim, part.start, part.length).copy_(tensor)
+        whole.narrow(entry.split_dim or 0, part.start, part.length).copy_(tensor)
+    assert whole is not None, "an entry has slices"
     return whole

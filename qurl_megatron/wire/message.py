@@ -35,6 +35,7 @@ LOADER = "qurl_megatron.engines.sglang.loader.load"
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
 WORDS = 4 << 20  # summed at a time on a GPU: bounds the memory that takes
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
+Text = str | bytes
 Action = Literal["connect", "bucket", "check", "finish"]
 
 
@@ -130,7 +131,7 @@ class Receipt:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str | bytes) -> "Receipt":
+    def from_json(text: Text) -> "Receipt":
         """
         Raises:
             ConfigError: it is of another version of this package.
@@ -213,7 +214,7 @@ def checksum(data: Tensor) -> str:
     """Finds damage, not malice: XXH3-128 of a tensor's bytes, or a sum where they are on a GPU."""
     if data.is_cuda:
         return f"sum64-{word_sum(raw(data)):016x}"
-    return xxhash.xxh3_128_hexdigest(raw(data).numpy())
+    return xxhash.xxh3_128_hexdigest(raw(data).numpy().data)
 
 
 def word_sum(data: Tensor) -> int:
@@ -229,7 +230,7 @@ def word_sum(data: Tensor) -> int:
     for run, words in enumerate(data.view(torch.int64).split(WORDS)):
         place = torch.arange(run * WORDS, run * WORDS + len(words), device=data.device)
         total += _scrambled(_scrambled(words + place * MULTIPLIER)).sum()
-    return total.item() % 2**64
+    return int(total.item()) % 2**64
 
 
 def _scrambled(words: Tensor) -> Tensor:

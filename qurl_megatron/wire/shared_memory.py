@@ -100,9 +100,9 @@ class MemorySender(AtOnce):
             return None
 
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
-        pieces, size = lay_out(parts)
+        planned, size = lay_out(parts)
         slot = self._slots[index % SLOTS]
-        pieces = fill(slot.of(size), pieces, [part.value for part in parts])
+        pieces = fill(slot.of(size), planned, [part.value for part in parts])
         return Blob(slot.where(), size, pieces)
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
@@ -130,8 +130,9 @@ class MemoryReceiver:
 
     def fetch(self, blob: Blob) -> Tensor:
         key = blob.where["slot"]
-        where, memory = self._open.get(key, (None, None))
-        if where != blob.where:  # it grew, or a trainer was started anew
+        memory = self._open[key][1] if key in self._open else None
+        # It grew, or a trainer was started anew.
+        if memory is None or self._open[key][0] != blob.where:
             self._open.pop(key, None)
             if "cuda" in blob.where:
                 memory = _open_cuda(blob.where, self._transport["facts"])
@@ -158,6 +159,7 @@ class _FileSlot:
     def of(self, size: int) -> Tensor:
         if self._memory is None or len(self._memory) < size:
             self._grow(max(size, 1))
+        assert self._memory is not None
         return self._memory
 
     def where(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The transports there are: each a module with both ends. A new one is a row here."""
 
+from collections.abc import Callable
 from typing import Any
 
 from qurl_megatron.errors import ConfigError
@@ -8,6 +9,7 @@ from qurl_megatron.wire.group import GroupReceiver
 from qurl_megatron.wire.shared_memory import MemoryReceiver
 from qurl_megatron.wire.transport import Receiver
 
+RECEIVERS: dict[str, Callable[[dict[str, Any], int], Receiver]]
 RECEIVERS = {"files": FilesReceiver, "memory": MemoryReceiver, "group": GroupReceiver}
 
 

@@ -71,12 +71,12 @@ class DrivenLoad:
             worked, self._start = time.process_time(), time.perf_counter()
             watching = [asyncio.create_task(self._watch_loop())]
             if self._look:
-                watching.append(asyncio.create_task(self._watch_engine(session)))
+                watching.append(asyncio.create_task(self._watch_engine(session, self._look)))
             finished = asyncio.Event()
             publisher = asyncio.create_task(self._publish(finished))
             sending = (self._one_by_one(session, waiting) for _ in range(at_once))
             await asyncio.gather(*sending)
-            self._outcome.client.cpu_s = time.process_time() - worked
+            self._own.cpu_s = time.process_time() - worked
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
@@ -108,12 +108,12 @@ class DrivenLoad:
         while True:
             before = time.perf_counter()
             await asyncio.sleep(TICK_S)
-            self._outcome.client.lags.append(time.perf_counter() - before - TICK_S)
+            self._own.lags.append(time.perf_counter() - before - TICK_S)
 
-    async def _watch_engine(self, session: Session) -> None:
+    async def _watch_engine(self, session: Session, look: Looking) -> None:
         while True:
             try:
-                self._outcome.looks.append(await self._look(session, self._now))
+                self._outcome.looks.append(await look(session, self._now))
             except EngineError as error:  # one that is busy with an update may not answer now
                 self._outcome.unseen = self._outcome.unseen or str(error)
             except (LookupError, TypeError, ValueError) as error:  # and never will be read

@@ -87,9 +87,10 @@ def started(
         version.publish(fleet, next(numbers))
         (engine,) = fleet.engines()
         client = engine.client  # the fleet forgets that of an engine that dies
+        assert client is not None, "it serves"
 
         def identity() -> dict[str, object]:
-            process = engine.process.popen
+            process = engine.process and engine.process.popen
             return {**_told(client), "process": process and process.pid}
 
         yield Target(
@@ -103,7 +104,12 @@ def started(
 
 
 def engine_config(
-    kind: str, *, tensor: int, threads: int, timeout_s: float, cache_gb: float
+    kind: str,
+    *,
+    tensor: int,
+    threads: int,
+    timeout_s: float,
+    cache_gb: float,
 ) -> tuple[RolloutConfig, Sequence[str]]:
     """How to start an engine, and the command of an embedded one.
 
@@ -111,7 +117,7 @@ def engine_config(
     on this side grow with the square of its length.
     """
     config = RolloutConfig(
-        backend=kind,
+        backend="embedded" if kind == "embedded" else "sglang",
         engine_tensor=tensor,
         engine_threads=threads,
         engine_memory_gb=cache_gb,

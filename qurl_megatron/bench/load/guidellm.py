@@ -158,7 +158,7 @@ def scenario(client: EngineClient, count: int, clients: Clients, folder: Path) -
         count: of the requests.
     """
     if clients.rate is not None:
-        profile = {"kind": "poisson", "rate": [clients.rate]}
+        profile: dict[str, Any] = {"kind": "poisson", "rate": [clients.rate]}
     elif clients.at_once is not None:
         profile = {"kind": "concurrent", "streams": [clients.at_once]}
     else:

@@ -17,7 +17,7 @@ PERCENTILES = (50, 90, 99)
 
 def makespan(answers: Sequence[TimedAnswer]) -> float:
     """Seconds from the first request to the end of the last."""
-    return max(a.ended for a in answers) - min(a.began for a in answers)
+    return max(a.over for a in answers) - min(a.began for a in answers)
 
 
 def tokens(answers: Iterable[TimedAnswer]) -> int:
@@ -80,7 +80,7 @@ def recomputed(publication: Publication, answers: Iterable[TimedAnswer]) -> int:
     prompts once per response."""
     at = publication.began
     return sum(
-        len(a.ask.prompt) + a.had(at) for a in answers if a.times and a.times[0] <= at < a.ended
+        len(a.ask.prompt) + a.had(at) for a in answers if a.times and a.times[0] <= at < a.over
     )
 
 
@@ -103,7 +103,7 @@ def preemptions(outcome: LoadOutcome) -> int:
     found = 0
     for answer in outcome.answers:
         published = [p for p in outcome.publications if answer.began < p.ended]
-        by_them = sum(p.began < answer.ended for p in published)
+        by_them = sum(p.began < answer.over for p in published)
         found += max(0, answer.preempted - by_them)
     told = [look.preemptions for look in outcome.looks if look.preemptions is not None]
     if found or outcome.publications or not told:

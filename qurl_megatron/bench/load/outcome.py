@@ -30,6 +30,12 @@ class TimedAnswer:
         return self.counts[-1] if self.counts else 0
 
     @property
+    def over(self) -> float:
+        """When it ended, of one that has."""
+        assert self.ended is not None
+        return self.ended
+
+    @property
     def done(self) -> bool:
         return self.ended is not None and not self.failure
 

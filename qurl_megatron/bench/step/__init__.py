@@ -60,11 +60,11 @@ def run(options: argparse.Namespace) -> list[Case]:
         )
     energy = told(counters, missing)
     own = [s for s in settings if s.sizes is None]
-    layouts = [s for s in settings if s.sizes]
+    others = [s for s in settings if s.sizes]
     return [
         *(case_of(s, measured[s.name], foretold[s.name], energy) for s in own),
-        *scaling_cases(layouts, measured, foretold, energy),
-        *larger(options, layouts, measured),
+        *scaling_cases(others, measured, foretold, energy),
+        *larger(options, others, measured),
     ]
 
 

@@ -98,12 +98,13 @@ def scaling_cases(
     """The layouts beside linear scaling, and beside a plan made of the other layouts' runs."""
     if not settings:
         return []
-    base = smallest([setting.sizes for setting in settings])
+    base = smallest([setting.sizes for setting in settings if setting.sizes])
     first = next(s for s in settings if s.sizes == base)
     smallest_took = medians(measured[first.name].results)
     cases = []
     for setting in settings:
         here, sizes = setting.own.gpu, setting.sizes
+        assert sizes is not None, "layouts have theirs"
         limits = linear(smallest_took, sizes, base, setting.work, here)
         cores = f", as far as {here.cores} cores multiply" if here.cores else ""
         case = case_of(

@@ -47,7 +47,7 @@ class Rows:
 
     def join(self, first_row: int, joining: "list[Sequence]", length: int, vocab: int) -> None:
         rows = slice(first_row, first_row + len(joining))
-        columns = {
+        columns: dict[str, list] = {
             "length": [len(s.prompt) + len(s.output_ids) for s in joining],
             "start": [len(s.prompt) for s in joining],
             "limit": [s.total for s in joining],

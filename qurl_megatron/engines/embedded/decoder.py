@@ -10,6 +10,7 @@ sides.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Matrix:
 
     scheme: str
     weight_OI: Tensor
-    scale_O: Tensor | None
+    scale_O: Any  # a Tensor; None of a matrix in the model's format
     packed: kernels.Packed | native.Blocks | None = None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -320,7 +320,7 @@ class _Handlers:
         generation: Generation,
         event: Callable[[int, Progress], dict],
         last_events: Callable[[list[Progress]], Iterable[dict]] = lambda parts: (),
-    ) -> AsyncIterator[dict]:
+    ) -> AsyncGenerator[dict, None]:
         """Generate, with an event for each piece; closed early, it takes the sequences along."""
         interval = generation.interval or self.speech.stream_interval
         if self._bell is None:  # the event loop runs by now
@@ -454,7 +454,7 @@ async def _json(request: Request, empty: dict | None = None) -> dict:
     return body
 
 
-def _events(bodies: AsyncIterator[dict]) -> Response:
+def _events(bodies: AsyncGenerator[dict, None]) -> Response:
     """Bodies as server-sent events, in SGLang's form; what fails on the way is the last of them."""
 
     async def texts() -> AsyncIterator[bytes]:

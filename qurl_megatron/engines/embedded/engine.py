@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -336,6 +336,7 @@ class Engine:
             if drawn.broken_B[offset]:
                 self._batch.length[row] -= 1  # a token drawn from nan means nothing
             sequence = self._remove(row)
+            reason: dict[str, Any]
             if drawn.broken_B[offset]:
                 reason = {"type": "abort", "message": "The model's logits are not finite."}
             elif drawn.stopped_B[offset]:

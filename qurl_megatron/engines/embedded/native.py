@@ -22,7 +22,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from qurl_megatron.engines.embedded.cache import Cache
-    from qurl_megatron.engines.embedded.decoder import Decoder
+    from qurl_megatron.engines.embedded.decoder import Decoder, Matrix
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 BUILT = SOURCE.with_name("_decode" + sysconfig.get_config_var("EXT_SUFFIX"))
@@ -75,6 +75,12 @@ def _found() -> ctypes.CDLL | Unavailable:
         return _load()
     except Unavailable as why:
         return why
+
+
+def _built() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "whoever has blocks asked"
+    return found
 
 
 def library() -> ctypes.CDLL | None:
@@ -142,7 +148,7 @@ class Blocks:
 
     def fill(self, w_OI: Tensor) -> None:
         """Take in other weights, at the same address."""
-        library().pack(
+        _built().pack(
             *(w_OI.data_ptr(), *w_OI.shape, self._blocks.data_ptr(), torch.get_num_threads())
         )
 
@@ -154,7 +160,7 @@ class Blocks:
         if addend is not None:
             more = addend.contiguous().float()
             step = more.stride(0) if more.ndim == 2 else 0
-        library().linear(
+        _built().linear(
             *(self.matrix, x_TI.data_ptr(), len(x_TI), largest),
             *(None if more is None else more.data_ptr(), step),
             *(y_TO.data_ptr(), torch.get_num_threads()),
@@ -171,13 +177,13 @@ class NativeStep:
         layers = [
             _Layer(
                 input_norm=layer.input_norm.data_ptr(),
-                qkv=layer.qkv.packed.matrix,
+                qkv=_matrix(layer.qkv),
                 qkv_bias=_address(layer.qkv_bias),
                 qk_norm=_address(layer.qk_norm),
-                out=layer.out.packed.matrix,
+                out=_matrix(layer.out),
                 post_norm=layer.post_norm.data_ptr(),
-                gate_up=layer.gate_up.packed.matrix,
-                down=layer.down.packed.matrix,
+                gate_up=_matrix(layer.gate_up),
+                down=_matrix(layer.down),
                 keys=keys.data_ptr(),
                 values=values.data_ptr(),
             )
@@ -200,11 +206,16 @@ class NativeStep:
     def __call__(self, x_BH: Tensor, position_B: Tensor) -> Tensor:
         """Hidden states [B, H] before the final norm, in the place of the embeddings."""
         work = len(x_BH) * self._products
-        library().decode(
+        _built().decode(
             *(self._model, position_B.data_ptr(), len(x_BH), self._cache.length, x_BH.data_ptr()),
             min(torch.get_num_threads(), 1 + work // THREAD_PAYS_FROM),
         )
         return x_BH
+
+
+def _matrix(of: "Matrix") -> _Matrix:
+    assert isinstance(of.packed, Blocks)
+    return of.packed.matrix
 
 
 def _address(tensor: Tensor | None) -> int | None:

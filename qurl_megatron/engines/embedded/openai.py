@@ -95,7 +95,7 @@ class Completion:
         choice = {
             "index": index,
             "text": progress.text[progress.known_text :],
-            "logprobs": _log_probs(progress.log_probs[first:]) if self.log_probs else None,
+            "logprobs": _log_probs((progress.log_probs or [])[first:]) if self.log_probs else None,
             "finish_reason": finish.get("type"),
             "matched_stop": finish.get("matched"),
         }

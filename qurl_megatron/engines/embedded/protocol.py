@@ -8,6 +8,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from qurl_megatron.engines.embedded.engine import Sequence
 from qurl_megatron.engines.embedded.sampling import sample_seed
@@ -259,7 +260,7 @@ def answer_body(progress: Progress, *, incremental: bool = False) -> dict:
     if incremental:
         first, first_text = progress.known_tokens, progress.known_text
     sequence = progress.sequence
-    meta = {
+    meta: dict[str, Any] = {
         "id": sequence.rid,
         "finish_reason": progress.finish_reason,
         "prompt_tokens": len(sequence.prompt),

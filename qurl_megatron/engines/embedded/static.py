@@ -101,6 +101,7 @@ class StaticSteps:
         """
         cache = self._cache
         rows = min(rows_for(count), cache.rows)
+        assert self._longest is not None
         positions = min(rounded_up(self._longest, POSITIONS), cache.length)
         cache.reach(count, 0, positions)
         self._running.fill_(count)

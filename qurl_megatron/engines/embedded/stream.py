@@ -45,7 +45,9 @@ class Reader:
 
     def __init__(self, sequence: Sequence, style: Style, codec: TextCodec | None) -> None:
         self._sequence, self._style, self._codec = sequence, style, codec
-        self._growing = codec and GrowingText(codec, skip_special=style.skip_special)
+        self._growing = (
+            None if codec is None else GrowingText(codec, skip_special=style.skip_special)
+        )
         self._triples: list[list] = []
         self._known_tokens = self._known_text = 0
 

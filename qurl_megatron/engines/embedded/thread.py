@@ -52,9 +52,12 @@ class EngineThread:
     def submit(self, sequences: list[Sequence]) -> Future:
         """Queue the sequences of one request together; resolves to them when all have ended."""
         job = Job(sequences)
-        self.call(lambda engine: engine.add(sequences)).add_done_callback(
-            lambda added: added.exception() and job.future.set_exception(added.exception())
-        )
+
+        def refused(added: Future) -> None:
+            if error := added.exception():
+                job.future.set_exception(error)
+
+        self.call(lambda engine: engine.add(sequences)).add_done_callback(refused)
         return job.future
 
     def pause(self, mode: str) -> Future:

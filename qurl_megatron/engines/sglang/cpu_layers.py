@@ -113,25 +113,25 @@ class _Stub(types.ModuleType):
         return missing
 
 
-def _transpose(self, layer: nn.Module) -> None:
+def _transpose(self, layer: Any) -> None:
     """As SGLang does on GPUs; on CPU it would demand AMX."""
     layer.weight = nn.Parameter(layer.weight.data.t(), requires_grad=False)
     layer.weight_scale = nn.Parameter(layer.weight_scale.data, requires_grad=False)
 
 
-def _apply_int8(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def _apply_int8(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     x_TI, weight_OI = x.reshape(-1, x.shape[-1]), layer.weight.t()
     y_TO = int8_linear(x_TI, weight_OI, _per_channel(layer), bias)
     return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
 
 
-def _apply_fp8(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def _apply_fp8(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     x_TI, weight_OI = x.reshape(-1, x.shape[-1]), layer.weight.t()
     y_TO = fp8_linear(x_TI, weight_OI.float(), _per_channel(layer), bias)
     return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
 
 
-def _per_channel(layer: nn.Module) -> Tensor:
+def _per_channel(layer: Any) -> Tensor:
     scale = layer.weight_scale.view(-1)
     if len(scale) != layer.weight.shape[1]:
         raise NotImplementedError("without a GPU there are W8A8 layers with a scale per channel")

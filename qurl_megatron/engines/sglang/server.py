@@ -146,4 +146,4 @@ def _keep_port() -> socket.socket:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,7 @@ is refused by name: a parameter that no update reaches would keep its old value 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -94,17 +94,17 @@ def _refuse_model(model: nn.Module) -> None:
         raise ConfigError("engines with pipeline parallelism are not supported; use --tp-size only")
 
 
-def _kind(module: nn.Module) -> "Callable[[str, nn.Module], Iterator[_Claim]] | None":
+def _kind(module: Any) -> "Callable[[str, nn.Module], Iterator[_Claim]] | None":
     names = [base.__name__ for base in type(module).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), None)
 
 
-def _rank_and_size(module: nn.Module) -> tuple[int, int]:
+def _rank_and_size(module: Any) -> tuple[int, int]:
     group = module.tp_group
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
 
-def _is_quantized(name: str, module: nn.Module) -> bool:
+def _is_quantized(name: str, module: Any) -> bool:
     """True for W8A8 with one scale per output channel and dynamic activation scales.
 
     Raises:
@@ -123,7 +123,7 @@ def _is_quantized(name: str, module: nn.Module) -> bool:
             f"the engine quantizes {name} by itself while loading; start it with the "
             "quantization_config of a quantized checkpoint"
         )
-    scheme = getattr(module, "scheme", None)
+    scheme: Any = getattr(module, "scheme", None)
     if type(scheme).__name__ in ("CompressedTensorsW8A8Int8", "CompressedTensorsW8A8Fp8"):
         strategy = getattr(scheme.strategy, "value", scheme.strategy)
         if strategy != "channel":
@@ -142,7 +142,7 @@ def _is_quantized(name: str, module: nn.Module) -> bool:
     )
 
 
-def _natural(name: str, module: nn.Module) -> Tensor:
+def _natural(name: str, module: Any) -> Tensor:
     """The weight as [out, in], whichever way SGLang holds it now."""
     weight = module.weight.data
     if _kind(module) is _row_parallel:
@@ -159,7 +159,7 @@ def _natural(name: str, module: nn.Module) -> Tensor:
 
 
 def _column_parallel(
-    name: str, module: nn.Module, parts: list[tuple[str, int, int, int]]
+    name: str, module: Any, parts: list[tuple[str, int, int, int]]
 ) -> Iterator[_Claim]:
     """Claims of a fused layer whose rows are those of ``parts``, one after another.
 
@@ -177,7 +177,7 @@ def _column_parallel(
         row += rows
 
 
-def _qkv(name: str, module: nn.Module) -> Iterator[_Claim]:
+def _qkv(name: str, module: Any) -> Iterator[_Claim]:
     rank, _ = _rank_and_size(module)
     head, head_v = module.head_size, module.v_head_size
     queries, heads = module.num_heads, module.num_kv_heads
@@ -194,7 +194,7 @@ def _qkv(name: str, module: nn.Module) -> Iterator[_Claim]:
     )
 
 
-def _gate_up(name: str, module: nn.Module) -> Iterator[_Claim]:
+def _gate_up(name: str, module: Any) -> Iterator[_Claim]:
     if not name.endswith("gate_up_proj") or len(module.output_sizes) != 2:
         raise ConfigError(f"{name} fuses projections that this package does not know")
     rank, size = _rank_and_size(module)
@@ -205,7 +205,7 @@ def _gate_up(name: str, module: nn.Module) -> Iterator[_Claim]:
     return _column_parallel(name, module, parts)
 
 
-def _row_parallel(name: str, module: nn.Module) -> Iterator[_Claim]:
+def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
     rank, size = _rank_and_size(module)
     weight = _natural(name, module)
     rows, columns = weight.shape
@@ -215,14 +215,14 @@ def _row_parallel(name: str, module: nn.Module) -> Iterator[_Claim]:
         yield _Claim(Shard.whole(f"{name}.{kind}", view), id(getattr(module, kind)))
 
 
-def _rest(name: str, module: nn.Module) -> dict[str, Tensor]:
+def _rest(name: str, module: Any) -> dict[str, Tensor]:
     """What a linear layer has beside its weight: one value or scale per row."""
     expected = {"bias"} | ({"weight_scale"} if _is_quantized(name, module) else set())
     present = dict(module.named_parameters(recurse=False))
     return {kind: present[kind].data for kind in sorted(expected & present.keys())}
 
 
-def _vocabulary(name: str, module: nn.Module) -> Iterator[_Claim]:
+def _vocabulary(name: str, module: Any) -> Iterator[_Claim]:
     kind = type(module.quant_method).__name__
     if kind not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
         raise ConfigError(f"{name} is quantized as {kind}; embeddings must stay unquantized")
@@ -237,7 +237,7 @@ def _vocabulary(name: str, module: nn.Module) -> Iterator[_Claim]:
         yield _Claim(Shard(f"{name}.{part}", view, shape, 0, start), id(parameter), padding)
 
 
-def _whole(name: str, module: nn.Module) -> Iterator[_Claim]:
+def _whole(name: str, module: Any) -> Iterator[_Claim]:
     for part, parameter in module.named_parameters(recurse=False):
         yield _Claim(Shard.whole(f"{name}.{part}", parameter.data), id(parameter))
 

@@ -71,6 +71,7 @@ class DotProductAttention(_Module):
             _check_packed(
                 attn_mask_type, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, max_seqlen_q, size
             )
+            assert cu_seqlens_q is not None
             starts = cu_seqlens_q.tolist()
             q, k, v = (x.unsqueeze(1) for x in (query_layer, key_layer, value_layer))
         else:
@@ -142,6 +143,7 @@ def apply_rotary_pos_emb(
     assert fused and not interleaved, "not built here"
     assert freqs.dtype == torch.float32 and freqs.shape[-1] == t.shape[-1]
     if tensor_format == "thd":
+        assert cu_seqlens is not None
         places = positions(cu_seqlens.tolist(), cp_rank, cp_size)[:, 1].to(freqs.device)
         angles = freqs[places].squeeze(1)
     else:

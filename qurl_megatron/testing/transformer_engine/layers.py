@@ -4,6 +4,7 @@ Shapes: s = this rank's part of the sequence under sequence parallelism, else al
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,10 +58,10 @@ class Linear(_Module):
         self.set_tensor_parallel_group(tp_group)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         parts = {"column": (self.tp_size, 1), "row": (1, self.tp_size)}
-        across, along = parts.get(parallel_mode, (1, 1))
+        across, along = parts.get(parallel_mode or "", (1, 1))
         assert out_features % across == 0 and in_features % along == 0
         self.out_features, self.in_features = out_features // across, in_features // along
-        like = dict(dtype=params_dtype, device=device)
+        like: dict[str, Any] = dict(dtype=params_dtype, device=device)
         self._add_norm(like)
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **like))
         if init_method is not None:
@@ -81,7 +82,7 @@ class Linear(_Module):
         if self.use_bias and self.parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel
         elif self.use_bias and self.parallel_mode == "column":
-            _mark_split(self.bias, 0)
+            _mark_split(cast(nn.Parameter, self.bias), 0)
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None
@@ -178,7 +179,7 @@ class RMSNorm(_Module):
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         like = dict(dtype=params_dtype or dtype, device=device)
         self.weight = nn.Parameter(
-            _gain(normalized_shape or hidden_size, zero_centered_gamma, like)
+            _gain(normalized_shape or hidden_size or 0, zero_centered_gamma, like)
         )
         if sequence_parallel is not None:
             self.weight.sequence_parallel = sequence_parallel

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self.set_scaled_state(param, name, value.float())
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None, grad_scaler=None) -> None:
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -91,6 +92,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _update(param: Tensor, state: dict[str, Tensor], group: dict) -> None:
     beta1, beta2 = group["betas"]
+    assert param.grad is not None
     grad = param.grad.float()
     state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
