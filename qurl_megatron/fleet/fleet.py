@@ -87,7 +87,7 @@ class Fleet(Roster):
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
         self._trainer_ranks, self._text, self._stop = trainer_ranks, text, stop
         adopts = config.urls or config.rendezvous
-        self._api_key = api_key or (given_key(os.environ) if adopts else None)
+        self.api_key = api_key or (given_key(os.environ) if adopts else None)
         self.tenancy = Tenancy(self, owner)
         self.on_leave = self.tenancy.let_go
         self._supervisor = Supervisor(self, self.tenancy)
@@ -97,7 +97,7 @@ class Fleet(Roster):
             if not (self.config.urls or self.config.rendezvous):
                 self._start()
             for url in self.config.urls:
-                self.adopt(Member(url, None), self._api_key)
+                self.adopt(Member(url, None), self.api_key)
             self.tenancy.start()
             self._supervisor.gather(self.config.start_limit_s, self._stop)
             self._supervisor.start()

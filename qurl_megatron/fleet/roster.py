@@ -54,6 +54,8 @@ class Roster:
         """Called with every adopted engine that leaves."""
         self.run_key = secrets.token_urlsafe(32)
         """API key of the engines that are started here."""
+        self.api_key: str | None = None
+        """That of adopted engines which bring none of their own."""
         self._engines: list[EngineRecord] = []
         self._events: list[dict] = []
         self._counts = dict.fromkeys(("restarts", "retries", "aborted"), 0)

@@ -246,7 +246,7 @@ class Supervisor:
             roster.barred &= members.keys()
             for url, member in members.items():
                 if url not in known and url not in roster.barred:
-                    roster.adopt(member, member.api_key() or roster._api_key)
+                    roster.adopt(member, member.api_key() or roster.api_key)
             # A file that is being written anew is empty for a moment.
             self._absent = Counter({url: self._absent[url] + 1 for url in known.keys() - members})
             for url, times in self._absent.items():

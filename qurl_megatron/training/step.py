@@ -89,8 +89,8 @@ def improve(
             mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
             for b in measured
         ]
-    scored = iter(flat)
-    minibatches = [[next(scored) for _ in minibatch] for minibatch in minibatches]
+    batches = iter(flat)
+    minibatches = [[next(batches) for _ in minibatch] for minibatch in minibatches]
     with timer.phase("train"):
         loss = PolicyLoss(score, algo, config.correction, weight_scale=weight_scale)
         for _ in range(algo.epochs):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from qurl_megatron.weights.families import stage_ops as stage_ops
     from qurl_megatron.weights.hf_reader import HfReader as HfReader
     from qurl_megatron.weights.source import Checkpoint as Checkpoint
-    from qurl_megatron.weights.source import Reader as Reader
+    from qurl_megatron.weights.source import CheckpointReader as CheckpointReader
     from qurl_megatron.weights.source import load_parameter as load_parameter
     from qurl_megatron.weights.source import open_checkpoint as open_checkpoint
     from qurl_megatron.weights.uaq import fold_uaq as fold_uaq
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qurl_megatron.weights.uaq import unfold_uaq as unfold_uaq
 
 _HOMES = {
-    "source": ("Checkpoint", "Reader", "load_parameter", "open_checkpoint"),
+    "source": ("Checkpoint", "CheckpointReader", "load_parameter", "open_checkpoint"),
     "families": ("stage_ops",),
     "hf_reader": ("HfReader",),
     "uaq": ("fold_uaq", "folded_scale", "refuse_second_fold", "unfold_uaq"),

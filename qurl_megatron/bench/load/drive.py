@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from qurl_megatron.bench.load.outcome import LoadOutcome, Look, Publication, TimedAnswer
+from qurl_megatron.bench.load.outcome import Client, LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.bench.load.protocols import Protocol
 from qurl_megatron.bench.load.requests import Ask
 from qurl_megatron.errors import ConfigError
@@ -54,7 +54,8 @@ class DrivenLoad:
         """
         self._client, self._protocol, self._model = client, protocol, model
         self._look, self._publishing = look, publishing
-        self._outcome = LoadOutcome()
+        self._own = Client()
+        self._outcome = LoadOutcome(client=self._own)
         self._start = 0.0
 
     def drive(self, asks: Sequence[Ask], at_once: int | None = None) -> LoadOutcome:
