@@ -16,7 +16,7 @@ from qurl_megatron.model.spec import decoder_spec
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.tensors.arch import Arch, Experts
-from qurl_megatron.weights import Reader, load_parameter, stage_ops
+from qurl_megatron.weights import CheckpointReader, load_parameter, stage_ops
 from qurl_megatron.weights.ops import Op
 
 ACTIVATIONS = {
@@ -220,7 +220,7 @@ def load_weights(
     model: GPTModel,
     arch: Arch,
     ranks: Ranks,
-    reader: Reader,
+    reader: CheckpointReader,
     uaq_scale: float,
     *,
     output_layer: bool = True,
