@@ -62,6 +62,7 @@ class DotProductAttention(_Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
+        pad_between_seqs: bool | None = None,  # whatever it says, the two kinds of cu_seqlens do
     ) -> Tensor:
         """[s, b, h, d], [s, b, g, d] twice -> [s, b, h*d]; "thd": [t, h, d] -> [t, h*d]."""
         assert key_layer.shape[-2] == value_layer.shape[-2] == self.groups
