@@ -94,7 +94,7 @@ class Publisher:
                 generate meanwhile are paused for a shorter time, and publishing takes longer.
             timeline: gets a span per update, on the leading rank.
         """
-        assert not stage or isinstance(sender, FilesSender), "only files outlast the next bucket"
+        assert not stage or sender.lasting, "a bucket is gone with the next"
         self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
         self.rounding, self.seed = quant.rounding, seed
         self.stage = stage

@@ -119,7 +119,7 @@ def train(
                 sender,
                 seed=config.train.seed,
                 # Engines that wait anyway had better load while the ranks quantize.
-                stage=config.rollout.max_staleness > 0 and sender.kind == "files",
+                stage=config.rollout.max_staleness > 0 and sender.lasting,
                 timeline=lead and lead.journal.timeline,
             )
             with publisher:

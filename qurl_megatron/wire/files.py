@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from qurl_megatron.weights.hf_reader import DTYPES
 from qurl_megatron.wire.manifest import MANIFEST, Manifest
 from qurl_megatron.wire.message import ALIGNMENT, Blob, Piece, Receipt, checksum, piece_at, raw
 from qurl_megatron.wire.receipts import collect, leave
-from qurl_megatron.wire.transport import AtOnce, Rank
+from qurl_megatron.wire.transport import AtOnce, Rank, Site
 
 RECEIPTS = "receipts"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -39,6 +40,7 @@ refusing = functools.partial(filesystem.refusing, key="sync.dir")
 class FilesSender(AtOnce):
     kind = "files"
     cut = False
+    lasting = True
 
     def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 90.0) -> None:
         """
@@ -58,6 +60,16 @@ class FilesSender(AtOnce):
             (self.root / RECEIPTS).mkdir(parents=True, exist_ok=True)
         if leads:
             bury(self.root)
+
+    @classmethod
+    def open(cls, site: Site) -> "FilesSender":
+        root = None
+        if site.leads:
+            root = versions_root(site)
+            shutil.rmtree(root, ignore_errors=True)  # what a killed run left
+            private_folder(root)
+        root = site.share(root)
+        return cls(root, site.name, leads=site.leads, receipt_wait_s=site.receipt_wait_s)
 
     def describe(self, engine: str) -> dict[str, Any]:
         return {"kind": self.kind, "receipts": str(self.root / RECEIPTS)}
@@ -104,6 +116,35 @@ class FilesSender(AtOnce):
     def close(self) -> None:
         if self.leads:
             remove(self.root)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that nobody else can enter, where everybody may make folders.
+
+    Raises:
+        ConfigError: it cannot be made, or is another user's.
+    """
+    with refusing(path, size=0):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        must_be_ours(path, os.stat(path, follow_symlinks=False), stat.S_ISDIR)
+
+
+def must_be_ours(path: Path, found: os.stat_result, is_kind) -> None:
+    if not is_kind(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{path} is not what this user's trainer makes there; remove it")
+
+
+def versions_root(site: Site) -> Path:
+    """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
+    name = f"qurl-{site.token}-versions"
+    if site.shared:
+        return Path(site.shared) / name
+    memory = Path("/dev/shm")
+    if site.one_machine and memory.is_dir() and os.access(memory, os.W_OK):
+        shutil.rmtree(memory / name, ignore_errors=True)
+        if shutil.disk_usage(memory).free > site.bytes:
+            return memory / name
+    return site.run_dir / "versions"
 
 
 class FilesReceiver:

@@ -12,6 +12,7 @@ Nothing here is encrypted or authenticated, as with all of gloo and NCCL: bind t
 address that only the cluster reaches.
 """
 
+import os
 import secrets
 import socket
 import time
@@ -39,7 +40,7 @@ from qurl_megatron.wire.meeting import (
 )
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
 from qurl_megatron.wire.receipts import missing, received
-from qurl_megatron.wire.transport import Failures, Rank
+from qurl_megatron.wire.transport import Failures, Rank, Site
 
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
 
@@ -68,6 +69,7 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 class GroupSender:
     kind = "group"
     cut = True
+    lasting = False
 
     def __init__(
         self,
@@ -102,6 +104,16 @@ class GroupSender:
         self._failures: Failures = {}
         self._memory: dict[tuple[int, Rank], Tensor] = {}  # by slot
         self._ready: dict[int, dict[Rank, Tensor]] = {}  # what was put, by bucket
+
+    @classmethod
+    def open(cls, site: Site) -> "GroupSender":
+        # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
+        host = site.host or ("127.0.0.1" if site.one_machine else os.environ["MASTER_ADDR"])
+        store = host_store(host, site.timeout_s) if site.leads else None
+        port = site.share(store and store.port)
+        if store is None:
+            store = join_store(host, port, site.timeout_s)
+        return cls(store, site.rank, site.size, device=site.device, timeout_s=site.timeout_s)
 
     def describe(self, engine: str) -> dict[str, Any]:
         return {

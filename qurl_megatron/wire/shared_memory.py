@@ -7,6 +7,7 @@ slot grows to the largest bucket it has held and then stays.
 
 import base64
 import os
+import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,30 +22,20 @@ from qurl_megatron.runtime.undertaker import bury, remove
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.facts import check, own_facts
-from qurl_megatron.wire.files import RECEIPTS, mapped, refusing
+from qurl_megatron.wire.files import RECEIPTS, mapped, must_be_ours, private_folder, refusing
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
 from qurl_megatron.wire.receipts import collect, leave
-from qurl_megatron.wire.transport import AtOnce, Rank
+from qurl_megatron.wire.transport import AtOnce, Rank, Site
 
 
 def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:
     return root / f"qurl-{token}"
 
 
-def private_folder(path: Path) -> None:
-    """Make a folder that nobody else can enter, where everybody may make folders.
-
-    Raises:
-        ConfigError: it cannot be made, or is another user's.
-    """
-    with refusing(path, size=0):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _own(path, os.stat(path, follow_symlinks=False), stat.S_ISDIR)
-
-
 class MemorySender(AtOnce):
     kind = "memory"
     cut = False
+    lasting = False
 
     def __init__(
         self,
@@ -82,6 +73,13 @@ class MemorySender(AtOnce):
             )
         slot = _CudaSlot if on_gpu else _FileSlot
         self._slots = [slot(self.folder / f"rank{rank}-{i}", device) for i in range(SLOTS)]
+
+    @classmethod
+    def open(cls, site: Site) -> "MemorySender":
+        if site.leads:
+            shutil.rmtree(memory_folder(site.token), ignore_errors=True)  # what a killed run left
+        site.share(None)  # nobody makes anything there before
+        return cls(site.token, site.rank, leads=site.leads, device=site.device)
 
     def describe(self, engine: str) -> dict[str, Any]:
         return {
@@ -226,7 +224,7 @@ def _open_file(where: dict[str, Any]) -> Tensor:
         ) from None
     try:
         found = os.fstat(file)
-        _own(Path(path), found, stat.S_ISREG)
+        must_be_ours(Path(path), found, stat.S_ISREG)
         if found.st_size < where["size"] or found.st_ino != where["inode"]:
             raise ConfigError(
                 f"{path} has {found.st_size} bytes, inode {found.st_ino}, instead of "
@@ -260,11 +258,6 @@ def _open_cuda(where: dict[str, Any], trainer: Mapping[str, str]) -> Tensor:
             "set sync.transport=files"
         ) from None
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _own(path: Path, found: os.stat_result, is_kind) -> None:
-    if not is_kind(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"{path} is not what this user's trainer makes there; remove it")
 
 
 def _text(data: bytes) -> str:

@@ -21,9 +21,12 @@ An engine that fails is dropped, by ``connect``, ``deliver`` or ``settle`` thems
 when the lead heard of it otherwise; the way to the others stays open.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from qurl_megatron.tensors.slice import Shard
@@ -36,11 +39,34 @@ Failures = dict[str, str]
 """Engine -> why it has no part in this publication any more."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a training rank knows where it opens its end; the settings are ``sync``'s."""
+
+    rank: int
+    size: int  # training ranks
+    leads: bool
+    device: torch.device  # where the weights are
+    name: str  # of this rank, for files
+    run_dir: Path
+    token: str  # names what the run shares with its engines; no other run has it
+    one_machine: bool  # all ranks, and engines that the run starts itself
+    bytes: int  # that the versions which are kept have at most, together
+    share: Callable[[Any], Any]
+    """What the leading rank gives, on every rank; all call it together."""
+
+    shared: str  # sync.dir
+    host: str  # sync.host
+    receipt_wait_s: float  # sync.receipt_wait_s
+    timeout_s: float  # rollout.update_timeout_s
+
+
 class Sender(Protocol):
     """One training rank's end."""
 
     kind: str
     cut: bool  # True: each engine rank gets blobs of its own, cut to what it needs
+    lasting: bool  # True: what was put stays until the next version
 
     def describe(self, engine: str) -> dict[str, Any]:
         """``Message.transport``: what a receiver needs to open its end, and to leave receipts."""
