@@ -65,7 +65,7 @@ def token_advantages(
     indices_r = torch.as_tensor(here, dtype=torch.int64, device=device)
     tokens = int(lengths_r.sum())
     free_N = rewards.new_zeros(tokens) if penalty is None else penalty.detach()
-    known = Known(rewards, group_size, indices_r, lengths_r, free_N, values, gamma, lam, group)
+    known = BatchFacts(rewards, group_size, indices_r, lengths_r, free_N, values, gamma, lam, group)
     return ESTIMATES[kind](known)
 
 
@@ -194,7 +194,7 @@ def whitened(
 
 
 @dataclass(frozen=True)
-class Known:
+class BatchFacts:
     """What an advantage can be made of; see ``token_advantages``."""
 
     rewards_R: Tensor
@@ -225,26 +225,26 @@ class Known:
         return whitened(to_come_N, group=self.group)
 
 
-def over_group(kind: GroupKind, known: Known) -> tuple[Tensor, None]:
+def over_group(kind: GroupKind, known: BatchFacts) -> tuple[Tensor, None]:
     """Each response against the others to its prompt; all its tokens alike."""
     groups_PG = known.penalised().view(-1, known.group_size)
     worth_R = group_advantages(groups_PG, kind).flatten()
     return worth_R[known.indices_r].repeat_interleave(known.lengths_r), None
 
 
-def over_batch(known: Known) -> tuple[Tensor, None]:
+def over_batch(known: BatchFacts) -> tuple[Tensor, None]:
     """Rewards still to come, whitened over the whole batch."""
     return known.whitened_returns(known.rewards_R), None
 
 
-def over_group_and_batch(known: Known) -> tuple[Tensor, None]:
+def over_group_and_batch(known: BatchFacts) -> tuple[Tensor, None]:
     """The same with the group's mean as the baseline of the reward. Without discount and penalty
     all tokens of a response are worth the same."""
     groups_PG = known.rewards_R.view(-1, known.group_size)
     return known.whitened_returns(group_advantages(groups_PG, "dr_grpo").flatten()), None
 
 
-def against_critic(known: Known) -> tuple[Tensor, Tensor]:
+def against_critic(known: BatchFacts) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened; the critic's targets are not."""
     advantages_N, returns_N = gae(
         known.token_rewards(known.rewards_R),
@@ -256,7 +256,7 @@ def against_critic(known: Known) -> tuple[Tensor, Tensor]:
     return whitened(advantages_N, group=known.group), returns_N
 
 
-Estimate = Callable[[Known], tuple[Tensor, Tensor | None]]
+Estimate = Callable[[BatchFacts], tuple[Tensor, Tensor | None]]
 """(advantages [N], returns [N] for the critic or None)."""
 
 ESTIMATES: dict[str, Estimate] = {

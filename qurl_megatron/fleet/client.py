@@ -35,7 +35,7 @@ from qurl_megatron.fleet.answer import (
     uncollected,
 )
 from qurl_megatron.runtime import event_loop
-from qurl_megatron.wire.lease import ENDPOINT, Owner, Verdict
+from qurl_megatron.wire.lease import ENDPOINT, LeaseVerdict, Owner
 from qurl_megatron.wire.schema import shortened
 
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
@@ -248,7 +248,7 @@ class EngineClient:
 
     def lease(
         self, owner: Owner, seconds: float, *, take_over: bool = False, timeout_s: float
-    ) -> Verdict | None:
+    ) -> LeaseVerdict | None:
         """Ask for the engine, or for more time with it; 0 seconds give it back.
 
         Returns:
@@ -261,7 +261,7 @@ class EngineClient:
             "take_over": take_over,
         }
         try:
-            return Verdict.read(self._object("POST", ENDPOINT, body, timeout_s))
+            return LeaseVerdict.read(self._object("POST", ENDPOINT, body, timeout_s))
         except EngineError as error:
             if error.status in (404, 405):
                 return None

@@ -45,7 +45,7 @@ Blobs = dict[Rank | None, Blob]
 
 
 @dataclass(frozen=True)
-class _Item:
+class _Portion:
     """A Megatron parameter of this rank, or one of several runs of its rows."""
 
     parameter: int
@@ -117,7 +117,7 @@ class Publisher:
         for parameter, shards in enumerate(layout):
             size = sum(self._sent_bytes(shard) for shard in shards)
             parts = self._parts(shards, size, limit)
-            items += [_Item(parameter, part, parts) for part in range(parts)]
+            items += [_Portion(parameter, part, parts) for part in range(parts)]
             sizes += [size // parts] * parts
         runs = routes.buckets(sizes, limit)
         self._buckets = [[items[i] for i in run] for run in runs]

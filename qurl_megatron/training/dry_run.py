@@ -23,7 +23,7 @@ from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.footprint import (
     NODE,
-    Engine,
+    EngineFootprint,
     Footprint,
     Holdings,
     Models,
@@ -167,7 +167,7 @@ def _phase_lines(run: Footprint) -> list[str]:
     return lines
 
 
-def _engine_lines(config: RunConfig, engine: Engine) -> list[str]:
+def _engine_lines(config: RunConfig, engine: EngineFootprint) -> list[str]:
     rollout = config.rollout
     count = rollout.engines
     where = "beside a trainer at rest" if engine.colocated else "none of them the trainer's"

@@ -63,7 +63,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineFootprint:
     """One rank of an engine. Sizes are bytes."""
 
     weights: dict[str, int]  # by scheme
@@ -86,7 +86,7 @@ class Footprint:
     tokens: int  # of one pass on one rank
     recompute: bool
     stages: list[Stage]
-    engine: Engine | None  # None: not SGLang
+    engine: EngineFootprint | None  # None: not SGLang
     notes: list[str]
     gpu: int
 
@@ -318,7 +318,7 @@ def engine_divides(arch: Arch, tensor: int) -> bool:
     return not (arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads))
 
 
-def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
+def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> EngineFootprint:
     tensor = config.rollout.engine_tensor
     if not engine_divides(arch, tensor):
         raise ConfigError(
@@ -328,7 +328,7 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> Engine:
     colocated = config.rollout.colocate
     free = memory.engine_free(gpu, trainer if colocated else None)
     itemsize = config.model.itemsize
-    return Engine(
+    return EngineFootprint(
         weights={
             scheme: memory.engine_weights(arch, scheme, tensor, itemsize) for scheme in SERVED
         },

@@ -63,7 +63,7 @@ def _digest(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LeaseVerdict:
     """An engine's answer to a run that wants it."""
 
     granted: bool
@@ -71,7 +71,7 @@ class Verdict:
     left_s: float  # until the lease of that run lapses, unless it is renewed
 
     @staticmethod
-    def read(answer: dict) -> "Verdict":
+    def read(answer: dict) -> "LeaseVerdict":
         """
         Raises:
             ValueError: it is malformed.
@@ -81,7 +81,7 @@ class Verdict:
         granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
         if not (flag(granted) and text(label) and seconds(left)):
             raise ValueError(f"a malformed answer to a request for a lease: {shortened(answer)}")
-        return Verdict(granted, shortened(label), float(left))
+        return LeaseVerdict(granted, shortened(label), float(left))
 
 
 class Lease:

@@ -12,7 +12,7 @@ import torch
 from qurl_megatron.cli import main
 from qurl_megatron.engines.embedded.endpoints import Speech
 from qurl_megatron.engines.embedded.engine import Engine, Job
-from qurl_megatron.engines.embedded.protocol import Generation, Limits, parse_generate
+from qurl_megatron.engines.embedded.protocol import Generation, RequestLimits, parse_generate
 from qurl_megatron.engines.embedded.stream import Bell, Stream
 from qurl_megatron.engines.embedded.text_codec import GrowingText, TextCodec
 from tests.unit.engine_models import (
@@ -44,7 +44,7 @@ def codec(folder):
 
 @pytest.fixture(scope="module")
 def limits():
-    return Limits(264, 4096, (1,))
+    return RequestLimits(264, 4096, (1,))
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.engine import Engine
 from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.openai import models, parse_completion
-from qurl_megatron.engines.embedded.protocol import Generation, Limits, parse_generate
+from qurl_megatron.engines.embedded.protocol import Generation, RequestLimits, parse_generate
 from qurl_megatron.engines.embedded.read_weights import read_weights
-from qurl_megatron.engines.embedded.stream import Bell, Progress, Stream
+from qurl_megatron.engines.embedded.stream import Bell, Stream, StreamProgress
 from qurl_megatron.engines.embedded.text_codec import TextCodec
 from qurl_megatron.engines.embedded.thread import EngineInfo, EngineThread
 from qurl_megatron.engines.kinds import ENGINE_KINDS
@@ -205,7 +205,9 @@ class _Handlers:
         self.dtype = str(decoder.dtype).removeprefix("torch.")
         folder = description_of(model_path)
         self.codec = None if speech.skip_tokenizer_init else TextCodec.of(folder)
-        self.limits = Limits(decoder.arch.vocab, worker.engine.max_total_tokens, read_eos(folder))
+        self.limits = RequestLimits(
+            decoder.arch.vocab, worker.engine.max_total_tokens, read_eos(folder)
+        )
         self._updating = asyncio.Lock()
         self._open = False  # a session for weights
         self._end = UpdateEnd(EmbeddedWeights(worker.engine))
@@ -289,7 +291,7 @@ class _Handlers:
         if generation.stream:
             incremental = self.speech.incremental_streaming_output
 
-            def event(index: int, progress: Progress) -> dict:
+            def event(index: int, progress: StreamProgress) -> dict:
                 return generation.event(index, progress, incremental=incremental)
 
             return _events(self._follow(generation, event))
@@ -318,8 +320,8 @@ class _Handlers:
     async def _follow(
         self,
         generation: Generation,
-        event: Callable[[int, Progress], dict],
-        last_events: Callable[[list[Progress]], Iterable[dict]] = lambda parts: (),
+        event: Callable[[int, StreamProgress], dict],
+        last_events: Callable[[list[StreamProgress]], Iterable[dict]] = lambda parts: (),
     ) -> AsyncGenerator[dict, None]:
         """Generate, with an event for each piece; closed early, it takes the sequences along."""
         interval = generation.interval or self.speech.stream_interval
@@ -327,7 +329,7 @@ class _Handlers:
             self._bell = Bell()
         stream = Stream(generation.sequences, generation.styles, self.codec, interval, self._bell)
         finished = self.worker.submit(generation.sequences)
-        parts: dict[int, Progress] = {}
+        parts: dict[int, StreamProgress] = {}
         try:
             async for index, progress in stream.pieces(finished):
                 parts[index] = progress

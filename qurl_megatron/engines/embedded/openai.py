@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from qurl_megatron.engines.embedded.protocol import (
     Generation,
-    Limits,
+    RequestLimits,
     parse_generate,
     version_spans,
 )
-from qurl_megatron.engines.embedded.stream import Progress
+from qurl_megatron.engines.embedded.stream import StreamProgress
 from qurl_megatron.engines.embedded.text_codec import TextCodec
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
@@ -68,7 +68,7 @@ class Completion:
             "metadata": {"weight_version": parts[0].version, "weight_versions": spans},
         }
 
-    def chunk(self, index: int, progress: Progress) -> dict:
+    def chunk(self, index: int, progress: StreamProgress) -> dict:
         """One of a stream's bodies: what is new of one sequence."""
         return {
             **self._head(progress),
@@ -76,13 +76,13 @@ class Completion:
             "usage": _usage([progress]) if self.usage_always else None,
         }
 
-    def last_chunks(self, parts: list[Progress]) -> Iterator[dict]:
+    def last_chunks(self, parts: list[StreamProgress]) -> Iterator[dict]:
         """What follows when all sequences have ended."""
         if self.usage_at_end:
             told = {key: value for key, value in _usage(parts).items() if value is not None}
             yield {**self._head(parts[-1]), "choices": [], "usage": told}
 
-    def _head(self, progress: Progress) -> dict:
+    def _head(self, progress: StreamProgress) -> dict:
         return {
             "id": progress.sequence.rid,
             "object": "text_completion",
@@ -90,7 +90,7 @@ class Completion:
             "model": self.model,
         }
 
-    def _choice(self, index: int, progress: Progress) -> dict:
+    def _choice(self, index: int, progress: StreamProgress) -> dict:
         finish, first = progress.finish_reason or {}, progress.known_tokens
         choice = {
             "index": index,
@@ -107,7 +107,7 @@ class Completion:
 
 
 def parse_completion(
-    body: dict, limits: Limits, codec: TextCodec | None, served: str
+    body: dict, limits: RequestLimits, codec: TextCodec | None, served: str
 ) -> Completion:
     """Check a /v1/completions body and turn it into sequences.
 
@@ -183,7 +183,7 @@ def _log_probs(triples: list[list]) -> dict:
     }
 
 
-def _usage(parts: list[Progress]) -> dict:
+def _usage(parts: list[StreamProgress]) -> dict:
     """Tokens of some sequences; a prompt counts once, however many samples it has."""
     prompts = {id(part.sequence.prompt): len(part.sequence.prompt) for part in parts}
     prompt, completion = sum(prompts.values()), sum(len(part.ids) for part in parts)

@@ -12,7 +12,7 @@ from typing import Any
 
 from qurl_megatron.engines.embedded.engine import Sequence
 from qurl_megatron.engines.embedded.sampling import sample_seed
-from qurl_megatron.engines.embedded.stream import Progress, Reader, Style
+from qurl_megatron.engines.embedded.stream import Reader, StreamProgress, Style
 from qurl_megatron.engines.embedded.text_codec import TextCodec
 from qurl_megatron.errors import ConfigError
 
@@ -49,7 +49,7 @@ INERT_SAMPLING: dict[str, tuple] = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request is checked against."""
 
     vocab: int
@@ -72,18 +72,21 @@ class Generation:
         bodies = [answer_body(progress) for progress in self.whole(codec)]
         return bodies[0] if self.single else bodies
 
-    def whole(self, codec: TextCodec | None) -> list[Progress]:
+    def whole(self, codec: TextCodec | None) -> list[StreamProgress]:
         pairs = zip(self.sequences, self.styles, strict=True)
         return [Reader(sequence, style, codec).whole() for sequence, style in pairs]
 
-    def event(self, index: int, progress: Progress, *, incremental: bool) -> dict:
+    def event(self, index: int, progress: StreamProgress, *, incremental: bool) -> dict:
         """One of a stream's bodies; only where there are several sequences it has an index."""
         body = answer_body(progress, incremental=incremental)
         return body if self.single else {**body, "index": index}
 
 
 def parse_generate(
-    body: object, limits: Limits, codec: TextCodec | None = None, spelled: Spelling | None = None
+    body: object,
+    limits: RequestLimits,
+    codec: TextCodec | None = None,
+    spelled: Spelling | None = None,
 ) -> Generation:
     """Check a /generate body and turn it into sequences.
 
@@ -171,7 +174,7 @@ def _request_ids(rid: object, count: int) -> list[str]:
     return _per_prompt(rid, count, "rid")
 
 
-def _sequences(prompt: object, given: "_Params", rid: str, limits: Limits) -> list[Sequence]:
+def _sequences(prompt: object, given: "_Params", rid: str, limits: RequestLimits) -> list[Sequence]:
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError("every prompt must be a non-empty list of token ids")
     if not all(type(token) is int and 0 <= token < limits.vocab for token in prompt):
@@ -250,7 +253,7 @@ class _Params:
                 )
 
 
-def answer_body(progress: Progress, *, incremental: bool = False) -> dict:
+def answer_body(progress: StreamProgress, *, incremental: bool = False) -> dict:
     """What SGLang says of one sequence, ended or not.
 
     Args:

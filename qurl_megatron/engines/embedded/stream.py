@@ -27,7 +27,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StreamProgress:
     """A sequence as far as it has come, and how much of that its reader knew before."""
 
     sequence: Sequence
@@ -51,7 +51,7 @@ class Reader:
         self._triples: list[list] = []
         self._known_tokens = self._known_text = 0
 
-    def whole(self) -> Progress:
+    def whole(self) -> StreamProgress:
         """The sequence, which has ended."""
         sequence, text = self._sequence, ""
         if self._codec is not None:
@@ -59,7 +59,7 @@ class Reader:
             text = self._codec.decode(ids, skip_special=self._style.skip_special)
         return self._progress(sequence.output_ids, sequence.log_probs, sequence.finish_reason, text)
 
-    def advance(self, tap: "Tap") -> Progress:
+    def advance(self, tap: "Tap") -> StreamProgress:
         """The sequence as it is now, ended or not."""
         sequence = self._sequence
         finish = sequence.finish_reason  # set after the results, so they are read after it
@@ -78,7 +78,7 @@ class Reader:
         finish: dict | None,
         text: str,
         version: str | None = None,
-    ) -> Progress:
+    ) -> StreamProgress:
         if self._style.log_probs:
             new = slice(len(self._triples), len(ids))
             pairs = zip(log_probs[new], ids[new], strict=True)
@@ -89,7 +89,7 @@ class Reader:
         known_tokens, known_text = self._known_tokens, self._known_text
         self._known_tokens, self._known_text = len(ids), len(text)
         triples = self._triples if self._style.log_probs else None
-        return Progress(
+        return StreamProgress(
             self._sequence, ids, triples, version, finish, text, known_tokens, known_text
         )
 
@@ -184,7 +184,7 @@ class Stream:
         self._fresh.append(index)
         self._bell.ring(self._wake)
 
-    async def pieces(self, finished: Future) -> AsyncIterator[tuple[int, Progress]]:
+    async def pieces(self, finished: Future) -> AsyncIterator[tuple[int, StreamProgress]]:
         """Index and progress of a sequence, whenever there is some, until all have ended.
 
         Args:
