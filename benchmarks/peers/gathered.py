@@ -210,9 +210,7 @@ class Gathered:
                 spent.put_s += time.perf_counter() - start
                 start = time.perf_counter()
                 begin()
-                engine.api.update_weights_from_tensor(
-                    [serialized] * engine.tp, "flattened_bucket"
-                )
+                engine.api.update_weights_from_tensor([serialized] * engine.tp, "flattened_bucket")
                 spent.load_s += time.perf_counter() - start
 
     def _disk(self, engine: EngineRecord, version: int, spent: Spent) -> None:
