@@ -33,7 +33,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.model.policy import Policy
@@ -152,7 +151,7 @@ class Gathered:
         self, engine: EngineRecord, version: int, spent: Spent
     ) -> Iterator[Callable[[], None]]:
         """The engine paused, from the first call of what this yields."""
-        client, fleet = _client(engine), self.fleet
+        client, fleet = engine.api, self.fleet
         started: list[float] = []
         assert fleet is not None
 
@@ -173,9 +172,9 @@ class Gathered:
 
     def _load(self, engine: EngineRecord, version: int, spent: Spent) -> None:
         session = f"v{version}-{secrets.token_hex(4)}"
-        sender, client = self._sender, _client(engine)
+        sender, client = self._sender, engine.api
         assert sender is not None
-        sender, client = self._sender, _client(engine)
+        sender, client = self._sender, engine.api
         assert sender is not None
 
         def call(action: Action, index: int, blobs: Sequence = ()) -> None:
@@ -211,9 +210,7 @@ class Gathered:
                 spent.put_s += time.perf_counter() - start
                 start = time.perf_counter()
                 begin()
-                _client(engine).update_weights_from_tensor(
-                    [serialized] * engine.tp, "flattened_bucket"
-                )
+                engine.api.update_weights_from_tensor([serialized] * engine.tp, "flattened_bucket")
                 spent.load_s += time.perf_counter() - start
 
     def _disk(self, engine: EngineRecord, version: int, spent: Spent) -> None:
@@ -229,7 +226,7 @@ class Gathered:
             begin()
             # An engine that was started empty would otherwise make up its weights again.
             body = {"model_path": str(self.folder), "load_format": "auto", "flush_cache": False}
-            _client(engine)._succeed("/update_weights_from_disk", body)
+            engine.api._succeed("/update_weights_from_disk", body)
             spent.load_s += time.perf_counter() - start
 
 
@@ -249,11 +246,6 @@ class FlattenedTensorMetadata:
 
 
 FlattenedTensorMetadata.__module__ = PLACE
-
-
-def _client(engine: EngineRecord) -> EngineClient:
-    assert engine.client is not None, "it serves"
-    return engine.client
 
 
 def _serialized(named: Named) -> tuple[str, Tensor]:

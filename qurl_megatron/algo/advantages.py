@@ -246,6 +246,7 @@ def over_group_and_batch(known: BatchFacts) -> tuple[Tensor, None]:
 
 def against_critic(known: BatchFacts) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened; the critic's targets are not."""
+    assert known.values_N is not None, "there is a critic"
     advantages_N, returns_N = gae(
         known.token_rewards(known.rewards_R),
         known.values_N,

@@ -235,5 +235,5 @@ def _draw(axes: Axes, bar: Bar, place: float, width: float) -> None:
         span = [place - width / 2, place + width / 2]
         axes.plot(span, [figure.limit] * 2, color=ink, linewidth=1.4, clip_on=True)
     if figure.predicted is not None:
-        style = dict(marker="o", markersize=6, markerfacecolor=COLORS["paper"])
+        style: dict[str, Any] = dict(marker="o", ms=6, mfc=COLORS["paper"])
         axes.plot([place], [figure.predicted], color=ink, linestyle="none", **style)

@@ -238,7 +238,7 @@ class PublishTurns:
     def agree(self, name: str) -> None:
         """The engine answers as after the other candidates."""
         (engine,) = self.fleet.serving()
-        scored = engine.client.score(PROMPT, start=1)
+        scored = engine.api.score(PROMPT, start=1)
         if self.log_probs is None:
             self.log_probs = scored
         worst = max(abs(a - b) for a, b in zip(self.log_probs, scored, strict=True))

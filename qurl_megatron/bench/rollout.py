@@ -345,8 +345,11 @@ def _candidates(
 
 
 def _through(program: str, plan: LoadPlan, target: Target, repeats: itertools.count):
+    words = plan.words
+    assert words is not None, "GuideLLM sends text"
+
     def load() -> LoadOutcome:
-        one = GuideLLM(program, target.client, target.look, plan.words.text)
+        one = GuideLLM(program, target.client, target.look, words.text)
         return one.drive(plan.asks(next(repeats)), plan.clients)
 
     return load

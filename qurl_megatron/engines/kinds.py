@@ -6,6 +6,7 @@ neither torch nor any engine: recipes are checked by these rows.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class EngineKind:
     takes_gpus: bool
     """Splits its layers over ``rollout.engine_tensor`` GPUs, and can lend them to the trainer."""
 
-    arithmetic: str
+    arithmetic: Literal["exact", "sglang"]
     """How it rounds a token's activations on a GPU (``quant.activations``)."""
 
     few_bits: bool

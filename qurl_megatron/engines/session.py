@@ -177,12 +177,12 @@ class UpdateEnd:
     def handle(self, message: Message) -> None:
         """One message; never raises for what it brings."""
         started = time.perf_counter()
-        if self._session is None or self._session.id != message.session:
+        session = self._session
+        if session is None or session.id != message.session:
             if message.session in self._past:
                 logger.error("weight update %s is over: a late message is dropped", message.session)
                 return
-            self._begin(message)
-        session = self._session
+            session = self._begin(message)
         try:
             self._act(session, message)
         except Exception as error:  # it would end the scheduler, and all requests with it
@@ -192,7 +192,7 @@ class UpdateEnd:
         if message.action in ("check", "finish"):
             self._report(session)
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: Message) -> UpdateSession:
         """The first message of a session opens the transport, whatever its action."""
         if self._session is not None:
             self._past.add(self._session.id)
@@ -208,6 +208,7 @@ class UpdateEnd:
         except Exception as error:  # see the top
             logger.exception("weight update %s", session.id)
             session.fail(repr(error))
+        return session
 
     def _act(self, session: UpdateSession, message: Message) -> None:
         match message.action:

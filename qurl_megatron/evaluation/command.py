@@ -531,7 +531,7 @@ def _answer(
         "benchmarks": {},
     }
     scores, shown = [], []
-    lines: list[tuple[str, int | None, dict[str, results.Score], float | None]] = []
+    lines: list[tuple[str, int | None, dict[str, results.BenchmarkScore], float | None]] = []
     with _scored(plan, files, evaluator.rewards.tally):
         for (benchmark, prompts), file in zip(asked, files, strict=True):
             evaluator.answer(benchmark, prompts, file)

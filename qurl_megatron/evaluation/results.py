@@ -250,9 +250,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)
 
 
-def _written(
-    mean: float, resampled_D: np.ndarray | None, *, right_or_wrong: bool, sign: str = ""
-) -> str:
+def _written(mean: float, resampled_D: np.ndarray, *, right_or_wrong: bool, sign: str = "") -> str:
     """A mean with its interval: in percent, or as the scores are."""
 
     def one(value: float) -> str:

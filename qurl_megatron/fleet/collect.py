@@ -39,13 +39,13 @@ from qurl_megatron.fleet.answer import (
     answer_limit,
     read_answers,
 )
-from qurl_megatron.fleet.client import EngineError, Session
+from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.runtime import event_loop
-from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.types import FinishReason, Prompt, Sample
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
@@ -132,7 +132,7 @@ class _Item:
     prompt: Prompt
     params: dict
     parts: list[Part] = field(default_factory=list)  # of engines, and of the environment
-    finish: str = ""
+    finish: FinishReason | None = None
     failures: list[str] = field(default_factory=list)  # since the last new token
     turn: list[Part] = field(default_factory=list)  # parts of the policy's turn at hand
     turns: int = 1  # of the policy, this one included
@@ -212,6 +212,7 @@ class _Item:
             )
 
     def sample(self) -> Sample:
+        assert self.finish is not None, "it is finished"
         return Sample(
             prompt=self.prompt,
             response_ids=np.concatenate([part.ids for part in self.parts]),
@@ -273,7 +274,7 @@ class _Collection:
         # What waits for an engine: items, seconds of patience, engine (None: the least loaded).
         self.waiting: deque[tuple[list[_Item], float, EngineRecord | None]] = deque()
         self.flights: dict[asyncio.Task, _Flight] = {}
-        self.sessions: dict[EngineRecord, Session] = {}
+        self.sessions: dict[EngineClient, Session] = {}
         self.sent = 0
         # Requests that left an engine since the last look.
         self.moved: Counter[EngineRecord] = Counter()
@@ -331,7 +332,7 @@ class _Collection:
             self.flights[asyncio.create_task(self._fly(flight, session))] = flight
 
     async def _session(self, engine: EngineRecord) -> Session:
-        client = engine.client
+        client = engine.api
         if client not in self.sessions:  # a restarted engine has a new one
             self.sessions[client] = await self.stack.enter_async_context(client.session())
         return self.sessions[client]
@@ -396,7 +397,7 @@ class _Collection:
         for the first time when its last item comes in: it is told once."""
         if self.finished is None:
             return
-        for group in {id(group): group for group in map(self.group_of.get, items)}.values():
+        for group in {id(group): group for group in (self.group_of[i] for i in items)}.values():
             if all(item.finish for item in group):
                 self.finished([item.sample() for item in group])
 
@@ -449,7 +450,9 @@ class _Collection:
                 self.talks[task] = items, flight.engine if together else None
 
     async def _talk(self, items: list[_Item]) -> None:
-        await asyncio.gather(*(item.converse(self.turns) for item in items))
+        turns = self.turns
+        assert turns is not None, "without, no turn ends"
+        await asyncio.gather(*(item.converse(turns) for item in items))
 
     def _wait_for_engine(
         self, items: list[_Item], patience: float, engine: EngineRecord | None = None
@@ -484,7 +487,7 @@ class _Collection:
         why = f"{how_many(len(flight.items), 'response')}, after {flight.age:.0f} s"
         self.fleet.note("aborted", flight.engine, why)
         try:
-            await asyncio.to_thread(flight.engine.client.abort, flight.rid)
+            await asyncio.to_thread(flight.engine.api.abort, flight.rid)
         except EngineError as error:
             await asyncio.to_thread(self.fleet.fail, flight.engine, error)
 
@@ -499,4 +502,4 @@ class _Collection:
         for engine in {flight.engine for _, flight in flights if not flight.lost}:
             # Dead or deaf: the error that brought us here says more.
             with contextlib.suppress(EngineError):
-                await asyncio.to_thread(engine.client.abort, f"{self.tag}-")
+                await asyncio.to_thread(engine.api.abort, f"{self.tag}-")

@@ -71,6 +71,17 @@ class EngineRecord:
         return "" if self.client is None else self.client.url
 
     @property
+    def api(self) -> EngineClient:
+        """The client of one that has an address.
+
+        Raises:
+            EngineError: it has none: its process is yet to come up.
+        """
+        if self.client is None:
+            raise EngineError(f"{self.name} has no address: its process has not come up")
+        return self.client
+
+    @property
     def load(self) -> float:
         """For comparing engines: tokens in flight per device."""
         return self.tokens_in_flight / self.tp

@@ -124,7 +124,7 @@ class Fleet(Roster):
         doubtful = [e for e in self.engines() if e.state == "stale" and not e.pulse.healthy]
 
         def probe(engine: EngineRecord) -> None:
-            engine.client.server_info(PROBE_S)
+            engine.api.server_info(PROBE_S)
             engine.pulse.healthy = True
 
         _in_parallel(probe, [e for e in doubtful if e.client is not None], PROBE_S)
@@ -221,8 +221,8 @@ class Fleet(Roster):
         self.released = True
 
         def act(engine: EngineRecord) -> None:
-            engine.client.pause("retract")  # SGLang wants to be idle for this
-            engine.client.release_memory(tags)
+            engine.api.pause("retract")  # SGLang wants to be idle for this
+            engine.api.release_memory(tags)
             engine.released = True
 
         self.each(act, "releasing memory", self.recruits())
@@ -233,7 +233,7 @@ class Fleet(Roster):
         lenders = [engine for engine in self.recruits() if engine.released]
 
         def act(engine: EngineRecord) -> None:
-            engine.client.resume_memory(tags)
+            engine.api.resume_memory(tags)
             engine.released = tags is not None
 
         try:
@@ -265,6 +265,7 @@ class Fleet(Roster):
             process.stop([e.process for e in engines if e.process], GRACE_S)
             self.released = False  # nobody is left who lends memory
             for engine in engines:
+                assert engine.process is not None, "each of them is ours"
                 engine.process.launch = launches[engine.name]
                 self.begin(engine)
 

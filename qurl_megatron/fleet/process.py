@@ -129,9 +129,11 @@ class EngineProcess:
     def leave(self) -> None:
         """Ask it to end by itself."""
         self.look()
-        with contextlib.suppress(BrokenPipeError):  # it is gone already
-            self.popen.stdin.close()
-        self.popen.terminate()
+        if self.popen is not None:
+            assert self.popen.stdin is not None, "it watches a pipe"
+            with contextlib.suppress(BrokenPipeError):  # it is gone already
+                self.popen.stdin.close()
+            self.popen.terminate()
 
     def kill(self) -> None:
         """At once, with every process it started: a stopped one heeds no other signal."""
@@ -143,7 +145,8 @@ class EngineProcess:
     def end(self) -> None:
         """Kill it, and wait until it is gone."""
         self.kill()  # also what it may have left behind
-        self.popen.wait()
+        if self.popen is not None:
+            self.popen.wait()
         self._forget()
 
     def _forget(self) -> None:
@@ -157,13 +160,13 @@ class EngineProcess:
 
 def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:
     """Ask all to leave, wait together, then insist."""
-    running = [process for process in processes if process.popen is not None]
-    for process in running:
+    running = [(process, process.popen) for process in processes if process.popen is not None]
+    for process, _ in running:
         process.leave()
     deadline = time.monotonic() + grace_s
-    for process in running:
+    for process, popen in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.popen.wait(max(0.0, deadline - time.monotonic()))
+            popen.wait(max(0.0, deadline - time.monotonic()))
         process.end()
 
 

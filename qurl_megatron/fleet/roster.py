@@ -238,6 +238,7 @@ class Roster:
 
     def begin(self, engine: EngineRecord) -> None:
         """Start the process of an engine in the place of one that has ended."""
+        assert engine.process is not None, "an adopted one is not ours to start"
         with self.lock:
             engine.reset(self.publications)
         try:

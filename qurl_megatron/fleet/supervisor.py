@@ -116,7 +116,7 @@ class Supervisor:
     def _look(self) -> None:
         """Membership, and a health check for whom it is due."""
         if self._rendezvous is not None:
-            self._meet()
+            self._meet(self._rendezvous)
         for engine in self._roster.engines():
             if engine.process is not None:
                 engine.process.heard()
@@ -180,6 +180,7 @@ class Supervisor:
     def _heal(self) -> None:
         now = time.monotonic()
         for engine in self._roster.engines():
+            silent = engine.pulse.silent_since  # read once: an answer may come meanwhile
             if engine.start_at is not None:
                 # A colocated engine must not come up in memory that is the trainer's now.
                 if now >= engine.start_at and not self._roster.released:
@@ -191,15 +192,14 @@ class Supervisor:
                 if engine.process and _late(engine, limit_s, engine.started_at + limit_s):
                     self._roster.note("failed", engine, _lateness(engine, limit_s))
                     engine.process.kill()
-            elif engine.pulse.silent_since is None:
+            elif silent is None:
                 hopeless = engine.condemned or engine.failed_updates >= PATIENCE
                 if engine.process is not None and hopeless:
                     engine.process.kill()
-            elif self._hung(engine, now):
-                silence = now - engine.pulse.silent_since
+            elif self._hung(engine, silent, now):
                 self._roster.fail(
                     engine,
-                    f"no health check was answered for {silence:.0f} s ({engine.pulse.error})",
+                    f"no health check was answered for {now - silent:.0f} s ({engine.pulse.error})",
                 )
                 if engine.process is not None:
                     engine.process.kill()
@@ -207,9 +207,9 @@ class Supervisor:
     def _health_limit_s(self, engine: EngineRecord) -> float:
         return self._config.health_timeout_s or engine.kind.health_timeout_s
 
-    def _hung(self, engine: EngineRecord, now: float) -> bool:
-        """No answer for too long, and no other sign of life."""
-        limit_s, silent = self._health_limit_s(engine), engine.pulse.silent_since
+    def _hung(self, engine: EngineRecord, silent: float, now: float) -> bool:
+        """No answer for too long, since ``silent``, and no other sign of life."""
+        limit_s = self._health_limit_s(engine)
         if now > silent + IN_ALL * limit_s:
             return True
         heard = engine.process.heard() if engine.process is not None else silent
@@ -231,17 +231,18 @@ class Supervisor:
             engine.state, engine.start_at = "starting", time.monotonic() + wait
 
     def _restart(self, engine: EngineRecord) -> None:
+        assert engine.process is not None, "an adopted one is not restarted"
         engine.process.kill()  # children that outlived it hold its memory
         with self._roster.lock:
             engine.restarts += 1
             self._roster.count("restarts")
         self._roster.begin(engine)
 
-    def _meet(self) -> None:
+    def _meet(self, rendezvous: Path) -> None:
         """Who is new at the rendezvous, and who is gone from it."""
         roster = self._roster
         try:
-            members = read_members(self._rendezvous)
+            members = read_members(rendezvous)
             known = {engine.url: engine for engine in roster.engines()}
             roster.barred &= members.keys()
             for url, member in members.items():

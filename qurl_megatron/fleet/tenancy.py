@@ -82,7 +82,7 @@ class Tenancy:
         with self._asking(engine), suppress(EngineError):  # silent, which its health checks tell
             if not engine.ours:
                 return
-            verdict = engine.client.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
+            verdict = engine.api.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
             if verdict is not None and not verdict.granted:
                 engine.ours = False
                 taken = f"{engine.url} was taken over by another run ({verdict.label})"
@@ -94,7 +94,7 @@ class Tenancy:
                 return
             engine.ours = False
             if not any(one.ours and one.url == engine.url for one in self._roster.adopted):
-                engine.client.lease(self._owner, 0, timeout_s=ANSWER_S)
+                engine.api.lease(self._owner, 0, timeout_s=ANSWER_S)
 
     def _asking(self, engine: EngineRecord) -> threading.Lock:
         return self._locks.setdefault(engine.url, threading.Lock())

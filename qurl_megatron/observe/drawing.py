@@ -10,12 +10,14 @@ import io
 import math
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from qurl_megatron.observe.catalogue import unit
@@ -23,9 +25,12 @@ from qurl_megatron.observe.history import History
 from qurl_megatron.observe.panels import COLORS, Line, Picture, describe
 from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten
 
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType  # older releases have none
+
 MAX_POINTS = 160  # a longer series is thinned; keeps the page small and the picture clear
 MAX_BARS = 60
-STYLE = {
+STYLE: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none",
     "svg.hashsalt": "qurl",  # the same run gives the same bytes
     "font.family": "DejaVu Sans",  # laid out with it; wider than what the page substitutes
@@ -44,10 +49,11 @@ def render_figure(chosen: Sequence[Picture], history: History, *, columns: int =
     rows = math.ceil(len(chosen) / columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(
-            figsize=(6.2 * columns, 3.4 * rows), facecolor=COLORS["paper"], layout="constrained"
+            figsize=(6.2 * columns, 3.4 * rows),
+            facecolor=COLORS["paper"],
+            layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.16),
         )
         FigureCanvasAgg(figure)
-        figure.get_layout_engine().set(w_pad=0.18, h_pad=0.16)
         for index, picture in enumerate(chosen):
             axes = figure.add_subplot(rows, columns, index + 1)
             _draw(axes, picture, history)
@@ -100,7 +106,7 @@ def draw_lines(axes: Axes, picture: Picture, history: History) -> None:
 def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *, log: bool) -> None:
     color = COLORS[line.color]
     if line.rings:
-        style = dict(marker="o", markersize=6.5, markerfacecolor=COLORS["paper"])
+        style: dict[str, Any] = dict(marker="o", ms=6.5, mfc=COLORS["paper"])
         axes.plot(steps, values, color=color, lw=1.2, mew=1.8, zorder=4, **style)
         return
     smoothed = smooth(values, log=log)
@@ -113,7 +119,7 @@ def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *,
 def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str) -> None:
     """Faint points; in a long run, the band from the lowest to the highest of each stretch."""
     if len(steps) <= MAX_POINTS:
-        style = dict(marker="o", markersize=3.6, markeredgewidth=0, linestyle="none")
+        style: dict[str, Any] = dict(marker="o", ms=3.6, mew=0, ls="none")
         axes.plot(steps, values, color=color, alpha=0.34, zorder=2, **style)
         return
     starts = _stretches(len(steps), MAX_POINTS)
@@ -145,8 +151,8 @@ def _draw_phases(axes: Axes, picture: Picture, history: History) -> None:
             base += heights
     else:
         starts = _stretches(len(steps), MAX_BARS)
-        heights = [_means(row, starts) for row in stack]
-        axes.stackplot(_means(steps, starts), heights, colors=colors, linewidth=0, zorder=2)
+        means = [_means(row, starts) for row in stack]
+        axes.stackplot(_means(steps, starts), means, colors=colors, linewidth=0, zorder=2)
     axes.set_ylim(0, axes.dataLim.y1 * 1.1 or 1)
 
 
@@ -290,7 +296,8 @@ def for_html(svg: str, key: str, name: str) -> str:
     svg = svg.replace("xlink:href", "href")
     for color, value in COLORS.items():
         svg = svg.replace(value, f"var(--{color})")
-    box = re.search(r'viewBox="[^"]*"', svg)[0]
-    opening = f'<svg {box} role="img" aria-labelledby="{key}-name">'
+    box = re.search(r'viewBox="[^"]*"', svg)
+    assert box is not None, "matplotlib says how large its drawing is"
+    opening = f'<svg {box[0]} role="img" aria-labelledby="{key}-name">'
     title = f'<title id="{key}-name">{html.escape(name)}</title>'
     return opening + title + svg[svg.index(">") + 1 :]

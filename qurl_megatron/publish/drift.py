@@ -55,7 +55,7 @@ class Drift:
             _, old_weight, old_codes = before
             new_weight = weight.cpu()
             self._add("quant/weight_update", weight_update(old_weight, new_weight))
-            if codes is not None:
+            if codes is not None and old_codes is not None:
                 new_codes = replace(codes, values=codes.values.cpu(), scale=codes.scale.cpu())
                 self._add("quant/code_flip_rate", code_flips(old_codes.values, new_codes.values))
                 self._add("quant/weight_error", weight_error(weight, codes).cpu())
@@ -89,7 +89,7 @@ def of_an_update(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     Codes that are drawn change without one.
     """
     passed = metrics.get("quant/update_passed")
-    if passed is None or passed.weight:
+    if not isinstance(passed, Mean) or passed.weight:
         return dict(metrics)
     return {name: m for name, m in metrics.items() if not name.startswith("quant/update_")}
 

@@ -146,20 +146,20 @@ class Publisher:
         """
         spent = _Spent()
         with ExitStack() as stack:
-            lead = _Lead(self, version, stack) if self.fleet else None
-            engines = self._agree(self._open(version), lead and lead.begin)
+            lead = _Lead(self, self.fleet, version, stack) if self.fleet else None
+            engines = self._agree(self._open(version), lead.begin if lead else None)
             failures = self.sender.connect(engines)
             for index in range(self._rounds):
                 mine = self._fill(index, version, engines, spent)
                 start = time.perf_counter()
-                alive = self._agree((mine, failures), lead and lead.load)
+                alive = self._agree((mine, failures), lead.load if lead else None)
                 for engine in engines.keys() - alive.keys():
                     self.sender.drop(engine)
                 engines, failures = alive, {}
                 self.sender.deliver(index)
                 spent.send_s += time.perf_counter() - start
             failures = self.sender.settle()
-            self._agree(failures, lead and lead.commit)
+            self._agree(failures, lead.commit if lead else None)
         self.sender.finish(keep=self.sync.keep)
         return {
             **self.drift.metrics(),
@@ -180,8 +180,8 @@ class Publisher:
         Raises:
             EngineError, ConfigError: the first among the parts, or what ``act`` raised.
         """
-        gathered: list | None = [None] * self.policy.ranks.world_size if act else None
-        dist.gather_object(mine, gathered)
+        gathered: list = [None] * self.policy.ranks.world_size
+        dist.gather_object(mine, gathered if act else None)
         verdict: list = [None]
         if act:
             try:
@@ -351,18 +351,18 @@ class Publisher:
 class _Lead:
     """What the leading rank does for one version, between the ranks' rounds."""
 
-    def __init__(self, publisher: Publisher, version: int, stack: ExitStack) -> None:
-        self.publisher, self.version, self.stack = publisher, version, stack
+    def __init__(self, publisher: Publisher, fleet: Fleet, version: int, stack: ExitStack) -> None:
+        self.publisher, self.fleet, self.version, self.stack = publisher, fleet, version, stack
         self.metrics: dict[str, Metric] = {}
         self._rounds: list[list[tuple[Blobs, dict[str, tuple[int, ...]]]]] = []
 
     def begin(self, errors: list) -> dict[str, int]:
         """The engines that shall take the version in, with their tensor sizes."""
-        publisher = self.publisher
+        publisher, fleet = self.publisher, self.fleet
         _refuse(errors)
-        engines = self.stack.enter_context(publisher.fleet.publication())
-        if publisher.fleet.released:
-            publisher.fleet.resume()
+        engines = self.stack.enter_context(fleet.publication())
+        if fleet.released:
+            fleet.resume()
         for engine in engines:
             if engine.scheme not in (None, publisher.scheme):
                 raise ConfigError(
@@ -371,11 +371,9 @@ class _Lead:
                     "or set quant.scheme to its own"
                 )
         if align := publisher.policy.align:
-            refuse_unlike(align, publisher.fleet.config.backend, engines)
+            refuse_unlike(align, fleet.config.backend, engines)
         self._update = self.stack.enter_context(
-            Update(
-                publisher.fleet, engines, self.version, publisher.sync, publisher.sender.describe
-            )
+            Update(fleet, engines, self.version, publisher.sync, publisher.sender.describe)
         )
         if publisher.sender.cut:
             self._update.connect()

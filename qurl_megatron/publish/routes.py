@@ -139,6 +139,7 @@ def _split(tensor: HfTensor, shape: Sequence[int], size: int, rank: int, key: st
     dim, units = tensor.split_dim, tensor.units
     if dim is None:
         return Slice.whole(shape)
+    assert units is not None, "what is split has units"
     _divide(units.count, size, units.key, key, tensor.name)
     _expect(tensor, shape)
     length = units.length // size
@@ -151,10 +152,12 @@ def _divide(units: int, size: int, what: str, key: str, name: str) -> None:
 
 
 def _expect(tensor: HfTensor, shape: Sequence[int]) -> None:
-    dim, expected = tensor.split_dim, tensor.units.length
-    if shape[dim] != expected:
+    dim, units = tensor.split_dim, tensor.units
+    assert dim is not None and units is not None, "only what is split is expected to fit"
+    if shape[dim] != units.length:
         raise ConfigError(
-            f"tensor {tensor.name} is {list(shape)}, the architecture says {expected} along {dim}"
+            f"tensor {tensor.name} is {list(shape)}, the architecture says {units.length} "
+            f"along {dim}"
         )
 
 

@@ -22,7 +22,7 @@ from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.wire.message import LOADER, Action, Blob, Encoded, Message, Receipt, payload
 
-BlobsFor = Callable[[EngineRecord, int], Encoded | Sequence[Blob]]
+BlobsFor = Callable[[EngineRecord, int], Encoded | tuple[Blob, ...]]
 """(engine, its rank) -> what the training ranks have for it in one bucket."""
 
 
@@ -128,7 +128,7 @@ class Update:
             self._approve(engine, found[engine.name])
             self._call(engine, "finish", self._buckets)
             self._approve(engine, receipts(self._session[engine.name], engine.tp))
-            client = engine.client
+            client = engine.api
             client.end_weight_update()
             if self.config.pause == "retract":
                 client.flush()
@@ -140,6 +140,7 @@ class Update:
             client.resume()
 
         self._each(commit, "committing")
+        assert self._begun is not None, "a bucket has come"
         self.fleet.confirm(self.engines, self.version)
         self._committed = True
         done = [receipt for engine in self.engines for receipt in found[engine.name]]
@@ -158,9 +159,9 @@ class Update:
             self._each(self._begin, "beginning")
 
     def _begin(self, engine: EngineRecord) -> None:
-        engine.client.pause(self.config.pause)
-        engine.client.set_weight_version(self.fleet.names.updating(self.version))
-        engine.client.begin_weight_update()
+        engine.api.pause(self.config.pause)
+        engine.api.set_weight_version(self.fleet.names.updating(self.version))
+        engine.api.begin_weight_update()
 
     def _call(
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
@@ -179,7 +180,7 @@ class Update:
             # Ranks that get the same bytes share a message, so that it is pickled once.
             distinct = {id(part): replace(plain, blobs=part) for part in parts}
             messages = [distinct[id(part)] for part in parts]
-        engine.client.update_weights_from_tensor(payload(messages), LOADER)
+        engine.api.update_weights_from_tensor(payload(messages), LOADER)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:
         """Raise EngineError unless every rank has everything where it always was."""

@@ -203,6 +203,12 @@ def kept_on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T |
     return kept[0] if kept else None
 
 
+def held(kept: T | None) -> T:
+    """What ``kept_on_lead`` has kept here, on the leading rank."""
+    assert kept is not None, "only the leading rank has it"
+    return kept
+
+
 def _backend(device: torch.device) -> str:
     """What the default group, and with it every group of Megatron's, speaks.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
@@ -282,7 +283,13 @@ class StepSupervisor:
         return f"hung: no new step for {still:.0f} s"
 
 
-def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
+class Signalled(Protocol):
+    """What passes a signal on to the ranks."""
+
+    def signal(self, number: int) -> None: ...
+
+
+def ask_for_stacks(step: Signalled, logs: Path, ranks: int) -> list[int]:
     """Have every rank write what all its threads are doing.
 
     Returns:

@@ -76,7 +76,8 @@ class Board:
             OSError: the port is taken.
         """
         self.word = Word()
-        self._like, self._heard = dict(like), {}
+        self._like = dict(like)
+        self._heard: dict[str, tuple[NodeRow, float]] = {}
         self._server = None if port is None else _BoardServer(("", port), self)
 
     @property

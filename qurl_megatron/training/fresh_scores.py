@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,4 +136,6 @@ def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
         score = Scorer(policy, config.rollout.temperature)
         scores = gather_proximal(ranks, attach_scores(policy, batches, score, with_reference=False))
         if ranks.leads:
-            np.savez(out, **{str(index): one for index, one in scores.items()})
+            # Numbers, and so none of savez's own options, which the types cannot know.
+            named: dict[str, Any] = {str(index): one for index, one in scores.items()}
+            np.savez(out, **named)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from qurl_megatron.errors import ConfigError
@@ -96,8 +97,13 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._stack.__exit__(*exception)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def _views(self, stack: ExitStack, resume: int) -> list[View]:
         board = TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)
@@ -105,7 +111,7 @@ class Journal:
         if not (project := self.config.observe.wandb_project):
             return [board]
         wandb = WandbSink(project, self.run_dir, asdict(self.config), resume_step=resume)
-        stack.push(wandb)
+        stack.push(wandb.__exit__)
         return [board, wandb]
 
     @property

@@ -38,7 +38,7 @@ from qurl_megatron.publish.drift import of_an_update
 from qurl_megatron.publish.publisher import Publisher
 from qurl_megatron.publish.senders import make_sender
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
-from qurl_megatron.runtime.megatron import Ranks, kept_on_lead, megatron_runtime, on_lead
+from qurl_megatron.runtime.megatron import Ranks, held, kept_on_lead, megatron_runtime, on_lead
 from qurl_megatron.runtime.stop import StopRequest
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.alignment import alignment
@@ -85,7 +85,7 @@ def train(
         newest = newest_whole(run_dir, ranks)
         if newest and newest[1].finished(config.train.steps):
             tell = partial(tell_done, run_dir, newest[1], config)
-            on_lead(lambda: tell(claimed.changes), ranks, waiting_for="its last words")
+            on_lead(lambda: tell(held(claimed).changes), ranks, waiting_for="its last words")
             return True
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
         read = partial(_read_prompts, config, newest, files)
@@ -93,19 +93,24 @@ def train(
         policy, critic = _models(config, ranks)
         if newest:
             checkpoint.load(newest[0], policy, critic)
-        take_up = partial(_begun, config, claimed, newest, ranks)
-        state, told = on_lead(take_up, ranks, waiting_for="looking at what has changed")
+        state, told = on_lead(
+            lambda: _begun(config, held(claimed), newest, ranks),
+            ranks,
+            waiting_for="looking at what has changed",
+        )
         scheme = state.scheme(config.quant.scheme)
         if scheme == "none":
             policy.unalign()
         norm = _sound(policy, critic)
         _make_room()
         with ExitStack() as stack:
-            start = partial(leading, claimed, stop, state, norm, prompts, told)
+
+            def start() -> Lead:
+                led = leading(held(claimed), stop, state, norm, held(prompts), told)
+                return stack.enter_context(led)
+
             try:
-                lead = kept_on_lead(
-                    lambda: stack.enter_context(start()), ranks, waiting_for="starting engines"
-                )
+                lead = kept_on_lead(start, ranks, waiting_for="starting engines")
             except Interrupted:
                 said = stopped(stop.by, state.step, config.train.steps)
                 on_lead(lambda: print(said, flush=True), ranks, waiting_for="its last words")
@@ -113,20 +118,20 @@ def train(
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
                 policy,
-                lead and lead.fleet,
+                lead.fleet if lead else None,
                 replace(config.quant, scheme=scheme),
                 config.sync,
                 sender,
                 seed=config.train.seed,
                 # Engines that wait anyway had better load while the ranks quantize.
                 stage=config.rollout.max_staleness > 0 and sender.lasting,
-                timeline=lead and lead.journal.timeline,
+                timeline=lead.journal.timeline if lead else None,
             )
             with publisher:
                 run = _Run(config, policy, critic, publisher, lead, state, newest and state.step)
                 run.to_the_end()
             on_lead(
-                lambda: lead.journal.finish(run.state, stop.by),
+                lambda: held(lead).journal.finish(run.state, stop.by),
                 ranks,
                 waiting_for="writing the report",
             )
@@ -253,7 +258,7 @@ class _Run:
                 on disk, or with the engines.
         """
         self.publisher.publish(self.state.step)
-        self._on_lead(lambda: self.lead.source.published(self.state.step))
+        self._on_lead(lambda lead: lead.source.published(self.state.step))
         config = self.config
         try:
             if self.state.unevaluated or (self.state.step == 0 and config.train.eval_prompts):
@@ -302,7 +307,7 @@ class _Run:
                 **_throughput(whole, samples, rollout),
                 "optimizer/weight_norm": norm,
             }
-            self._on_lead(lambda: self.lead.write(step, metrics, advantages))
+            self._on_lead(lambda lead: lead.write(step, metrics, advantages))
 
         try:
             published = self._served(verdict, timer)
@@ -321,9 +326,9 @@ class _Run:
         """
         whole: Responses | None = None  # stays where it is: of the tokens nothing is pickled
 
-        def take() -> Rollout:
+        def take(lead: Lead) -> Rollout:
             nonlocal whole
-            whole, rollout = self.lead.source.take(step, timer)
+            whole, rollout = lead.source.take(step, timer)
             return rollout
 
         rollout = self._on_lead(take)
@@ -351,7 +356,7 @@ class _Run:
             step=step,
             timer=timer,
             critic=self.critic,
-            scored=self.lead and partial(self.lead.keep_rollout, step),
+            scored=partial(self.lead.keep_rollout, step) if self.lead else None,
         )
         metrics, advantages, weights = zip(*_everywhere((*learnt, look(models))), strict=True)
         measured = merge(metrics)
@@ -378,7 +383,7 @@ class _Run:
         self.state = replace(self.state, guard=verdict.counts)
         if verdict.why:
             what = f"{_consequence(verdict, self.config.model.dtype)}: {verdict.why}"
-            self._on_lead(lambda: self.lead.journal.alarm("guard", what, step))
+            self._on_lead(lambda lead: lead.journal.alarm("guard", what, step))
         return verdict
 
     def _served(self, verdict: Verdict, timer: Timer) -> dict[str, Metric]:
@@ -407,11 +412,11 @@ class _Run:
             raise Collapse(notice)
         if verdict.fall_back:
             with timer.phase("restart"):
-                self._on_lead(lambda: self.lead.source.fall_back(step))
+                self._on_lead(lambda lead: lead.source.fall_back(step))
         with timer.phase("publish"):
             published = self._published(step)
         HERE.version = step
-        self._on_lead(lambda: self.lead.source.published(step))
+        self._on_lead(lambda lead: lead.source.published(step))
         return published
 
     def _published(self, version: int, failure: EngineError | None = None) -> dict[str, Metric]:
@@ -426,13 +431,14 @@ class _Run:
         for _ in range(HEALS):
             if failure is not None:
                 try:
-                    self._on_lead(lambda: self.lead.source.recover())
+                    self._on_lead(lambda lead: lead.source.recover())
                 except (EngineError, ConfigError) as gone:
                     raise type(gone)(f"{failure}; {gone}") from gone
             try:
                 return self.publisher.publish(version)
             except EngineError as error:
                 failure = error
+        assert failure is not None, "it has been tried"
         raise failure
 
     def _healed(self, act: Callable[[], T], version: int) -> T:
@@ -448,14 +454,14 @@ class _Run:
             except EngineError as error:
                 failure = error
             self._published(version, failure)
-            self._on_lead(lambda: self.lead.source.retry())
+            self._on_lead(lambda lead: lead.source.retry())
         raise failure
 
     def _evaluate(self) -> None:
         """Have the state's held-out score. A run that ends meanwhile makes up for it later."""
         step, self.state = self.state.step, replace(self.state, unevaluated=True)
         HERE.enter("evaluate")
-        score = self._healed(lambda: self._on_lead(lambda: self.lead.evaluate(step)), step)
+        score = self._healed(lambda: self._on_lead(lambda lead: lead.evaluate(step)), step)
         self.state = self.state.scored(step, score)
 
     def _make_up_for_an_evaluation(self) -> None:
@@ -467,7 +473,7 @@ class _Run:
         self.state = replace(self.state, unevaluated=False)
         if owed:
             run_dir = Path(self.config.train.run_dir)
-            self._on_lead(lambda: checkpoint.evaluated(run_dir, self.state))
+            self._on_lead(lambda _: checkpoint.evaluated(run_dir, self.state))
 
     def _save(self) -> None:
         run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep
@@ -477,7 +483,7 @@ class _Run:
         with HERE.doing("saving"), span:
             checkpoint.save(run_dir, self.policy, self.state, keep=keep, critic=self.critic)
         self.saved = self.state.step
-        self._on_lead(lambda: self.lead.journal.saved())
+        self._on_lead(lambda lead: lead.journal.saved())
 
     def _end(self, failure: Foreseen | None = None) -> None:
         """Save what is not saved yet, and raise what ended the run, unless a person did."""
@@ -490,17 +496,19 @@ class _Run:
             except ConfigError as error:
                 raise ConfigError(f"{ended}; {error}" if ended else str(error)) from error
 
-        def keep() -> None:
-            self.lead.happened(step)  # in a step that was not finished
+        def keep(lead: Lead) -> None:
+            lead.happened(step)  # in a step that was not finished
             if isinstance(ended, Collapse):
-                self.lead.journal.finish(self.state)  # the report says more than one sentence
+                lead.journal.finish(self.state)  # the report says more than one sentence
 
         self._on_lead(keep)
         if ended:
             raise _ending(ended, step)
 
-    def _on_lead(self, act: Callable[[], T]) -> T:
-        return on_lead(act, self.policy.ranks, waiting_for="rollouts, or engines")
+    def _on_lead(self, act: Callable[[Lead], T]) -> T:
+        return on_lead(
+            lambda: act(held(self.lead)), self.policy.ranks, waiting_for="rollouts, or engines"
+        )
 
 
 def _consequence(verdict: Verdict, dtype: str) -> str:

@@ -8,7 +8,7 @@ Shapes: R = responses of the step; of each a float32 array with an entry per tok
 wrote, or None.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -255,5 +255,5 @@ def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, s
     )
 
 
-def _steps(steps: Sequence[int]) -> str:
+def _steps(steps: Collection[int]) -> str:
     return "step" + "s" * (len(steps) > 1) + " " + ", ".join(map(str, sorted(steps)))

@@ -146,13 +146,13 @@ def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
     Args:
         before: the state without its score.
     """
-    said = (
-        f"step {now.accuracy_step}: held-out {_score(now.accuracy, right_or_wrong=right_or_wrong)}"
-    )
+    assert now.accuracy is not None, "it has its score"
+    score = _score(now.accuracy, right_or_wrong=right_or_wrong)
+    said = f"step {now.accuracy_step}: held-out {score}"
     if before.accuracy is None:
         return said
-    change = now.accuracy - before.accuracy
-    change = f"{100 * change:+.1f} points" if right_or_wrong else f"{change:+.3f}"
+    gain = now.accuracy - before.accuracy
+    change = f"{100 * gain:+.1f} points" if right_or_wrong else f"{gain:+.3f}"
     since = "the last" if before.accuracy_step is None else f"step {before.accuracy_step}"
     return f"{said} ({change} since {since})"
 

@@ -11,25 +11,13 @@ from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.arch import read_json
+from qurl_megatron.tensors.formats_on_disk import DTYPES
 from qurl_megatron.tensors.table import HfTensor
 from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.places import INDEX, safetensors_files
 
 # A file is opened again after this many bytes: what was read stays mapped until it is closed.
 _MAPPED_BYTES = 256 << 20
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-"""The number formats of safetensors that checkpoints of this package may hold."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Those of weights in high precision."""

@@ -8,19 +8,19 @@ the header goes first and tensors follow in whatever order they are made.
 import json
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.hf_reader import DTYPES
+from qurl_megatron.tensors.formats_on_disk import NAMES
 from qurl_megatron.weights.places import INDEX, SINGLE
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Origin = TypeVar("Origin")
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class TensorGroup:
+class TensorGroup(Generic[Origin]):
     """Tensors that are made together, and what tells the maker which."""
 
-    source: object
+    source: Origin
     tensors: tuple[TensorSpec, ...]
 
     @property
@@ -49,20 +49,20 @@ class TensorGroup:
 
 
 @dataclass(frozen=True)
-class HfFile:
+class HfFile(Generic[Origin]):
     """One safetensors file to come."""
 
     name: str
-    groups: tuple[TensorGroup, ...]
+    groups: tuple[TensorGroup[Origin], ...]
 
     @property
     def bytes(self) -> int:
         return sum(group.bytes for group in self.groups)
 
 
-def plan_files(groups: Sequence[TensorGroup], max_bytes: int) -> list[HfFile]:
+def plan_files(groups: Sequence[TensorGroup[Origin]], max_bytes: int) -> list[HfFile[Origin]]:
     """Fill files in order, none above ``max_bytes`` unless one group alone is larger."""
-    batches: list[list[TensorGroup]] = []
+    batches: list[list[TensorGroup[Origin]]] = []
     room = 0
     for group in groups:
         if not batches or group.bytes > room:
@@ -80,7 +80,9 @@ def plan_files(groups: Sequence[TensorGroup], max_bytes: int) -> list[HfFile]:
 
 
 def write_safetensors(
-    path: Path, groups: Iterable[TensorGroup], make: Callable[[Hashable], Mapping[str, Tensor]]
+    path: Path,
+    groups: Iterable[TensorGroup[Origin]],
+    make: Callable[[Origin], Mapping[str, Tensor]],
 ) -> None:
     """Write one file.
 
@@ -98,7 +100,7 @@ def write_safetensors(
     for tensor in planned:
         start, end = end, end + tensor.bytes
         header[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": [start, end],
         }

@@ -25,15 +25,14 @@ from torch import Tensor
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime import filesystem
 from qurl_megatron.runtime.undertaker import bury, remove
+from qurl_megatron.tensors.formats_on_disk import NAMES
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.weights.hf_reader import DTYPES
 from qurl_megatron.wire.manifest import MANIFEST, Manifest
 from qurl_megatron.wire.message import ALIGNMENT, Blob, Piece, Receipt, checksum, piece_at, raw
 from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.transport import AtOnce, Rank, Site
 
 RECEIPTS = "receipts"
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 refusing = functools.partial(filesystem.refusing, key="sync.dir")
 
 

@@ -1,6 +1,7 @@
 """The arrows between the parts point downwards; read off the imports."""
 
 import ast
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -93,6 +94,25 @@ def test_rollout_knows_no_megatron_and_the_model_no_engine():
             assert not any(m.startswith("megatron") for m in imports(file)), file
     for file in ROOT.glob("model/*.py"):
         assert not any(m.startswith(("sglang", "qurl_megatron.engines")) for m in imports(file))
+
+
+def test_what_travels_into_an_engine_imports_next_to_nothing():
+    """SGLang's environment has no Megatron, and none of what only a trainer needs."""
+    packages = {"torch", "numpy", "orjson", "safetensors", "xxhash"}
+    ours = {"errors", "tensors", "wire"}
+    helpers = {f"runtime.{name}" for name in ("children", "filesystem", "network", "undertaker")}
+    for file in ROOT.glob("wire/*.py"):
+        for module in imports(file):
+            name = module.removeprefix("qurl_megatron").removeprefix(".")
+            if module.startswith("qurl_megatron"):
+                known = not name or part(module) in ours or name in helpers | {"runtime"}
+            else:
+                known = module.split(".")[0] in packages | sys.stdlib_module_names
+            assert known, f"{file}: {module}"
+    for name in helpers:
+        for module in imports(ROOT / f"{name.replace('.', '/')}.py"):
+            known = module.split(".")[0] in sys.stdlib_module_names
+            assert known or module == "qurl_megatron.errors", f"{name}: {module}"
 
 
 def repeated(names: list[str]) -> set[str]:

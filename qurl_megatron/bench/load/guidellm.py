@@ -218,7 +218,7 @@ def read_report(
         raise ValueError("it holds none of the requests")
     start = min(found["info"]["timings"]["request_start"] for _, found, _ in sent)
     answers = [_answer(kind, found, ask, start) for kind, found, ask in sent]
-    over = start + max(answer.ended for answer in answers)
+    over = start + max(answer.over for answer in answers)
     return LoadOutcome(
         answers,
         looks=[look for look in looks if start <= look.at <= over],

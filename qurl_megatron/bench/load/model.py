@@ -14,7 +14,7 @@ from qurl_megatron.config import SyncConfig
 from qurl_megatron.convert.read_source import folding, read_tensors
 from qurl_megatron.engines.embedded.decoder import DTYPES
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.publish.update import Update
+from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
 from qurl_megatron.tensors.arch import read_arch
@@ -95,8 +95,13 @@ class Version:
             Update(fleet, engines, number, SyncConfig(), self.sender.describe) as update,
         ):
             for blob in self.blobs:
-                update.bucket(lambda engine, rank, blob=blob: [blob])
+                update.bucket(_to_all(blob))
             return fleet.names.of(number), update.commit(self.sender.receipts).paused_s
+
+
+def _to_all(blob: Blob) -> BlobsFor:
+    blobs = (blob,)
+    return lambda engine, rank: blobs
 
 
 def _buckets(tensors: Iterator[Shard]) -> Iterator[list[Shard]]:

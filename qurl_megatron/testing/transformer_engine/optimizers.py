@@ -77,6 +77,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if value is not None:
                     self.set_scaled_state(param, name, value.float())
 
+    # The arguments of TransformerEngine's, which are more than those of torch's.
     @torch.no_grad()
     def step(self, closure: Any = None, grad_scaler: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
