@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.model.aligned import Align
@@ -31,17 +31,22 @@ from qurl_megatron.publish.drift import Drift
 from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.runtime.megatron import held, on_lead
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor, is_quantized, is_vocabulary
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import manifest_of
 from qurl_megatron.wire.message import ALIGNMENT, Blob, Room, encoded
-from qurl_megatron.wire.transport import Rank, Sender
+from qurl_megatron.wire.transport import Failures, Rank, Sender
 
 MIB = 2**20
 
 Blobs = dict[Rank | None, Blob]
 """One training rank's part of a bucket, by the engine rank it is for; None: for all of them."""
+
+
+Contribution = tuple[Blobs, dict[str, tuple[int, ...]]]
+"""A training rank's part of one round, and the whole shapes of the tensors it has parts of."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class _Spent:
     send_s: float = 0.0  # put, and waiting for the others and for the engines
     bytes: int = 0
     largest: int = 0  # bytes of the largest bucket
+    filled: float = 0.0  # when the last bucket was put, of the performance counter
 
 
 class Publisher:
@@ -147,19 +153,18 @@ class Publisher:
         spent = _Spent()
         with ExitStack() as stack:
             lead = _Lead(self, self.fleet, version, stack) if self.fleet else None
-            engines = self._agree(self._open(version), lead.begin if lead else None)
+            begin = partial(self.sender.begin, version)
+            engines = self._agree(begin, lead.begin if lead else None)
             failures = self.sender.connect(engines)
             for index in range(self._rounds):
-                mine = self._fill(index, version, engines, spent)
-                start = time.perf_counter()
-                alive = self._agree((mine, failures), lead.load if lead else None)
+                fill = partial(self._fill, index, version, engines, failures, spent)
+                alive = self._agree(fill, lead.load if lead else None)
                 for engine in engines.keys() - alive.keys():
                     self.sender.drop(engine)
                 engines, failures = alive, {}
                 self.sender.deliver(index)
-                spent.send_s += time.perf_counter() - start
-            failures = self.sender.settle()
-            self._agree(failures, lead.commit if lead else None)
+                spent.send_s += time.perf_counter() - spent.filled
+            self._agree(self.sender.settle, lead.commit if lead else None)
         self.sender.finish(keep=self.sync.keep)
         return {
             **self.drift.metrics(),
@@ -171,66 +176,65 @@ class Publisher:
             "sync/buffer_mb": Max(2 * spent.largest / MIB),
         }
 
-    def _agree(self, mine: Any, act: Callable[[list], Any] | None) -> Any:
-        """Give the leading rank everybody's part and let it act; all learn how that went.
+    def _agree(self, make: Callable[[], Any], act: Callable[[list], Any] | None) -> Any:
+        """Every rank makes its part; the leading rank acts on all of them, and all learn of it.
 
         Returns:
             What ``act`` returned.
 
         Raises:
-            EngineError, ConfigError: the first among the parts, or what ``act`` raised.
+            EngineError, ConfigError: the first of a rank's, or what ``act`` raised; on every rank.
         """
+        try:
+            mine = make()
+        except ConfigError as error:  # the others count on this rank
+            mine = error
         gathered: list = [None] * self.policy.ranks.world_size
         dist.gather_object(mine, gathered if act else None)
-        verdict: list = [None]
-        if act:
-            try:
-                verdict[0] = act(gathered)
-            except (EngineError, ConfigError) as error:
-                verdict[0] = error
-        dist.broadcast_object_list(verdict, src=0)
-        if isinstance(verdict[0], Exception):
-            raise verdict[0]
-        return verdict[0]
 
-    def _open(self, version: int) -> ConfigError | None:
-        """Begin on this rank; or what went wrong, as ``_fill`` does."""
-        try:
-            self.sender.begin(version)
-        except ConfigError as error:
-            return error
-        return None
+        def acted() -> Any:
+            for part in gathered:
+                if isinstance(part, ConfigError):
+                    raise part
+            return held(act)(gathered)
+
+        return on_lead(acted, self.policy.ranks, waiting_for="publishing")
 
     def _fill(
-        self, index: int, version: int, engines: Mapping[str, int], spent: _Spent
-    ) -> tuple[Blobs, dict[str, tuple[int, ...]]] | ConfigError:
+        self,
+        index: int,
+        version: int,
+        engines: Mapping[str, int],
+        failures: Failures,
+        spent: _Spent,
+    ) -> tuple[Contribution, Failures]:
         """Quantize this rank's bucket of one round and put it where the engines can fetch it.
 
-        Returns:
-            The blobs and the whole shapes of the tensors they are parts of; or what went wrong,
-            since a rank that raised here would leave the others waiting.
+        Args:
+            failures: engines that this rank could not reach meanwhile, handed through.
+
+        Raises:
+            ConfigError: a weight cannot be quantized, or there is no room for the bucket.
         """
-        try:
-            start = time.perf_counter()
-            shards = self._quantized(index, version)
-            spent.quantize_s += time.perf_counter() - start
-            start = time.perf_counter()
-            blobs: Blobs = {}
-            if not self.sender.cut:
-                blobs[None] = self.sender.put(index, shards)
-            else:
-                for tp in sorted(set(engines.values())):
-                    for rank in range(tp):
-                        parts = self._cut(shards, tp, rank)
-                        blobs[tp, rank] = self.sender.put(index, parts, to=(tp, rank))
-            spent.put_s += time.perf_counter() - start
-            spent.send_s += time.perf_counter() - start
-        except ConfigError as error:
-            return error
+        start = time.perf_counter()
+        shards = self._quantized(index, version)
+        spent.quantize_s += time.perf_counter() - start
+        start = time.perf_counter()
+        blobs: Blobs = {}
+        if not self.sender.cut:
+            blobs[None] = self.sender.put(index, shards)
+        else:
+            for tp in sorted(set(engines.values())):
+                for rank in range(tp):
+                    parts = self._cut(shards, tp, rank)
+                    blobs[tp, rank] = self.sender.put(index, parts, to=(tp, rank))
+        spent.filled = time.perf_counter()
+        spent.put_s += spent.filled - start
+        spent.send_s += spent.filled - start
         size = sum(blob.bytes for blob in blobs.values())
         spent.bytes += size
         spent.largest = max(spent.largest, size)
-        return blobs, {shard.name: shard.shape for shard in shards}
+        return (blobs, {shard.name: shard.shape for shard in shards}), failures
 
     def _quantized(self, index: int, version: int) -> list[Shard]:
         """What this rank sends in one round: codes, scales and high-precision tensors."""
@@ -354,12 +358,11 @@ class _Lead:
     def __init__(self, publisher: Publisher, fleet: Fleet, version: int, stack: ExitStack) -> None:
         self.publisher, self.fleet, self.version, self.stack = publisher, fleet, version, stack
         self.metrics: dict[str, Metric] = {}
-        self._rounds: list[list[tuple[Blobs, dict[str, tuple[int, ...]]]]] = []
+        self._rounds: list[list[Contribution]] = []
 
-    def begin(self, errors: list) -> dict[str, int]:
+    def begin(self, begun: list) -> dict[str, int]:
         """The engines that shall take the version in, with their tensor sizes."""
         publisher, fleet = self.publisher, self.fleet
-        _refuse(errors)
         engines = self.stack.enter_context(fleet.publication())
         if fleet.released:
             fleet.resume()
@@ -379,18 +382,17 @@ class _Lead:
             self._update.connect()
         return self._update.sizes
 
-    def load(self, parts: list) -> dict[str, int]:
+    def load(self, parts: list[tuple[Contribution, Failures]]) -> dict[str, int]:
         """Have the engines load one round; those that are left, with their tensor sizes."""
         self._fail([failures for _, failures in parts])
         contributions = [contribution for contribution, _ in parts]
-        _refuse(contributions)
         if isinstance(self.publisher.sender, FilesSender):
             self._rounds.append(contributions)
         if not self.publisher.stage:
             self._update.bucket(_blobs_for(contributions))
         return self._update.sizes
 
-    def commit(self, failures: list) -> None:
+    def commit(self, failures: list[Failures]) -> None:
         """Make the version the one that is served."""
         self._fail(failures)
         publisher = self.publisher
@@ -414,7 +416,7 @@ class _Lead:
             begun = end - taken.paused_s
             publisher.timeline.add(Span("update", "publish", self.version, begun, end))
 
-    def _fail(self, failures: Sequence[Mapping[str, str]]) -> None:
+    def _fail(self, failures: Sequence[Failures]) -> None:
         for engine, reason in {e: r for each in failures for e, r in each.items()}.items():
             self._update.drop(engine, reason)
 
@@ -428,20 +430,12 @@ def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -
             raise ConfigError(
                 f"train.align=full computes as rollout.backend={backend} with "
                 f"rollout.engine_tensor={align.engine_tensor} does, and {engine} is "
-                f"{engine.kind.name} "
-                f"with a tensor size of {engine.tp}; set both keys to what the engines are, or "
-                "train.align=weights"
+                f"{engine.kind.name} with a tensor size of {engine.tp}; set both keys to what the "
+                "engines are, or train.align=weights"
             )
 
 
-def _refuse(parts: Sequence[Any]) -> None:
-    """Raise the first ConfigError among what the ranks have."""
-    for part in parts:
-        if isinstance(part, ConfigError):
-            raise part
-
-
-def _blobs_for(contributions: Sequence[tuple[Blobs, Any]]) -> BlobsFor:
+def _blobs_for(contributions: Sequence[Contribution]) -> BlobsFor:
     """What all training ranks have for each engine rank, made JSON once for all engines."""
     places = {to for blobs, _ in contributions for to in blobs}
     found = {
