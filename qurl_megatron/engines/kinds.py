@@ -48,6 +48,9 @@ class EngineKind:
     planned_on: str
     """Where ``qurl plan`` predicts its speed: "cpu" or "gpu"."""
 
+    tempers_prompts: bool
+    """Its log-probs of prompt tokens are at the sampling temperature, as those of sampled ones."""
+
     quantizes: bool
     """Quantizes what it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""
 
@@ -77,6 +80,7 @@ ENGINE_KINDS = {
             few_bits=True,
             wide_output=False,
             planned_on="cpu",
+            tempers_prompts=True,
             quantizes=True,
             exact_pause="",
             start_timeout_s=300.0,
@@ -94,6 +98,7 @@ ENGINE_KINDS = {
             few_bits=False,
             wide_output=True,
             planned_on="gpu",
+            tempers_prompts=False,
             quantizes=False,
             exact_pause="--disable-overlap-schedule",
             start_timeout_s=900.0,  # it may compile kernels and capture graphs first

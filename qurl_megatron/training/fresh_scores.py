@@ -45,7 +45,7 @@ def fresh_engine(
     alone = replace(rollout, engines=1, engine_first_gpu=0, urls=(), rendezvous="", colocate=False)
     with tempfile.TemporaryDirectory(prefix="qurl-rescore-") as folder:
         model = checkpoint
-        if rollout.backend == "sglang":
+        if not rollout.kind.quantizes:
             source, model = open_checkpoint(checkpoint), Path(folder) / "model"
             if scheme == "none":
                 run(to_huggingface(source, model))

@@ -127,10 +127,10 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
         raise ConfigError(f"{path} holds no samples")
     version = step - 1
     checkpoint, scheme = _checkpoint(run_dir, version, config)
-    if config.rollout.backend == "sglang" and config.rollout.temperature != 1:
+    if config.rollout.temperature != 1 and not config.rollout.kind.tempers_prompts:
         raise ConfigError(
-            f"rollout.temperature={config.rollout.temperature:g}: SGLang scores prompts at "
-            "temperature 1 alone, so its scores cannot be compared with this run's"
+            f"rollout.temperature={config.rollout.temperature:g}: {config.rollout.backend} scores "
+            "prompts at temperature 1 alone, so its scores cannot be compared with this run's"
         )
     samples = [one.sample for one in records]
     print(f"scoring {how_many(len(samples), 'response')} again by {checkpoint}", flush=True)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.bench.load.drive import Looking, Publish
 from qurl_megatron.bench.load.model import Version
@@ -116,14 +117,15 @@ def engine_config(
     Its streams bring new tokens alone: all tokens so far, with each, would make a response's work
     on this side grow with the square of its length.
     """
-    config = RolloutConfig(
-        backend="embedded" if kind == "embedded" else "sglang",
-        engine_tensor=tensor,
-        engine_threads=threads,
-        engine_memory_gb=cache_gb,
-        timeout_s=timeout_s,
-        engine_args=(INCREMENTAL,) if ENGINE_KINDS[kind].takes_gpus else (),
-    )
+    given: dict[str, Any] = {
+        "backend": kind,
+        "engine_tensor": tensor,
+        "engine_threads": threads,
+        "engine_memory_gb": cache_gb,
+        "timeout_s": timeout_s,
+        "engine_args": (INCREMENTAL,) if ENGINE_KINDS[kind].takes_gpus else (),
+    }
+    config = RolloutConfig(**given)
     return config, (*SERVE_COMMAND, INCREMENTAL)
 
 
