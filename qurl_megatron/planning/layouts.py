@@ -176,7 +176,8 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
 
 def way(config: RunConfig) -> str:
     """How versions go in a layout that was applied."""
-    return "memory" if config.sync.transport == "auto" else config.sync.transport
+    own = "files" if config.sync.dir else "memory"
+    return own if config.sync.transport == "auto" else config.sync.transport
 
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:

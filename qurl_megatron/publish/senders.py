@@ -25,7 +25,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     hosts: list = [None] * ranks.world_size
     dist.all_gather_object(hosts, socket.gethostname())
     one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
-    transport = TRANSPORTS[choose(sync.transport, one_machine=one_machine)]
+    transport = TRANSPORTS[choose(sync, one_machine=one_machine)]
     shared = partial(share, waiting_for="opening the transport")
     parameters = sum(p.numel() for p in policy.gpt.parameters())
     return transport.open_sender(
@@ -48,20 +48,20 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     )
 
 
-def choose(transport: str, *, one_machine: bool) -> str:
-    """The transport for engines here, or elsewhere.
+def choose(sync: SyncConfig, *, one_machine: bool) -> str:
+    """The transport for engines here, or elsewhere; who names a folder wants files in it.
 
     Raises:
         ConfigError: the one that is asked for cannot reach them.
     """
-    if transport == "auto":
-        return "memory" if one_machine else "files"
-    if TRANSPORTS[transport].one_machine and not one_machine:
+    if sync.transport == "auto":
+        return "memory" if one_machine and not sync.dir else "files"
+    if TRANSPORTS[sync.transport].one_machine and not one_machine:
         raise ConfigError(
-            f"sync.transport={transport} needs trainer and engines on one machine, and engines "
+            f"sync.transport={sync.transport} needs trainer and engines on one machine, and engines "
             "that the run starts itself; use group, or files with sync.dir on a shared filesystem"
         )
-    return transport
+    return sync.transport
 
 
 def run_token(run_dir: Path) -> str:
