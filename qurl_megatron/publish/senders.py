@@ -58,8 +58,9 @@ def choose(sync: SyncConfig, *, one_machine: bool) -> str:
         return "memory" if one_machine and not sync.dir else "files"
     if TRANSPORTS[sync.transport].one_machine and not one_machine:
         raise ConfigError(
-            f"sync.transport={sync.transport} needs trainer and engines on one machine, and engines "
-            "that the run starts itself; use group, or files with sync.dir on a shared filesystem"
+            f"sync.transport={sync.transport} needs trainer and engines on one machine, and "
+            "engines that the run starts itself; use group, or files with sync.dir on a shared "
+            "filesystem"
         )
     return sync.transport
 
