@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qurl_megatron.engines.kinds import ENGINE_KINDS, UNKNOWN
 from qurl_megatron.fleet.answer import (
     LOWEST,
     Asked,
@@ -288,11 +289,15 @@ def test_names_tell_this_runs_versions_from_others():
 @pytest.mark.parametrize(
     "info,expected",
     [
-        ({"engine": "qurl-embedded"}, Info("embedded", 1, None)),
-        ({"tp_size": 4}, Info("sglang", 4, None)),
-        ({"tp_size": None, "custom_weight_loader": None}, Info("sglang", 1, ())),
-        ({"custom_weight_loader": ["a.b"]}, Info("sglang", 1, ("a.b",))),
-        ({"custom_weight_loader": "a.b"}, Info("sglang", 1, ("a.b",))),
+        ({"engine": "qurl-embedded"}, Info(ENGINE_KINDS["embedded"], 1, None, None)),
+        (
+            {"engine": "qurl-embedded", "scheme": "int8"},
+            Info(ENGINE_KINDS["embedded"], 1, None, "int8"),
+        ),
+        ({"tp_size": 4}, Info(UNKNOWN, 4, None, None)),
+        ({"tp_size": None, "custom_weight_loader": None}, Info(UNKNOWN, 1, (), None)),
+        ({"custom_weight_loader": ["a.b"]}, Info(UNKNOWN, 1, ("a.b",), None)),
+        ({"custom_weight_loader": "a.b"}, Info(UNKNOWN, 1, ("a.b",), None)),
     ],
 )
 def test_what_an_engine_is(info, expected):
