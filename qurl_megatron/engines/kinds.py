@@ -22,6 +22,9 @@ class EngineKind:
     start: str
     """Module whose ``launches`` says how engines of this machine are started."""
 
+    serve: str
+    """Command by which a person starts one."""
+
     starts_empty: bool
     """Started by a run, it has no weights before the first version."""
 
@@ -72,6 +75,7 @@ ENGINE_KINDS = {
             name="embedded",
             says="qurl-embedded",
             start="qurl_megatron.engines.embedded.starting_embedded",
+            serve="qurl serve",
             starts_empty=False,
             repeats=True,
             shares_prefixes=False,
@@ -90,6 +94,7 @@ ENGINE_KINDS = {
             name="sglang",
             says=None,
             start="qurl_megatron.engines.sglang.starting_sglang",
+            serve="python -P -m qurl_megatron.engines.sglang.server",
             starts_empty=True,
             repeats=False,
             shares_prefixes=True,

@@ -100,7 +100,7 @@ class EngineRecord:
         if self.client is not None:
             self.client.close()
         self.client, self.start_at, self.released = None, None, False
-        self.failed_updates, self.condemned, self.served = 0, False, 0
+        self.failed_updates, self.condemned, self.served, self.pointers = 0, False, 0, ()
         self.pulse = Pulse(epoch=epoch)
         self.started_at = time.monotonic()
 

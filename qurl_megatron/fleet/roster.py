@@ -255,12 +255,15 @@ class Roster:
 
     def arrived(self, engine: EngineRecord, info: Info) -> None:
         """It answers: ready, or serving where nothing has been published that it could lack."""
-        if not (self.fixed or info.loaders is None or LOADER in info.loaders):
+        # SGLang may leave it out; an embedded engine that does is of an older version.
+        silent = info.loaders is None and info.kind.says is None
+        if not (self.fixed or silent or LOADER in (info.loaders or ())):
             self.leave(
                 engine,
                 "gave up",
-                f"{engine.url} runs SGLang without our weight loader, and would die of the first "
-                "update; start it with python -m qurl_megatron.engines.sglang.server",
+                f"{engine.url} does not have the weight loader of this version, and would fail in "
+                "the first update; install this version of the package there, and start the engine "
+                f"with {info.kind.serve}",
             )
             return
         with self.lock:

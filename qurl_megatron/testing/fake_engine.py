@@ -50,6 +50,7 @@ class FakeEngine:
     ) -> None:
         self.embedded, self.version, self.token_s, self.tp = embedded, version, token_s, tp
         self.api_key = api_key
+        self.loaders = ("qurl_megatron.engines.sglang.loader.load",)  # as an embedded engine says
         self.stop_every = 0  # positions: where a sequence ends by itself
         self.faults: list[str] = []
         self.update_fault = ""  # "refuse" | "hang" | "lie": says yes, serves the old version
@@ -106,6 +107,7 @@ class FakeEngine:
         if self.embedded:
             return {
                 "engine": "qurl-embedded",
+                "custom_weight_loader": list(self.loaders),
                 "model_path": "fake",
                 "weight_version": self.version,
                 "num_running_reqs": self.running,

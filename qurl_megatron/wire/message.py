@@ -87,7 +87,8 @@ class Message:
     """One call of the loader on one engine rank.
 
     ``connect`` opens the transport, ``bucket`` brings weights, ``check`` asks for a receipt,
-    ``finish`` readies the parameters for SGLang's own post-processing, ``close`` ends the session.
+    ``finish`` readies what was written for the engine: SGLang post-processes it, the embedded one
+    packs it.
     """
 
     action: Action

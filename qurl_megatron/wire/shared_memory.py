@@ -6,6 +6,7 @@ slot grows to the largest bucket it has held and then stays.
 """
 
 import base64
+import functools
 import os
 import shutil
 import stat
@@ -17,15 +18,18 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.runtime import filesystem
 from qurl_megatron.runtime.children import expandable_segments
 from qurl_megatron.runtime.undertaker import bury, remove
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.facts import check, own_facts
-from qurl_megatron.wire.files import RECEIPTS, mapped, must_be_ours, private_folder, refusing
+from qurl_megatron.wire.files import RECEIPTS, mapped, must_be_ours, private_folder
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
 from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.transport import AtOnce, Rank, Site
+
+refusing = functools.partial(filesystem.refusing, key="sync.transport=files and sync.dir")
 
 
 def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:

@@ -73,7 +73,8 @@ def test_a_run_goes_on_while_any_engine_can_come_back_and_then_saves_itself(tiny
 
 def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(tiny, tmp_path):
     with small_disk(tmp_path / "disk", "8m") as disk:
-        run = Run(tiny, "full", "rollout.engines=1", f"sync.dir={disk}")
+        options = ("rollout.engines=1", "sync.transport=files", f"sync.dir={disk}")
+        run = Run(tiny, "full", *options)
         with run.process() as process:
             run.wait(lambda: run.step() >= 2)
             while process.poll() is None:  # old versions are deleted meanwhile
@@ -93,9 +94,7 @@ def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(t
         assert saved == run.step() >= 2
 
         (disk / "filler").unlink()
-        again = Run(
-            tiny, "full", "rollout.engines=1", f"train.steps={saved + 2}", f"sync.dir={disk}"
-        )
+        again = Run(tiny, "full", *options, f"train.steps={saved + 2}")
         with again.process():
             assert again.ended() == 0, again.stderr()
         assert run.step() == saved + 2

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_megatron.engines.kinds import ENGINE_KINDS, UNKNOWN
 from qurl_megatron.fleet.answer import (
     LOWEST,
     Asked,
     BadAnswer,
-    Info,
     Part,
     Rules,
     answer_limit,
@@ -287,21 +285,18 @@ def test_names_tell_this_runs_versions_from_others():
 
 
 @pytest.mark.parametrize(
-    "info,expected",
+    "said,expected",
     [
-        ({"engine": "qurl-embedded"}, Info(ENGINE_KINDS["embedded"], 1, None, None)),
-        (
-            {"engine": "qurl-embedded", "scheme": "int8"},
-            Info(ENGINE_KINDS["embedded"], 1, None, "int8"),
-        ),
-        ({"tp_size": 4}, Info(UNKNOWN, 4, None, None)),
-        ({"tp_size": None, "custom_weight_loader": None}, Info(UNKNOWN, 1, (), None)),
-        ({"custom_weight_loader": ["a.b"]}, Info(UNKNOWN, 1, ("a.b",), None)),
-        ({"custom_weight_loader": "a.b"}, Info(UNKNOWN, 1, ("a.b",), None)),
+        ({"engine": "qurl-embedded", "scheme": "int8"}, ("embedded", 1, None, "int8")),
+        ({"tp_size": 4}, ("sglang", 4, None, None)),
+        ({"tp_size": None, "custom_weight_loader": None}, ("sglang", 1, (), None)),
+        ({"custom_weight_loader": ["a.b"]}, ("sglang", 1, ("a.b",), None)),
+        ({"custom_weight_loader": "a.b"}, ("sglang", 1, ("a.b",), None)),
     ],
 )
-def test_what_an_engine_is(info, expected):
-    assert read_info(info) == expected
+def test_what_an_engine_is(said, expected):
+    info = read_info(said)
+    assert (info.kind.name, info.tp, info.loaders, info.scheme) == expected
 
 
 @pytest.mark.parametrize(
@@ -309,6 +304,7 @@ def test_what_an_engine_is(info, expected):
     [
         *({"tp_size": value} for value in (-1, 2.0, "2", True, [1], 10**9)),
         *({"custom_weight_loader": value} for value in (1, [1], {"a": 1}, ["a", None])),
+        *({"scheme": value} for value in (1, ["int8"])),
     ],
 )
 def test_nonsense_about_an_engine_is_refused(info):
@@ -380,7 +376,9 @@ def test_any_bytes_for_a_body_give_parts_or_a_bad_answer(body):
 
 
 @QUICK
-@given(st.dictionaries(st.sampled_from(["engine", "tp_size", "custom_weight_loader"]), JSON))
+@given(
+    st.dictionaries(st.sampled_from(["engine", "tp_size", "custom_weight_loader", "scheme"]), JSON)
+)
 def test_whatever_an_engine_says_it_is(info):
     try:
         assert 1 <= read_info(info).tp <= 1024

@@ -4,15 +4,22 @@ import pytest
 import torch
 
 from qurl_megatron.engines.embedded.decoder import Decoder
+from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.read_weights import read_weights
+from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch, read_config, read_eos
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.message import Message
 from tests.unit.engine_models import (
     CPU,
     TINY,
     decoding_by,
     engine_for,
     finish,
+    published_tensors,
+    random_tensors,
     sequence,
     write_model,
 )
@@ -89,6 +96,29 @@ def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest,
     # A float sum in another order, as another CPU takes it, can move one activation to the
     # neighbouring code; the reference must still be far nearer than the unquantized model.
     assert (actual - faked).abs().mean() < 0.05 * (actual - plain).abs().mean()
+
+
+@pytest.mark.parametrize(
+    "model,scheme",
+    [("qwen2-tied", "none"), ("llama", "int8"), ("qwen3", "int4"), ("qwen3", "fp8")],
+)
+def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
+    changes, sender = MODELS[model], FilesSender(tmp_path / "versions", "r0", leads=False)
+    engine = engine_for(write_model(tmp_path / "old", **changes), scheme=scheme)
+    other = write_model(tmp_path / "new", seed=1, **changes)
+    published = published_tensors(random_tensors(other, seed=1), scheme)
+    finish(engine, sequence(range(2, 30), 4))  # so that whatever is made at the first step is there
+    sender.begin(1)
+    blob = sender.put(0, [Shard.whole(name, tensor) for name, tensor in published.items()])
+    end = UpdateEnd(EmbeddedWeights(engine))
+    with torch.inference_mode():
+        for action, index, blobs in (("bucket", 0, (blob,)), ("check", 1, ()), ("finish", 1, ())):
+            end.handle(Message(action, "one", 1, index, sender.describe("engine-0"), blobs))
+    assert [receipt.error for receipt in sender.receipts("one", 1)] == [None]
+    updated, expected = (sequence(range(2, 30), 24, seed=1) for _ in range(2))
+    finish(engine, updated)
+    finish(engine_for(other, scheme=scheme), expected)
+    assert (updated.output_ids, updated.log_probs) == (expected.output_ids, expected.log_probs)
 
 
 def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):

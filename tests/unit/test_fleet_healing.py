@@ -358,6 +358,33 @@ def test_silence_during_a_publication_is_not_held_against_an_engine():
         assert "failed" not in [name for _, name in events(fleet)]
 
 
+@pytest.mark.parametrize(
+    "embedded, said, start",
+    [
+        (True, {}, "qurl serve"),
+        (False, {"custom_weight_loader": ["qurl_megatron.rollout.sglang.loader.load"]}, "python"),
+        (False, {"custom_weight_loader": None}, "python"),
+    ],
+)
+def test_an_engine_that_cannot_take_our_updates_is_refused_before_one(embedded, said, start):
+    with FakeEngine(embedded=embedded) as engine:
+        info = {k: v for k, v in engine.server_info().items() if k != "custom_weight_loader"} | said
+        engine.server_info = lambda: info
+        with pytest.raises(ConfigError, match=f"weight loader of this version.* with {start}"):
+            adopted(engine).__enter__()
+        assert not engine.calls
+
+
+def test_an_engine_that_restarts_within_a_first_version_may_lie_elsewhere_in_memory(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        engine = fleet.engines()[0]
+        engine.pointers = ("where the first process had them",)
+        os.kill(engine.process.popen.pid, signal.SIGKILL)
+        wait_until(lambda: engine.restarts == 1 and engine.state == "serving")
+        publish(fleet, 1)
+        assert len(fleet.serving()) == 2
+
+
 def test_a_mistake_of_ours_in_an_act_is_not_taken_for_a_failing_engine():
     with FakeEngine() as engine, adopted(engine) as fleet:
         with pytest.raises(ZeroDivisionError):

@@ -127,7 +127,7 @@ def test_no_room_for_a_bucket_is_said_by_put(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert sender.room(0, 4096) is None
-    with pytest.raises(ConfigError, match="sync.dir"):
+    with pytest.raises(ConfigError, match="set sync.transport=files and sync.dir to"):
         sender.put(0, parts(0))
     sender.close()
 

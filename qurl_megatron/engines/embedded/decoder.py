@@ -36,7 +36,7 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 class Slot:
     """Where one named tensor goes, and what it must look like."""
 
-    target: Tensor  # a view; its shape is what ``copy_`` broadcasts to
+    target: Tensor  # a view
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
@@ -113,7 +113,10 @@ class Decoder:
     @torch.inference_mode()
     def pack(self) -> None:
         """Take in what was written into the slots."""
+        heads = self.arch.heads
         for layer in self.layers:
+            if (norm := layer.qk_norm) is not None:
+                norm[1:heads], norm[heads + 1 :] = norm[0], norm[heads]
             for matrix in layer.matrices:
                 matrix.pack()
 
@@ -223,11 +226,12 @@ class Decoder:
         return bias
 
     def _qk_norm(self, prefix: str) -> Tensor:
+        """A row per head: slots are the first of queries and of keys, ``pack`` fills the others."""
         arch = self.arch
         norm = torch.empty(
             arch.heads + arch.kv_heads, arch.head_dim, dtype=self.dtype, device=self.device
         )
-        for name, part in (("q_norm", norm[: arch.heads]), ("k_norm", norm[arch.heads :])):
+        for name, part in (("q_norm", norm[0]), ("k_norm", norm[arch.heads])):
             name = f"{prefix}{name}.weight"
             self.slots[name] = Slot(part, self._shape(name), FLOATS)
         return norm
