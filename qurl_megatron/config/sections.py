@@ -869,7 +869,8 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     transport: Literal["auto", "files", "memory", "group"] = "auto"
     """The way of the bytes: files on a folder that all machines share; memory of one machine that
     trainer and engines map; group, point to point over NCCL or gloo. auto: memory where trainer and
-    engines are on one machine and sync.dir names no folder, else files."""
+    engines are on one machine, two buckets per rank fit into it, and sync.dir names no folder;
+    else files."""
 
     bucket_mb: float = key(256.0, positive())
     """Largest bucket of one training rank, in MiB of what is sent (quantized bytes, not BF16). Two

@@ -40,7 +40,6 @@ class EngineRecord:
     client: EngineClient | None = None  # None until it has an address
     process: EngineProcess | None = None  # None: adopted, not ours to start or end
     kind: EngineKind = UNKNOWN
-    scheme: str | None = None  # of the weights it takes; None: it does not say
     tp: int = 1
     state: State = "starting"
     version: int | None = None  # of the weights it confirmed

@@ -80,10 +80,10 @@ class Fleet(Roster):
         Raises:
             ConfigError: QURL_API_KEY is no key.
         """
-        super().__init__(config, fixed=fixed, vocabulary=vocabulary)
+        super().__init__(config, scheme=scheme, fixed=fixed, vocabulary=vocabulary)
         owner = owner or Owner.nobody_else()
         self.names = Names("" if fixed else owner.token)
-        self._model_dir, self._scheme, self._dtype = model_dir, scheme, dtype
+        self._model_dir, self._dtype = model_dir, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
         self._trainer_ranks, self._text, self._stop = trainer_ranks, text, stop
         adopts = config.urls or config.rendezvous
@@ -254,7 +254,7 @@ class Fleet(Roster):
         assert not (self.config.urls or self.config.rendezvous), "not ours to restart"
         launches = self._launches(scheme)
         with self.turn:
-            self._scheme = scheme
+            self.scheme = scheme
             engines = self.engines()
             with self.lock:
                 for engine in engines:
@@ -271,7 +271,7 @@ class Fleet(Roster):
 
     def _start(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        for name, launch in self._launches(self._scheme).items():
+        for name, launch in self._launches(self.scheme).items():
             started = EngineProcess(name, launch, self._log_dir)
             engine = EngineRecord(name, process=started, kind=ENGINE_KINDS[self.config.backend])
             self._engines.append(engine)

@@ -30,15 +30,18 @@ class Roster:
     Requests, publications and the supervisor run side by side.
     """
 
-    def __init__(self, config: RolloutConfig, *, fixed: bool, vocabulary: int) -> None:
+    def __init__(self, config: RolloutConfig, *, scheme: str, fixed: bool, vocabulary: int) -> None:
         """
         Args:
+            scheme: of the weights.
             fixed: nothing is ever published: engines keep the weights they start with.
             vocabulary: of the model; token ids are below it.
         """
         self.config, self.fixed, self.vocabulary = config, fixed, vocabulary
         self.version: int | None = None
         """The version that serving engines have confirmed; None before the first publication."""
+        self.scheme = scheme
+        """Number format of the weights that are published."""
         self.released = False
         """True while the engines' device memory is the trainer's."""
         self.publications = 0
@@ -266,8 +269,17 @@ class Roster:
                 f"with {info.kind.serve}",
             )
             return
+        if not self.fixed and info.scheme not in (None, self.scheme):
+            self.leave(
+                engine,
+                "gave up",
+                f"{engine.url} takes weights of scheme {info.scheme}, and this run publishes those "
+                f"of quant.scheme={self.scheme}; start it with --scheme {self.scheme}, or set "
+                "quant.scheme to its own",
+            )
+            return
         with self.lock:
-            engine.kind, engine.tp, engine.scheme = info.kind, info.tp, info.scheme
+            engine.kind, engine.tp = info.kind, info.tp
             empty = engine.process is not None and engine.kind.starts_empty and not self.fixed
             engine.state = "ready" if empty or self.version is not None else "serving"
             engine.version, engine.reason = None, ""

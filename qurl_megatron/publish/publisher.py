@@ -366,13 +366,6 @@ class _Lead:
         engines = self.stack.enter_context(fleet.publication())
         if fleet.released:
             fleet.resume()
-        for engine in engines:
-            if engine.scheme not in (None, publisher.scheme):
-                raise ConfigError(
-                    f"{engine} takes weights of scheme {engine.scheme}, and these are of "
-                    f"quant.scheme={publisher.scheme}; start it with --scheme {publisher.scheme}, "
-                    "or set quant.scheme to its own"
-                )
         if align := publisher.policy.align:
             refuse_unlike(align, fleet.config.backend, engines)
         self._update = self.stack.enter_context(

@@ -1,6 +1,8 @@
 """Which way a run's weights take, and this rank's end of it."""
 
+import os
 import secrets
+import shutil
 import socket
 from functools import partial
 from pathlib import Path
@@ -11,8 +13,11 @@ from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.runtime.megatron import share
+from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.transport import Sender, Site
 from qurl_megatron.wire.transports import TRANSPORTS
+
+MIB = 2**20
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
@@ -25,9 +30,11 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     hosts: list = [None] * ranks.world_size
     dist.all_gather_object(hosts, socket.gethostname())
     one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
-    transport = TRANSPORTS[choose(sync, one_machine=one_machine)]
     shared = partial(share, waiting_for="opening the transport")
     parameters = sum(p.numel() for p in policy.gpt.parameters())
+    bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
+    room = ranks.device.type == "cuda" or shared(_shm_free()) > SLOTS * ranks.world_size * bucket
+    transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=room)]
     return transport.open_sender(
         Site(
             rank=ranks.rank,
@@ -48,14 +55,17 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     )
 
 
-def choose(sync: SyncConfig, *, one_machine: bool) -> str:
+def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
     """The transport for engines here, or elsewhere; who names a folder wants files in it.
+
+    Args:
+        room: the machine's shared memory has room for the buckets of all ranks.
 
     Raises:
         ConfigError: the one that is asked for cannot reach them.
     """
     if sync.transport == "auto":
-        return "memory" if one_machine and not sync.dir else "files"
+        return "memory" if one_machine and room and not sync.dir else "files"
     if TRANSPORTS[sync.transport].one_machine and not one_machine:
         raise ConfigError(
             f"sync.transport={sync.transport} needs trainer and engines on one machine, and "
@@ -63,6 +73,11 @@ def choose(sync: SyncConfig, *, one_machine: bool) -> str:
             "filesystem"
         )
     return sync.transport
+
+
+def _shm_free() -> int:
+    """Bytes free in /dev/shm; containers often have 64 MB."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
 
 
 def run_token(run_dir: Path) -> str:

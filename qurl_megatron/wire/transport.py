@@ -97,7 +97,7 @@ class Sender(Protocol):
             to: the engine rank they are for, where ``cut``.
 
         Raises:
-            ConfigError: no room, or no right to write; names the path and the mend.
+            ConfigError: no room, or no right to write; names the path and the fix.
         """
 
     def deliver(self, index: int) -> None:
