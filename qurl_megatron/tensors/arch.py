@@ -79,7 +79,10 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
-    """Sizes and switches of one decoder."""
+    """Sizes and switches of one decoder.
+
+    The embedded engine refuses a model whose value is not the default; what it computes has none.
+    """
 
     family: str
     num_layers: int
@@ -97,8 +100,8 @@ class Arch:
     qkv_bias: bool
     qk_norm: bool
     experts: Experts | None = None  # every layer's, in place of its MLP
-    activation: Activation = "silu"  # of the gate
     zero_centred_norm: bool = False  # norms store their gain minus one
+    activation: Activation = "silu"  # of the gate
     embedding_scale: float = 1.0  # on what the first layer reads; the output layer is not scaled
 
     @property
@@ -230,7 +233,8 @@ def _arch(config: dict[str, Any]) -> Arch:
             "config.json: quantization_config means quantized weights; "
             "give the checkpoint they were made from"
         )
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
+    rope = config.get("rope_parameters") or {}  # where transformers 5 moves the key
+    if any(one.get("partial_rotary_factor", 1.0) != 1.0 for one in (config, rope)):
         raise ConfigError("config.json: partial_rotary_factor is not supported; it must be 1.0")
     if config.get("use_bidirectional_attention"):
         raise ConfigError(

@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import read_arch, read_config, read_eos
+from qurl_megatron.tensors.arch import Arch, read_arch, read_config, read_eos
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
@@ -144,6 +145,7 @@ def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
     ],
@@ -179,6 +181,17 @@ def test_a_model_the_engine_would_compute_wrongly_is_not_served(changes, message
     with pytest.raises(ConfigError) as error:
         Decoder(read_arch({**TINY, **changes}), "int8", torch.float32, CPU)
     assert message in str(error.value)
+
+
+def test_a_switch_that_the_engine_has_not_heard_of_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class NewerArch(Arch):
+        logit_cap: float = 0.0
+
+    same = NewerArch(**vars(read_arch(TINY)))
+    Decoder(same, "int8", torch.float32, CPU)
+    with pytest.raises(ConfigError, match="it has no logit_cap;"):
+        Decoder(replace(same, logit_cap=30.0), "int8", torch.float32, CPU)
 
 
 def test_generation_config_says_what_ends_a_response(tmp_path):

@@ -375,6 +375,18 @@ def test_an_engine_that_cannot_take_our_updates_is_refused_before_one(embedded, 
         assert not engine.calls
 
 
+def test_an_engine_that_takes_weights_of_another_scheme_is_refused_before_one():
+    with FakeEngine(embedded=True) as engine:
+        info = engine.server_info() | {"scheme": "int4"}
+        engine.server_info = lambda: info
+        with pytest.raises(ConfigError, match=f"{engine.url} takes weights of scheme int4.*none"):
+            adopted(engine).__enter__()
+        assert not engine.calls
+        info["scheme"] = "none"
+        with adopted(engine) as fleet:
+            assert [one.url for one in fleet.serving()] == [engine.url]
+
+
 def test_an_engine_that_restarts_within_a_first_version_may_lie_elsewhere_in_memory(tmp_path):
     with local_fleet(tmp_path) as fleet:
         engine = fleet.engines()[0]

@@ -9,7 +9,7 @@ sides.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -244,15 +244,19 @@ class Decoder:
 
 
 def _refuse_unserved(arch: Arch) -> None:
-    unserved = {
-        "experts": arch.experts is not None,
-        "zero-centred norms": arch.zero_centred_norm,
-        f"{arch.activation} gates": arch.activation != "silu",
-        "scaled embeddings": arch.embedding_scale != 1.0,
+    says = {
+        "zero_centred_norm": "zero-centred norms",
+        "activation": f"{arch.activation} gates",
+        "embedding_scale": "scaled embeddings",
     }
-    if any(unserved.values()):
+    unserved = [
+        says.get(switch.name, switch.name)
+        for switch in fields(arch)
+        if switch.default is not MISSING and getattr(arch, switch.name) != switch.default
+    ]
+    if unserved:
         raise ConfigError(
             f"the embedded engine does not serve {arch.family} models: it has no "
-            f"{', '.join(what for what, there in unserved.items() if there)}; "
+            f"{', '.join(unserved)}; "
             "name servers that do in rollout.urls"
         )
