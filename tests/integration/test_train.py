@@ -268,7 +268,8 @@ def test_whatever_is_killed_nothing_is_left_and_it_goes_on_at_once(recipe, unint
         assert run.left() == []
     assert re.fullmatch(
         r"qurl: rank 1 was killed by SIGKILL in step \d, as Linux does where memory runs out "
-        r"\(`dmesg` says so\); the newest checkpoint is of step [23]: start the same command again\n",
+        r"\(`dmesg` says so\); the newest checkpoint is of step [23]: start the same command again"
+        r"\n",
         run.stderr(),
     )
     with run.process():
