@@ -30,7 +30,7 @@ from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import byte_size
 from qurl_megatron.tensors.arch import read_json
-from qurl_megatron.weights.integrity import MEND, damaged, read_record, wrong_size
+from qurl_megatron.weights.integrity import FIX, damaged, read_record, wrong_size
 
 MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-checkpoint-1"
@@ -39,7 +39,7 @@ FORMAT = "qurl-checkpoint-1"
 _SEALERS = 2
 
 # What a person can fix: no room, no permission, a file or folder in the way.
-_MENDABLE = (
+_FIXABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
@@ -245,7 +245,7 @@ def _check_source(source: Path | None, workers: Workers) -> None:
         return
     mine = workers.share(list(record), size=lambda name: record[name].bytes)
     if wrong := damaged(source, record, mine):
-        raise ConfigError(f"{wrong}; {MEND}")
+        raise ConfigError(f"{wrong}; {FIX}")
 
 
 def _claim(aside: _Aside) -> TextIO:
@@ -397,7 +397,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _MENDABLE:
+        if error.errno not in _FIXABLE:
             raise
         raise ConfigError(
             f"cannot write {error.filename or path}: {error.strerror}; fix that or name another "

@@ -76,7 +76,7 @@ def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
         traceback="".join(traceback.format_exception(error)),
     )
     path = Path(env[FOLDER]) / f"failure-{rank}.json"
-    # On a disk that is full, the error itself must still be told, and the log has it.
+    # On a disk that is full, the error itself must still be reported, and the log has it.
     with contextlib.suppress(OSError):
         write_whole(path, json.dumps(asdict(failure), indent=1) + "\n")
 

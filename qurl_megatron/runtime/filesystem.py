@@ -14,7 +14,7 @@ from qurl_megatron.errors import ConfigError
 CACHED_S = 90.0
 """Seconds to wait for a file; NFS caches directories for up to 60."""
 
-MENDS = {
+FIXES = {
     errno.ENOSPC: "free some, or set {key} to a folder with more",
     errno.EDQUOT: "the quota is used up; free some, or set {key} to another folder",
     errno.EACCES: "set {key} to a folder this user may write",
@@ -42,7 +42,7 @@ def refusing(
         size: bytes that are to be written, where that is known.
 
     Raises:
-        ConfigError: the system refused, for a reason that a user can mend.
+        ConfigError: the system refused, for a reason that a user can fix.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def refusing(
         if half_written is not None:
             with contextlib.suppress(OSError):
                 half_written.unlink()
-        if not isinstance(error, OSError) or not (error.errno in MENDS or _homeless(error, path)):
+        if not isinstance(error, OSError) or not (error.errno in FIXES or _homeless(error, path)):
             raise
         raise refusal(error, path, key=key, size=size) from None
 
@@ -71,7 +71,7 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
         room = ""
     return ConfigError(
         f"{path} cannot be written ({os.strerror(error.errno or 0)}): {room}"
-        f"{MENDS.get(error.errno or 0, ELSEWHERE).format(key=key)}"
+        f"{FIXES.get(error.errno or 0, ELSEWHERE).format(key=key)}"
     )
 
 

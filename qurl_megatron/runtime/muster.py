@@ -67,7 +67,7 @@ def forget(folder: Path) -> None:
 
 
 def _step(env: Mapping[str, str]) -> str:
-    """What tells this step from every other: ids begin anew with a requeued job, and with a
+    """What tells this step from every other: ids begin again with a requeued job, and with a
     controller that has lost its state."""
     names = ("JOB_ID", "STEP_ID", "RESTART_COUNT", "STEP_LAUNCHER_PORT")
     return "-".join(env.get(f"SLURM_{name}", "0") for name in names)

@@ -130,7 +130,7 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     for name in ("cancel", "status", "logs", "hours", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     added["cancel"].add_argument(
-        "--dry-run", action="store_true", help="only say what Slurm would be told"
+        "--dry-run", action="store_true", help="only print what would be asked of Slurm"
     )
     for name in ("status", "hours"):
         added[name].add_argument("--json", action="store_true", help="for a program to read")

@@ -138,7 +138,7 @@ KINDS = (
         "it was killed",
         r"killed by SIG(KILL|TERM|INT|HUP)",
         "somebody, or Linux where memory ran out, has killed it: `dmesg -T | grep -i kill` on the "
-        f"node tells; {AGAIN}",
+        f"node says so; {AGAIN}",
     ),
     Kind(
         "it crashed",

@@ -20,7 +20,7 @@ from qurl_megatron.tensors.arch import Arch, read_arch, read_config
 from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import latest, refuse_other_run
-from qurl_megatron.weights.integrity import MEND, read_record, wrong_size
+from qurl_megatron.weights.integrity import FIX, read_record, wrong_size
 from qurl_megatron.weights.places import description_of, find_torch_dist, safetensors_files
 from qurl_megatron.weights.shapes import parameter_count
 
@@ -298,7 +298,7 @@ def _weights(path: Path) -> list[Path]:
     if megatron is None:
         return safetensors_files(path)
     if wrong := wrong_size(megatron, read_record(megatron) or {}):
-        raise ConfigError(f"{wrong}; {MEND}")
+        raise ConfigError(f"{wrong}; {FIX}")
     return _files(megatron)
 
 

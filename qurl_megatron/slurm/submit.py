@@ -63,7 +63,7 @@ def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
     """Have the jobs of a run save and end; those that wait leave the queue.
 
     Args:
-        dry_run: only say what Slurm would be told.
+        dry_run: only print what would be asked of Slurm.
 
     Raises:
         ConfigError: nothing was submitted for the run.
@@ -78,7 +78,7 @@ def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
         told = [commands.cancelling(waiting)] if waiting else []
         for words in [*told, *(commands.signalling(job, "TERM") for job in running)]:
             print(" ".join(words))
-        print("--dry-run: Slurm was told nothing")
+        print("--dry-run: nothing was asked of Slurm")
         return 0
     # The waiting first: the end of a running one lets the next of its chain begin.
     commands.cancel(waiting)

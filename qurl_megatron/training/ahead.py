@@ -83,7 +83,7 @@ class Ahead(Generic[Drawn, Batch]):
             self._next += 1
 
     def retry(self) -> None:
-        """Begin anew what no engine could answer: the same prompts, so nothing is lost."""
+        """Begin again what no engine could answer: the same prompts, so nothing is lost."""
         for index, batch in enumerate(self._pending):
             if batch.future.done() and isinstance(batch.future.exception(), EngineError):
                 future = self._begin(batch.step, batch.drawn)

@@ -50,7 +50,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Trained
-from qurl_megatron.runtime.filesystem import MENDS, free, refusal, refusing
+from qurl_megatron.runtime.filesystem import FIXES, free, refusal, refusing
 from qurl_megatron.runtime.megatron import Ranks, share
 from qurl_megatron.training.boxes import in_place
 from qurl_megatron.training.state import (
@@ -209,7 +209,7 @@ def _together(final: Path, aside: Path, size: int, ranks: Ranks) -> Iterator[Non
     except CheckpointException as error:  # on all ranks; one of them may know more
         unknown = error
     except OSError as error:
-        if error.errno not in MENDS:
+        if error.errno not in FIXES:
             raise
         failure = refusal(error, final, key="train.run_dir", size=size)
         if isinstance(error, _Alone):

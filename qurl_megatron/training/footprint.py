@@ -296,7 +296,7 @@ def _stage(
         critic=critic,
         passes=passes,
         activations=passes * kept,
-        # Made anew, and its gradients; without recomputation these alone.
+        # Made again, and its gradients; without recomputation these alone.
         working=(2 * one_layer if recompute else one_layer) + cast,
         logits=memory.logits(arch, passed) if index == parallel.pipeline - 1 else 0,
         publishing=memory.publishing(

@@ -77,23 +77,18 @@ def engine_scores(
 
 
 def actor_scores(
-    config: RunConfig, checkpoint: Path, rollouts: Path, count: int
+    config: RunConfig, checkpoint: Path, rollouts: Path, count: int, *, scheme: str
 ) -> list[np.ndarray] | int:
     """The same by the full-precision actor, on ranks of this machine, split as the run's is.
 
     Args:
         rollouts: file of samples, of which the first ``count`` are scored.
+        scheme: of the engines that sampled them.
 
     Returns:
         The log-probs, or where a rank failed, which has said why, the exit code.
     """
-    config = replace(
-        config,
-        model=replace(config.model, path=str(checkpoint)),
-        parallel=replace(config.parallel, data=1),
-        algo=replace(config.algo, minibatches=1, deal="responses", bypass=False),
-        train=replace(config.train, micro_batch=math.gcd(count, config.train.micro_batch)),
-    )
+    config = actor_recipe(config, checkpoint, count, scheme)
     with tempfile.TemporaryDirectory(prefix="qurl-rescore-") as folder:
         out = Path(folder) / "scores.npz"
         code = launch(score_rank, (config, rollouts, count, out), config.parallel.world_size)
@@ -101,6 +96,20 @@ def actor_scores(
             return code
         with np.load(out) as scores:
             return [scores[str(index)] for index in range(count)]
+
+
+def actor_recipe(config: RunConfig, checkpoint: Path, count: int, scheme: str) -> RunConfig:
+    """The run's recipe, for ranks that score ``count`` responses once."""
+    train = replace(config.train, micro_batch=math.gcd(count, config.train.micro_batch))
+    if scheme == "none":  # since the guard fell back, too, the actor was not aligned
+        train = replace(train, align="none")
+    return replace(
+        config,
+        model=replace(config.model, path=str(checkpoint)),
+        parallel=replace(config.parallel, data=1),
+        algo=replace(config.algo, minibatches=1, deal="responses", bypass=False),
+        train=train,
+    )
 
 
 def score_rank(config: RunConfig, rollouts: Path, count: int, out: Path) -> int:

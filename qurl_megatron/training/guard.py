@@ -61,7 +61,7 @@ class Guard:
         """
         Args:
             counts: of the last ``Verdict``; empty for a fresh run.
-            own_engines: the run started its engines itself, and can start them anew.
+            own_engines: the run started its engines itself, and can start them again.
         """
         self.config, self.own_engines = config, own_engines
         # 0 is not watched; a threshold that is new, or was left alone meanwhile, begins at 0.

@@ -501,7 +501,10 @@ class _Run:
             if isinstance(ended, Collapse):
                 lead.journal.finish(self.state)  # the report says more than one sentence
 
-        self._on_lead(keep)
+        try:
+            self._on_lead(keep)
+        except ConfigError as error:  # no report can be written; why the run was halted comes first
+            ended = Collapse(f"{ended}; {error}")
         if ended:
             raise _ending(ended, step)
 

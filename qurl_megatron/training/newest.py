@@ -2,7 +2,7 @@
 
 Rank 0 looks at names and sizes, and all ranks at the bytes (``whole``). A damaged checkpoint is set
 aside under another name once an older one has proved whole. Where none has, nothing is touched: a
-run that began anew would write over what can perhaps be restored.
+run that began from scratch would write over what can perhaps be restored.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     if broken:
         raise ConfigError(
             f"no checkpoint in {run_dir} is whole: {'; '.join(why for _, why in broken)}; restore "
-            "these files, or start anew in another train.run_dir"
+            "these files, or start from scratch in another train.run_dir"
         )
     return None
 

@@ -26,7 +26,7 @@ Group = Sequence[Sample]
 class Draft:
     """One step's groups in the making.
 
-    What has been answered stays: when the engines fail, only the last round is asked anew.
+    What has been answered stays: when the engines fail, only the last round is asked again.
     """
 
     asked: Sequence[Prompt]

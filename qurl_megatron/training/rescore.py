@@ -135,7 +135,7 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
     samples = [one.sample for one in records]
     print(f"scoring {how_many(len(samples), 'response')} again by {checkpoint}", flush=True)
     fresh = _by_engine(checkpoint, scheme, samples, config, version)
-    actor = actor_scores(config, checkpoint, path, len(samples))
+    actor = actor_scores(config, checkpoint, path, len(samples), scheme=scheme)
     if isinstance(actor, int):
         return actor
     gaps = compared(records, fresh, actor)

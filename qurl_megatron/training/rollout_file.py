@@ -102,13 +102,13 @@ def read_rollouts(path: Path) -> list[Recorded]:
     """
     try:
         with reading(path):
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; train.save_rollouts=true keeps samples") from None
     return [_recorded(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _recorded(line: str, where: str) -> Recorded:
+def _recorded(line: bytes, where: str) -> Recorded:
     try:
         record = json.loads(line)
         prompt = {**record["prompt"]}

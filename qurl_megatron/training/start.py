@@ -152,7 +152,7 @@ def _lost(run_dir: Path, death: str) -> str:
     step, newest = 1, latest(run_dir)
     with suppress(ConfigError):  # no step has ended yet
         step += max(record.step for record in read_metrics(run_dir / "metrics.jsonl"))
-    cause = ", as Linux does where memory runs out (`dmesg` tells)" if "SIGKILL" in death else ""
+    cause = ", as Linux does where memory runs out (`dmesg` says so)" if "SIGKILL" in death else ""
     saved = f"the newest checkpoint is of step {_step(newest)}" if newest else "nothing is saved"
     return f"{death} in step {step}{cause}; {saved}: start the same command again"
 

@@ -333,7 +333,7 @@ def recipe_of(run_dir: Path) -> RunConfig:
         damage = "it ends too early" if ours and not text.endswith(END) else None
     except OSError as error:
         raise ConfigError(
-            f"{recipe} cannot be read ({error.strerror}); mend that, or set train.run_dir to a new "
+            f"{recipe} cannot be read ({error.strerror}); fix that, or set train.run_dir to a new "
             "folder"
         ) from None
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML

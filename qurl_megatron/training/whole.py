@@ -13,7 +13,7 @@ import torch.distributed as dist
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.filesystem import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, on_lead
-from qurl_megatron.weights.integrity import MEND, FileSum, damaged, read_record, wrong_size
+from qurl_megatron.weights.integrity import FIX, FileSum, damaged, read_record, wrong_size
 from qurl_megatron.weights.places import find_torch_dist
 
 
@@ -30,7 +30,7 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
         record = partial(_recorded, Path(path))
         folder, sums = on_lead(record, ranks, waiting_for=f"{key}={path}")
         if why := damage(folder, sums, ranks, key=key):
-            raise ConfigError(f"{why}; {MEND}")
+            raise ConfigError(f"{why}; {FIX}")
 
 
 def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: str) -> str | None:
@@ -68,5 +68,5 @@ def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
     folder = find_torch_dist(path) or path
     record = read_record(folder) or {}
     if wrong := wrong_size(folder, record):
-        raise ConfigError(f"{wrong}; {MEND}")
+        raise ConfigError(f"{wrong}; {FIX}")
     return folder, record

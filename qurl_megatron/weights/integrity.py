@@ -19,7 +19,7 @@ from qurl_megatron.errors import ConfigError, reading
 
 RECORD = "files.json"
 FORMAT = "qurl-files-1"
-MEND = "copy the checkpoint again, or name an older one"
+FIX = "copy the checkpoint again, or name an older one"
 """What a user can do about a damaged checkpoint that nothing is resumed from."""
 _CHUNK = 8 << 20
 
@@ -155,7 +155,7 @@ def refuse_damaged(folder: Path) -> None:
     """
     record = read_record(folder) or {}
     if wrong := wrong_size(folder, record) or damaged(folder, record, record):
-        raise ConfigError(f"{wrong}; {MEND}")
+        raise ConfigError(f"{wrong}; {FIX}")
 
 
 def to_disk(path: Path) -> None:

@@ -18,7 +18,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch, arch_of, read_config
 from qurl_megatron.weights.families import stage_ops
 from qurl_megatron.weights.hf_reader import FLOATS, HfReader
-from qurl_megatron.weights.integrity import MEND, RECORD, read_record, wrong_size
+from qurl_megatron.weights.integrity import FIX, RECORD, read_record, wrong_size
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import Op
 from qurl_megatron.weights.places import description_of, find_torch_dist
@@ -145,7 +145,7 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
         return Checkpoint(folder, folder, read_config(folder), arch_of(folder), HfReader(folder))
     described = Path(description) if description else description_of(folder)
     if wrong := wrong_size(megatron, read_record(megatron) or {}):
-        raise ConfigError(f"{wrong}; {MEND}")
+        raise ConfigError(f"{wrong}; {FIX}")
     config, arch = read_config(described), arch_of(described)
     return Checkpoint(megatron, described, config, arch, MegatronReader(megatron, arch))
 

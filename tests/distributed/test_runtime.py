@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.config import ParallelConfig
+from qurl_megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.runtime import cpu, filesystem, launch, megatron
@@ -83,6 +83,27 @@ def act_on_rank_0(folder) -> int:
 def test_what_comes_of_rank_0s_work_comes_to_every_rank(tmp_path):
     assert launch.launch(act_on_rank_0, (tmp_path,), 2) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"rank-0", "rank-1"}
+
+
+def halt_where_the_disk_is_full(device) -> None:
+    from qurl_megatron.training.guard import Collapse
+    from qurl_megatron.training.loop import _Run
+    from qurl_megatron.training.state import TrainState
+
+    def finish(state: TrainState) -> None:
+        raise ConfigError("report.html cannot be written")
+
+    recipe = RunConfig(model=ModelConfig(path="x"), data=DataConfig(task="chain_sum"))
+    with megatron_runtime(ParallelConfig(data=2)) as ranks:
+        lead = SimpleNamespace(happened=lambda step: {}, journal=SimpleNamespace(finish=finish))
+        mine = lead if ranks.leads else None
+        run = _Run(recipe, SimpleNamespace(ranks=ranks), None, None, mine, TrainState(3), 3)
+        with pytest.raises(Collapse, match="reward fell; report.html cannot.*; step 3 is saved"):
+            run._end(Collapse("reward fell"))
+
+
+def test_a_halted_run_says_so_on_every_rank_although_its_report_cannot_be_written(tmp_path):
+    run_on_ranks(halt_where_the_disk_is_full, 2, "gloo", tmp_path)
 
 
 # -- starting --------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_what_a_phase_takes_is_what_the_formulas_say(nccl, tmp_path):
 
 
 def engines_are_started(*_arguments) -> None:
-    """What engines would find in the trainer's hands: tells it, and ends the run."""
+    """What engines would find in the trainer's hands: reports it, and ends the run."""
     idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     raise ConfigError(f"idle: {idle} bytes")
 
@@ -108,7 +108,7 @@ def resume_until_engines_start(device, config) -> None:
         policy, _ = _build(Phases(), config, ranks)
         checkpoint.save(Path(config.train.run_dir), policy, TrainState(step=1), keep=1)
     prompts = mock.patch.object(loop, "read_prompts")  # of a model without a tokenizer
-    with mock.patch.object(loop, "Lead", engines_are_started), prompts as read:
+    with mock.patch.object(loop, "leading", engines_are_started), prompts as read:
         read.return_value = mock.Mock(remarks=list)
         loop.train(config, stop=False)
 

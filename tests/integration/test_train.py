@@ -268,7 +268,8 @@ def test_whatever_is_killed_nothing_is_left_and_it_goes_on_at_once(recipe, unint
         assert run.left() == []
     assert re.fullmatch(
         r"qurl: rank 1 was killed by SIGKILL in step \d, as Linux does where memory runs out "
-        r"\(`dmesg` tells\); the newest checkpoint is of step [23]: start the same command again\n",
+        r"\(`dmesg` says so\); the newest checkpoint is of step [23]: start the same command again"
+        r"\n",
         run.stderr(),
     )
     with run.process():
@@ -320,7 +321,7 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
     assert done.returncode == 2
     assert re.fullmatch(
         r"qurl: no checkpoint in \S+ is whole: \S+/step_000005/__\d_0\.distcp has changed since it "
-        r"was written: its checksum differs; restore these files, or start anew in another "
+        r"was written: its checksum differs; restore these files, or start from scratch in another "
         r"train\.run_dir\n",
         done.stderr,
     )

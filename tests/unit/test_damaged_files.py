@@ -1,4 +1,4 @@
-"""Whatever a file holds, its reader returns a value or the one error that a user can mend.
+"""Whatever a file holds, its reader returns a value or the one error that a user can fix.
 
 Each reader is given valid files, damaged in some hundred ways.
 """
@@ -30,6 +30,7 @@ from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.training.rollout_file import read_rollouts
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
 from qurl_megatron.weights.hf_reader import INDEX, HfReader
 from qurl_megatron.weights.integrity import RECORD, read_record, write_record, wrong_size
@@ -38,7 +39,7 @@ from qurl_megatron.weights.uaq import folded_scale
 from qurl_megatron.wire import manifest
 from tests.fuzz import damaged, damaged_bytes, examples
 
-MENDABLE = contextlib.suppress(ConfigError)  # all else fails the test
+FIXABLE = contextlib.suppress(ConfigError)  # all else fails the test
 
 RECIPE_TEXT = """
 [model]
@@ -66,7 +67,7 @@ def put(path, content: bytes):
 @given(content=damaged_bytes(RECIPE_TEXT.encode()))
 @examples(300)
 def test_recipes(place, content):
-    with MENDABLE:
+    with FIXABLE:
         load(put(place / "recipe.toml", content))
 
 
@@ -77,7 +78,7 @@ def test_the_recipe_that_a_run_keeps(place, content):
     now = load(put(place / "good.toml", RECIPE_TEXT.encode()))
     put(run / f"checkpoints/step_000001/{STATE}", b"{}")
     put(run / RECIPE, content)
-    with MENDABLE:
+    with FIXABLE:
         refuse_other_run(run, now)
     assert load(put(run / RECIPE, to_toml(now).encode())) == now
 
@@ -92,7 +93,7 @@ CHAT = {
 @examples(300)
 def test_lines_of_prompts(place, content):
     path = put(place / "prompts.jsonl", b'{"prompt": "a", "answer": "b"}\n' + content)
-    with MENDABLE:
+    with FIXABLE:
         for question in training_questions(DataConfig(path=str(path))):
             (question.text + question.answer).encode()
 
@@ -106,7 +107,7 @@ def _table() -> bytes:
 @given(content=damaged_bytes(_table()))
 @examples(200)
 def test_tables_of_prompts(place, content):
-    with MENDABLE:
+    with FIXABLE:
         training_questions(DataConfig(path=str(put(place / "prompts.parquet", content))))
 
 
@@ -122,7 +123,7 @@ HEADER = {
 def test_headers_of_safetensors(place, header):
     content = len(header).to_bytes(8, "little") + header + bytes(32)
     put(place / "weights/model.safetensors", content)
-    with MENDABLE:
+    with FIXABLE:
         reader = HfReader(place / "weights")
         for name in reader.names():
             reader.whole(name)
@@ -135,7 +136,7 @@ def test_indices_of_safetensors(place, index):
     content = len(header).to_bytes(8, "little") + header + bytes(32)
     put(place / "indexed/x.safetensors", content)
     put(place / "indexed" / INDEX, index)
-    with MENDABLE:
+    with FIXABLE:
         HfReader(place / "indexed")
 
 
@@ -163,7 +164,7 @@ QWEN2 = {
 @examples(300)
 def test_configs_of_models(place, content):
     put(place / "described/config.json", content)
-    with MENDABLE:
+    with FIXABLE:
         found = read_config(place / "described")
         folded_scale(found)
         read_arch(found)
@@ -192,7 +193,7 @@ QUANTIZED = {
 @examples(300)
 def test_configs_of_quantized_models(place, content):
     put(place / "quantized/config.json", content)
-    with MENDABLE:
+    with FIXABLE:
         read_quantization(read_config(place / "quantized"))
 
 
@@ -209,7 +210,7 @@ def test_configs_of_quantized_models(place, content):
 def test_manifests_of_converted_folders(place, content):
     put(place / "converted/config.json", b"{}")
     put(place / "converted" / MANIFEST, content)
-    with MENDABLE:
+    with FIXABLE:
         read_manifest(place / "converted")
         verify(place / "converted")
 
@@ -237,7 +238,7 @@ def test_manifests_of_converted_folders(place, content):
 @examples(300)
 def test_manifests_of_published_versions(place, content):
     put(place / "v000003" / manifest.MANIFEST, content)
-    with MENDABLE:
+    with FIXABLE:
         manifest.Manifest.read(place / "v000003")
 
 
@@ -246,11 +247,35 @@ def test_manifests_of_published_versions(place, content):
 def test_metrics(place, content):
     line = b'{"step": 1, "time": 1.0, "metrics": {"a": 1.0}}\n'
     path = put(place / "metrics.jsonl", line + content + b"\n" + line)
-    with MENDABLE:
+    with FIXABLE:
         read_metrics(path)
-    with MENDABLE:
+    with FIXABLE:
         JsonlSink(path, resume_step=2).close()
         assert path.read_bytes().startswith(line)
+
+
+ROLLOUT = {
+    "prompt": {"index": 4, "input_ids": [5, 6], "text": "q", "answer": "6", "metadata": {}}
+    | {"turns": [{"role": "user", "content": "q"}]},
+    "response_ids": [7, 8],
+    "behaviour_log_probs": [-1.0, -2.0],
+    "proximal_log_probs": [-1.5, None],
+    "finish_reason": "stop",
+    "versions": [1, None],
+    "text": "a",
+    "reward": 0.5,
+}
+
+
+@given(content=damaged(ROLLOUT))
+@examples(300)
+def test_samples_of_a_step(place, content):
+    line = json.dumps(ROLLOUT).encode() + b"\n"
+    path = put(place / "step_000003.jsonl", line)
+    assert len(read_rollouts(path)) == 1
+    put(path, line + content)
+    with FIXABLE:
+        read_rollouts(path)
 
 
 @given(content=damaged({"lane": "engines", "name": "x", "step": 1, "start": 1.0, "end": 2.0}))
@@ -258,9 +283,9 @@ def test_metrics(place, content):
 def test_timelines(place, content):
     line = b'{"lane": "a", "name": "x", "step": 1, "start": 1.0, "end": 2.0}\n'
     path = put(place / "timeline.jsonl", line + content + b"\n" + line)
-    with MENDABLE:
+    with FIXABLE:
         read_timeline(path)
-    with MENDABLE:
+    with FIXABLE:
         Timeline(path, resume_step=2).close()
 
 
@@ -272,7 +297,7 @@ def test_timelines(place, content):
 @examples(300)
 def test_states_of_runs(place, content):
     put(place / STATE, content)
-    with MENDABLE:
+    with FIXABLE:
         state = TrainState.read(place)
         assert state.step >= 0
         state.summary(right_or_wrong=True)
@@ -287,7 +312,7 @@ def test_states_of_runs(place, content):
 @examples(300)
 def test_records_of_checksums(place, content):
     put(place / "recorded" / RECORD, content)
-    with MENDABLE:
+    with FIXABLE:
         wrong_size(place / "recorded", read_record(place / "recorded"))
 
 
@@ -312,7 +337,7 @@ def test_tables_of_megatron_checkpoints(place, megatron):
     @examples(400)
     def check(content):
         put(folder / ".metadata", content)
-        with MENDABLE:
+        with FIXABLE:
             reader = TorchDistReader(folder)
             for key in reader.keys():  # noqa: SIM118  not a dict
                 reader.read(key, Slice((0, 0), (1, 3)))
@@ -329,7 +354,7 @@ def test_chunks_of_megatron_checkpoints(place, megatron):
     @examples(300)
     def check(content):
         put(folder / "__0_0.distcp", content)
-        with MENDABLE:
+        with FIXABLE:
             TorchDistReader(folder).read("k0", Slice((0, 0), (1, 3)))
 
     check()

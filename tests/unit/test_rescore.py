@@ -6,7 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError, unscored
+from qurl_megatron.training.fresh_scores import actor_recipe
 from qurl_megatron.training.rescore import compared, verdict
 from qurl_megatron.training.rollout_file import Recorded, path_of, read_rollouts, write_rollouts
 from qurl_megatron.types import Prompt, Sample
@@ -50,6 +52,18 @@ def test_a_damaged_line_is_named(tmp_path, damage, message):
     path.write_text(damage(path.read_text()))
     with pytest.raises(ConfigError, match=message):
         read_rollouts(path)
+
+
+def test_the_actor_is_aligned_as_the_run_was_and_no_longer_since_the_guard_fell_back(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[quant]\nscheme = "int8"\n'
+        '[train]\nalign = "full"\n'
+    )
+    config = load(recipe)
+    aligned, fallen_back = (actor_recipe(config, tmp_path, 6, one) for one in ("int8", "none"))
+    assert (aligned.train.align, fallen_back.train.align) == ("full", "none")
+    assert 6 % aligned.train.micro_batch == 0 and aligned.model.path == str(tmp_path)
 
 
 def arrays(*rows):

@@ -368,7 +368,7 @@ def test_who_need_not_submit_again_is_not_told_to(decision, follows, tmp_path, c
     attempted(tmp_path, code=137, decision=decision)
     assert main(["slurm", "logs", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert ("on the node tells; the run goes on by itself" in said) == follows
+    assert ("on the node says so; the run goes on by itself" in said) == follows
     assert ("submit again" in said) != follows
 
 

@@ -220,7 +220,7 @@ def test_a_dry_cancel_says_what_slurm_would_be_told_and_tells_it_nothing(
     capsys.readouterr()
     assert main(["slurm", "cancel", "run", "--dry-run"]) == 0
     *told, last = capsys.readouterr().out.splitlines()
-    assert last == "--dry-run: Slurm was told nothing"
+    assert last == "--dry-run: nothing was asked of Slurm"
     assert slurm.called == [*before, "squeue --me --json"]
     assert main(["slurm", "cancel", "run"]) == 0
     assert slurm.called[-len(told) :] == told
