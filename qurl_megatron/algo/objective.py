@@ -16,7 +16,7 @@ Shapes: N = response tokens of a microbatch, R = its responses.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -64,9 +64,13 @@ class Limits:
 
     @classmethod
     def of(cls, *settings: object) -> "Limits":
-        """Each number from the section of settings that has it."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{n: getattr(one, n) for n in names for one in settings if hasattr(one, n)})
+        """Each number from the one section of settings that has it."""
+        found: dict[str, Any] = {}
+        for field in fields(cls):
+            sections = [one for one in settings if hasattr(one, field.name)]
+            assert len(sections) == 1, f"{field.name} stands in {len(sections)} sections"
+            found[field.name] = getattr(sections[0], field.name)
+        return cls(**found)
 
 
 DEFAULT = Limits()

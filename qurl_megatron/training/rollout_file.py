@@ -64,11 +64,15 @@ def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) ->
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        for index, sample in enumerate(samples):
-            # A table's metadata may hold what JSON has no word for, such as dates.
-            file.write(json.dumps(_record(sample, proximal.get(index)), default=str) + "\n")
-    aside.rename(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            for index, sample in enumerate(samples):
+                # A table's metadata may hold what JSON has no word for, such as dates.
+                file.write(json.dumps(_record(sample, proximal.get(index)), default=str) + "\n")
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
