@@ -20,6 +20,7 @@ from qurl_megatron.algo import (
     token_weights,
     value_loss,
 )
+from qurl_megatron.config import CorrectionConfig
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.sections import AlgoConfig
 
@@ -80,7 +81,7 @@ def train_on(
     value = objective_terms(
         *(current, proximal, behaviour, advantages),
         kind=algo.objective,
-        limits=Limits.of(algo),
+        limits=Limits.of(algo, CorrectionConfig()),
         ratio=algo.ratio,
         surrogate=algo.surrogate,
         owners=owners,
