@@ -25,6 +25,13 @@ T = TypeVar("T")
 WAIT = timedelta(hours=2)
 """How long a rank waits for another before it gives up on it; rollouts take longest. NCCL's too."""
 
+WARN_IN_VAIN = (
+    "rerun_state_machine",  # of its own creation, in every process
+    "models.gpt.gpt_model",  # 0.19: the class is deprecated
+    "distributed.distributed_data_parallel",  # 0.19: it works a layout out by itself
+)
+"""Parts of Megatron-Core whose warnings the user of a run can do nothing about."""
+
 
 class RankLost(Exception):
     """Another rank is gone, or has kept this one waiting for too long."""
@@ -97,10 +104,8 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
     device = _device()
     if device.type == "cpu":
         cpu.install()
-    # It reports its own creation as a warning, in every process.
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
-    # GPTModel is deprecated (0.19): nothing that the user of a run could do.
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    for part in WARN_IN_VAIN:
+        logging.getLogger(f"megatron.core.{part}").setLevel(logging.ERROR)
     from megatron.core import parallel_state, tensor_parallel
 
     if started_here:
