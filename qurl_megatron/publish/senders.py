@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from qurl_megatron.config import RolloutConfig, SyncConfig
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.runtime.megatron import share
@@ -85,7 +86,5 @@ def run_token(run_dir: Path) -> str:
     file = run_dir / ".token"
     if not file.is_file():
         run_dir.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".tmp")
-        aside.write_text(secrets.token_hex(6), encoding="utf-8")
-        aside.rename(file)
+        write_whole(file, secrets.token_hex(6))
     return file.read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.wire.schema import flag, seconds, shortened, text
 
@@ -45,9 +46,7 @@ class Owner:
             secret = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
             if not secret:
                 secret = secrets.token_hex(16)
-                aside = file.with_suffix(".tmp")
-                aside.write_text(secret, encoding="ascii")
-                aside.rename(file)
+                write_whole(file, secret)
         except OSError as error:
             raise ConfigError(f"{file} cannot be read or written: {error.strerror}") from None
         return Owner(_digest(f"{secret}{folder}"), f"{folder} on {socket.gethostname()}")

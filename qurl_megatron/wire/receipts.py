@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.wire.message import Receipt
 from qurl_megatron.wire.schema import shortened
@@ -20,10 +21,8 @@ def leave(folder: Path, receipt: Receipt) -> None:
         ConfigError: it cannot be written there.
     """
     path = folder / _name(receipt.session, receipt.rank)
-    aside = path.with_suffix(".tmp")
     try:
-        aside.write_text(receipt.to_json(), encoding="utf-8")
-        aside.rename(path)
+        write_whole(path, receipt.to_json())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror}); trainer and engines must share that "

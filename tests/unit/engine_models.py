@@ -72,7 +72,8 @@ def random_tensors(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     slots = Decoder(read_arch(read_config(folder)), "none", torch.float32, CPU).slots
     return {
-        name: torch.randn(slot.shape, generator=generator) * 0.3 + name.endswith("norm.weight")
+        name: torch.randn(slot.target.shape, generator=generator) * 0.3
+        + name.endswith("norm.weight")
         for name, slot in slots.items()
     }
 

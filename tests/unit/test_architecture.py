@@ -99,7 +99,7 @@ def test_rollout_knows_no_megatron_and_the_model_no_engine():
 def test_what_travels_into_an_engine_imports_next_to_nothing():
     """SGLang's environment has no Megatron, and none of what only a trainer needs."""
     packages = {"torch", "numpy", "orjson", "safetensors", "xxhash"}
-    ours = {"errors", "tensors", "wire"}
+    ours = {"disk", "errors", "tensors", "wire"}
     helpers = {f"runtime.{name}" for name in ("children", "filesystem", "network", "undertaker")}
     for file in ROOT.glob("wire/*.py"):
         for module in imports(file):

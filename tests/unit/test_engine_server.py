@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from qurl_megatron.engines.embedded import engine
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import LOADER, Message, payload
 from tests.unit.engine_models import (
     LiveServer,
@@ -337,6 +339,26 @@ def test_weights_come_in_a_session_that_is_opened_once(live):
     live.client.begin_weight_update()  # a trainer takes over what a dead one left
     assert live.post("/update_weights_from_tensor", body).json()["success"]
     live.client.end_weight_update()
+
+
+def test_weights_from_a_folder_end_a_session_that_is_under_way(live, folder, tmp_path):
+    tensors = published_tensors(random_tensors(folder, seed=6), "int8")
+    sender = FilesSender(tmp_path / "versions", "tp0", leads=True, receipt_wait_s=0.2)
+    sender.begin(1)
+    blob = sender.put(0, [Shard.whole(name, value) for name, value in tensors.items()])
+
+    def say(action: str, index: int, *blobs) -> None:
+        transport = sender.describe("one")
+        [text] = payload([Message(action, "three", 1, index, transport, blobs)])
+        live.client.update_weights_from_tensor([text], LOADER)
+
+    live.client.begin_weight_update()
+    say("bucket", 0, blob)
+    live.client.update_weights_from_disk(folder, "back")
+    say("check", 1)
+    [receipt] = sender.receipts("three", 1)
+    assert "no receipt" in receipt.error
+    sender.close()
 
 
 def test_a_retracted_batch_does_not_keep_the_cache_from_being_flushed(live):

@@ -37,7 +37,6 @@ class Slot:
     """Where one named tensor goes, and what it must look like."""
 
     target: Tensor  # a view
-    shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
 
@@ -140,10 +139,10 @@ class Decoder:
                 )
         for name, slot in self.slots.items():
             tensor = tensors[name]
-            if tuple(tensor.shape) != slot.shape or tensor.dtype not in slot.dtypes:
+            if tensor.shape != slot.target.shape or tensor.dtype not in slot.dtypes:
                 raise ConfigError(
                     f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, the engine's is "
-                    f"{' or '.join(map(str, slot.dtypes))} {list(slot.shape)}"
+                    f"{' or '.join(map(str, slot.dtypes))} {list(slot.target.shape)}"
                 )
             if name.endswith("_scale") and not bool((tensor.isfinite() & (tensor > 0)).all()):
                 raise ConfigError(f"tensor {name} holds scales that are not positive and finite")
@@ -210,10 +209,10 @@ class Decoder:
         start = 0
         for module, shape in shapes.items():
             part = slice(start, start + shape[0])
-            self.slots[f"{module}.weight"] = Slot(weight[part], shape, sent)
+            self.slots[f"{module}.weight"] = Slot(weight[part], sent)
             if scale is not None:
                 name = f"{module}.weight_scale"
-                self.slots[name] = Slot(scale[part, None], self._shape(name), (torch.float32,))
+                self.slots[name] = Slot(scale[part, None], (torch.float32,))
             start += shape[0]
         return Matrix(self.scheme, weight, scale)
 
@@ -222,7 +221,7 @@ class Decoder:
         rows = [self._shape(name)[0] for name in names]
         bias = torch.empty(sum(rows), dtype=self.dtype, device=self.device)
         for name, part in zip(names, bias.split(rows), strict=True):
-            self.slots[name] = Slot(part, self._shape(name), FLOATS)
+            self.slots[name] = Slot(part, FLOATS)
         return bias
 
     def _qk_norm(self, prefix: str) -> Tensor:
@@ -233,13 +232,13 @@ class Decoder:
         )
         for name, part in (("q_norm", norm[0]), ("k_norm", norm[arch.heads])):
             name = f"{prefix}{name}.weight"
-            self.slots[name] = Slot(part, self._shape(name), FLOATS)
+            self.slots[name] = Slot(part, FLOATS)
         return norm
 
     def _float(self, name: str) -> Tensor:
         shape = self._shape(name)
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.slots[name] = Slot(tensor, shape, FLOATS)
+        self.slots[name] = Slot(tensor, FLOATS)
         return tensor
 
 

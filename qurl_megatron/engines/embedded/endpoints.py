@@ -392,9 +392,12 @@ class _Handlers:
                 tensors, found = await run_in_threadpool(read_weights, Path(path), self.decoder)
                 name = str(version if version is not None else path if found is None else found)
                 recompute = bool(body.get("flush_cache"))
-                await asyncio.wrap_future(
-                    self.worker.call(lambda e: e.update(tensors, name, recompute=recompute))
-                )
+
+                def update(engine: Engine) -> None:
+                    engine.update(tensors, name, recompute=recompute)
+                    self._end.forget()
+
+                await asyncio.wrap_future(self.worker.call(update))
             except (ConfigError, OSError) as error:
                 return _outcome(str(error), success=False)
             self.model_path = path
@@ -420,7 +423,7 @@ class _Handlers:
             raise ConfigError("serialized_named_tensors must be a list of one text: one rank's")
         if not self._open:
             return _outcome("No weight-update session is open.", success=False)
-        message = message_in(parts[0])
+        message = await run_in_threadpool(message_in, parts[0])  # may be megabytes
 
         def take(engine: Engine) -> None:
             with torch.inference_mode():  # as the weights were made
