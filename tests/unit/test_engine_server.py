@@ -19,6 +19,7 @@ from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import LOADER, Message, payload
 from tests.unit.engine_models import (
     LiveServer,
+    published_tensors,
     random_tensors,
     write_model,
     write_version,
