@@ -256,7 +256,7 @@ def _serialized(named: Named) -> tuple[str, Tensor]:
         size = value.nbytes
         metadata.append(FlattenedTensorMetadata(name, value.shape, value.dtype, start, end, size))
     flat = torch.cat([value.flatten().view(torch.uint8) for _, value in named])
-    mp.set_sharing_strategy("file_system")  # the engine is no child of this process
+    mp.set_sharing_strategy("file_system")  # the engine is not a child of this process
     out = io.BytesIO()
     with _importable():
         ForkingPickler(out).dump({"flattened_tensor": flat, "metadata": metadata})

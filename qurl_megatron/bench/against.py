@@ -1,4 +1,4 @@
-"""Is this record slower than that one? Exit code 0: no, 1: yes, 3: it cannot be told.
+"""Is this record slower than that one? Exit code 0: no, 1: yes, 3: no verdict.
 
 Times, and rates, are first divided by the yardstick of their own repeat, which takes out what the
 whole machine did at that moment. Then every new repeat is set against every old one; the median of
@@ -13,7 +13,7 @@ down comes in bursts, which neighbouring repeats share and the rank test takes f
 leaves the quickest repeats alone, so a regression must show there, too. **Equal** excludes
 ``SMALLEST`` and more. In between nothing is claimed. Cases of one name are compared where all their
 keys agree, and figures that are neither better high nor low are left out. Of times nothing is said
-where the yardsticks, or the rates at which memory was read, tell of two different machines.
+where the yardsticks, or the rates at which memory was read, show two different machines.
 """
 
 import itertools
@@ -145,7 +145,7 @@ def _memories_differ(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def _judged(old: Case, new: Case) -> list[str]:
-    """Names of all figures but those that are only told, in either record."""
+    """Names of all figures but those that are only reported, in either record."""
     every = [*old.figures, *new.figures]
     told = {figure.name for figure in every if figure.better is None}
     return [name for name in dict.fromkeys(figure.name for figure in every) if name not in told]
@@ -223,7 +223,7 @@ def _figure(
     case: str, figure: Figure, old: list[float], new: list[float], looked_at: int, differ: str
 ) -> Compared:
     ratio, low, high = (math.exp(x) for x in shift(old, new, CONFIDENCE))
-    surely = math.exp(shift(old, new, 1 - (1 - ALARM) / looked_at)[1])  # 0: too few to tell
+    surely = math.exp(shift(old, new, 1 - (1 - ALARM) / looked_at)[1])  # 0: too few for a verdict
     least = min(ratio, math.exp(_quickest(new) - _quickest(old)))
     noise = math.exp(NOISE * max(_spread(old), _spread(new)))
     why = differ if is_time(figure.unit) else ""

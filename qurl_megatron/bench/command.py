@@ -48,7 +48,7 @@ def measure(
     """Run one benchmark.
 
     Args:
-        words: the command that the record tells, behind ``qurl``; default: that of this process.
+        words: the command that the record gives, behind ``qurl``; default: that of this process.
 
     Raises:
         ConfigError: it cannot be run here, or with these options.

@@ -260,7 +260,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-convert-") as folder:
         bench = Bench(Path(folder), options.peers, options.repeats)
         for name in (name for name, found in bench.peers.items() if not found):
-            progress(f"{name} is not installed: the benchmark goes on without it")
+            progress(f"{name} is not installed: the benchmark continues without it")
         startup = bench.conversions("tiny", TASKS)
         wholes = {options.model: (TASKS, True)} | {
             model: (GROWTH, False) for model in options.sizes if model != options.model

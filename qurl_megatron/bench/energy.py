@@ -1,8 +1,8 @@
 """Joules, where the machine reports them: RAPL for packages and memory, NVML for GPUs.
 
 Linux shows RAPL's counters, Intel's and AMD's alike, as folders of /sys/class/powercap. A counter
-only grows, until it has reached ``max_energy_range_uj``, minutes later, and begins anew: so
-``Meter`` reads it every second while a run goes on. Joules are the whole machine's, other processes
+only grows, until it has reached ``max_energy_range_uj``, minutes later, and begins again at 0:
+so ``Meter`` reads it every second during a run. Joules are the whole machine's, other processes
 included.
 """
 
@@ -23,14 +23,14 @@ EVERY_S = 1.0
 
 
 class NoEnergy(Exception):
-    """Why there are no joules, for who reads the record."""
+    """Why there are no joules, for the record's reader."""
 
 
 @dataclass(frozen=True)
 class JouleCounter:
     name: str
     read: Callable[[], float]  # joules, from some moment on
-    wraps_at: float = math.inf  # joules after which it begins anew
+    wraps_at: float = math.inf  # joules after which it begins again at 0
 
 
 def found(root: Path = POWERCAP) -> tuple[list[JouleCounter], list[str]]:
@@ -158,7 +158,7 @@ class Meter:
         for counter in self._counters:
             try:
                 value = counter.read()
-            except Exception as error:  # drivers have errors of their own; the run must go on
+            except Exception as error:  # drivers have errors of their own; the run must continue
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
                 self.failed = f"{counter.name} failed: {why}"
                 return

@@ -1,7 +1,7 @@
 """What a benchmark ran on: hardware, versions, commit, load, and what the machine can do at most.
 
 The limits are measured, not read off a data sheet: the rate at which all cores together read
-memory, and the fastest matrix products of each number format. A figure beside them tells how much
+memory, and the fastest matrix products of each number format. A figure beside them shows how much
 there is left to gain.
 """
 
@@ -44,10 +44,10 @@ TIMES = 5  # the fastest counts
 
 
 def environment(repository: Path | None = None) -> dict[str, Any]:
-    """All but the limits, which need torch: what can be told at once.
+    """All but the limits, which need torch: what is known at once.
 
     Args:
-        repository: whose commit is told; default: the one this file lies in.
+        repository: whose commit is given; default: the one this file lies in.
     """
     cpuinfo = _cpuinfo()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -78,7 +78,7 @@ def beside(environment: dict[str, Any]) -> list[str]:
 
 
 def started() -> str:
-    """Now, as a record tells it."""
+    """Now, as a record writes it."""
     return datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
 
 
@@ -110,7 +110,7 @@ def commit(folder: Path) -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and memory of each, as NVML tells; empty where there is none."""
+    """Name and memory of each, as NVML reports them; empty where there is none."""
     try:
         import pynvml
     except ImportError:

@@ -113,14 +113,14 @@ def _bury_but(spared: set[int]) -> None:
     """Take the statuses of children that have ended, but those that somebody here waits for."""
     children = psutil.Process().children()
     ended = {child.pid for child in children if child.status() == psutil.STATUS_ZOMBIE} - spared
-    # Nothing tells a child that was adopted from our own, so we ask who holds the number.
+    # Nothing tells an adopted child from our own, so we ask who holds the number.
     for pid in ended - _waited_for() if ended else ():
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
 
 
 def _waited_for() -> set[int]:
-    """Numbers of the processes whose exit codes objects of this process are to tell."""
+    """Numbers of the processes whose exit codes objects of this process are to report."""
     tell = (subprocess.Popen, multiprocessing.popen_fork.Popen)
     return {it.pid for it in gc.get_objects() if issubclass(type(it), tell) and hasattr(it, "pid")}
 
@@ -161,5 +161,5 @@ def _local_port(url: str) -> int | None:
     parts = urlsplit(url)
     try:
         return parts.port if parts.hostname in LOCAL else None
-    except ValueError:  # no number; whoever asks this engine says so
+    except ValueError:  # not a number; the code that asks this engine says so
         return None

@@ -1,6 +1,6 @@
 """docs/performance.md, made from the records in docs/results.
 
-``python -m qurl_megatron.bench.performance`` writes it anew; a test holds it equal to ``rendered``.
+``python -m qurl_megatron.bench.performance`` rewrites it; a test holds it equal to ``rendered``.
 """
 
 import sys
@@ -45,7 +45,7 @@ qurl bench all                                      # a short form of each, in r
 `--against` compares only what was measured alike: the same hardware, and cases with the same model,
 tokens, steps and threads. No time is judged where the machine read its memory at rates more than
 15 % apart, as other guests of a host make it: then measure both again, one after the other.
-`qurl bench all` names what cannot be run on this machine, goes on with the rest, and leaves with
+`qurl bench all` names what cannot be run on this machine, continues with the rest, and ends with
 exit code 0 where at least one benchmark ran, otherwise with 2, as after any mistake in the input.
 
 The comparison is unpaired, for two records share no rounds: each repeat is divided by the yardstick
@@ -186,7 +186,7 @@ def _remarks(cases: list[Case]) -> list[str]:
 
 
 def _engine(case: Case) -> str:
-    """What the engine of a load says that it is, for a URL does not tell; or ""."""
+    """What the engine of a load says that it is, for a URL does not say it; or ""."""
     identity = case.notes.get("identity", {})
     if "version" not in identity:
         return ""

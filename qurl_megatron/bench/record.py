@@ -29,10 +29,10 @@ REASONS = {
     "failed": "it ended with an error; its note says which",
     "client-bound": "the load generator was too slow to see what the engine can do",
     "wrong requests": "another load generator did not send what it was asked to",
-    "wrong lengths": "responses came back longer or shorter than they were told to be",
+    "wrong lengths": "responses came back longer or shorter than was asked for",
     "cache hits": "prompts that nobody had sent were in the engine's cache",
     "failed requests": "requests failed; their tokens are not counted, their time is",
-    "preempted requests": "the engine took requests back for lack of room, and computed them anew",
+    "preempted requests": "the engine took requests back for lack of room, and computed them again",
     "requests waited": "the engine had no room for all requests of a batch at once",
     "identical samples": "samples of one prompt are the same, so the engine did not sample each",
     "failed publication": "a new version of the weights did not reach the engine",
@@ -47,7 +47,7 @@ class Figure:
 
     name: str
     unit: str
-    better: Literal["higher", "lower"] | None  # None: only told, never compared
+    better: Literal["higher", "lower"] | None  # None: only reported, never compared
     repeats: list[float]
     limit: float | None = None  # what the machine allows, in the same unit
     limit_of: str = ""  # what sets the limit: "DRAM bytes", "INT8 products", ...

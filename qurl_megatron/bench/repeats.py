@@ -4,7 +4,7 @@ A machine is never quite the same twice: it warms up, and others use it. So cand
 measured one after another in rounds, each round in the opposite order of the last (A B, B A, ...),
 which gives a slow drift to all alike. Beside every repeat stands the **yardstick**, the seconds of
 a short piece of work that never changes. Where the yardstick takes longer than it can, something
-else used the machine, and the repeat is no measurement of ours.
+else used the machine, and the repeat does not measure us.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def interleaved(
         warm_up: rounds before those that count.
         measure: seconds of fixed work, called right before and after each call; the mean is
             kept. Default: ``yardstick``.
-        seen: told of each call that counts, e.g. to show how far it is.
+        seen: called with the name and result of each call that counts, e.g. to show progress.
     """
     measure = measure or yardstick
     names = list(candidates)
@@ -92,7 +92,7 @@ class _Shortest:
 def yardstick() -> float:
     """Seconds of hashing a MiB on one core, about 1 ms; the shortest of ten.
 
-    It is arithmetic in registers and the first cache, and tells how fast the machine is at all: its
+    It is arithmetic in registers and the first cache, and shows how fast the machine is at all: its
     clock, and what its host leaves it. Copies in memory, and Python, vary by a quarter from one
     second to the next on a machine that does nothing else. On all cores at once it would measure
     the threads of what came before, which spin for a while. It needs no torch: a parent that

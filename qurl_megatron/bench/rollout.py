@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             one = replace(subject, sender=sender)
             repeats = found[one.name]
             cases.append(case_of(plan, one, repeats, bounds, changed[name], before[name]))
-    # The record tells the limits of what the engines ran on.
+    # The record has the limits of what the engines ran on.
     options.device = "cuda" if gpu and "cuda" in devices else "cpu"
     return cases
 
@@ -252,7 +252,7 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
     """Every engine in every scheme; tensor sizes are SGLang's."""
     if options.guidellm and options.publish_every:
         raise ConfigError(
-            "--guidellm cannot go with --publish-every: it does not tell which weights made a "
+            "--guidellm cannot go with --publish-every: it does not say which weights made a "
             "token; leave one of them out"
         )
     found = []
@@ -517,7 +517,7 @@ def _unmeasured(subject: Subject, device: str, gpu: str | None) -> str:
 
 
 def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
-    """A figure per quantity. One that only some repeats have is told and not compared: repeats are
+    """A figure per quantity. One that only some repeats have is reported, not compared: repeats are
     compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = load_figures.tokens(outcomes[0].answers)

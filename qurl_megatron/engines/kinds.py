@@ -29,7 +29,7 @@ class EngineKind:
     """Started by a run, it has no weights before the first version."""
 
     repeats: bool
-    """Computes a response bit for bit alike, whoever shares its batch. So it gets its whole share
+    """Computes a response bit for bit alike, whatever shares its batch. So it gets its whole share
     of the prompts at once and queues them by itself, and a run repeats."""
 
     shares_prefixes: bool

@@ -6,8 +6,8 @@ for a receipt, and only where every rank's is clean does the trainer let the eng
 
 An exception here would end SGLang's scheduler, and with it every request. So whatever goes wrong is
 remembered, the first cause first, and reported in the receipt. The rest of such a session is
-fetched, because a sender may be waiting for that, and dropped; the next session starts afresh, and
-a whole one repairs whatever a broken one left.
+fetched, because a sender may be waiting for that, and dropped; the next session starts from
+scratch, and a whole one repairs whatever a broken one left.
 
 Messages are JSON, and bytes are only ever viewed as numbers: nothing is unpickled here.
 """

@@ -2,7 +2,7 @@
 
 A wrong token or log-prob crashes nothing, it biases the gradient; so nothing is rounded, cut or
 guessed here. Ids are integers of the vocabulary, a log-prob is one that a sampled token can have,
-and every token tells which version of this run's weights it came from.
+and every token says which version of this run's weights it came from.
 
 There are millions of tokens a step: each passes through C loops alone, and is looked at one by one
 only to say what was wrong.
@@ -260,7 +260,7 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
 
 
 def _cut_by_an_update(meta: dict, rules: Rules) -> bool:
-    """True where the one version that older SGLang tells is of an update that came in between.
+    """True where the one version that older SGLang reports is of an update that came in between.
 
     That is the name of the moment, and says nothing of the tokens: they are older.
     """
@@ -310,7 +310,7 @@ def _has_bool(given: Sequence, places: np.ndarray) -> bool:
 
 def _versions(meta: dict, count: int, rules: Rules) -> Versions:
     """Of an answer's tokens, from the spans of a request that may have seen several."""
-    if "weight_versions" not in meta:  # older SGLang tells the last one only
+    if "weight_versions" not in meta:  # older SGLang reports the last one only
         spans = [{"version": meta["weight_version"], "start": 0, "end": count}]
     else:
         spans = meta["weight_versions"]

@@ -5,7 +5,7 @@ requests can wait, and be given up, without a thread each. Every failure is an E
 names the engine, the endpoint and the cause.
 
 Both go over an event loop, because only there one limit holds for a whole exchange: a socket's own
-begins anew with every byte, and whoever sends one now and then would be waited for without end.
+starts again with every byte, so a peer that sends one now and then would be waited for forever.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class EngineError(Foreseen, RuntimeError):
     def __init__(self, message: str, *, status: int | None = None, faulty: bool = False) -> None:
         super().__init__(message)
         self.status = status  # of the HTTP answer, where there was one
-        self.faulty = faulty  # it answered, and what it said cannot be: it is not to be believed
+        self.faulty = faulty  # it answered, and what it said cannot be true: do not believe it
 
     def of(self, purpose: str) -> "EngineError":
         """The same, as the failure of something larger."""
@@ -110,7 +110,7 @@ class EngineClient:
             raise EngineError(f"{url} is not an engine URL: {error}") from None
 
     def close(self) -> None:
-        """Ask nothing more: the engine has left, or another process has its place."""
+        """Send nothing more: the engine has left, or another process has its place."""
         self._closed = True
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
@@ -133,7 +133,7 @@ class EngineClient:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def weight_version(self) -> str:
-        # Not from server_info, where SGLang tells what it was started with.
+        # Not from server_info, where SGLang says what it was started with.
         info = self._first(("/model_info", "/get_model_info"), CONTROL_TIMEOUT_S)
         version = info.get("weight_version")
         if version is None:
@@ -141,7 +141,7 @@ class EngineClient:
         return shortened(str(version))
 
     def get(self, endpoint: str, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
-        """What another server than ours may tell at an endpoint of its own."""
+        """What a server that is not ours may report at an endpoint of its own."""
         return self._object("GET", endpoint, None, timeout_s)
 
     def load(self) -> Load:
@@ -279,7 +279,7 @@ class EngineClient:
         self._request("POST", "/release_memory_occupation", {"tags": tags and list(tags)})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take the device memory back; its contents are to be written anew."""
+        """Take the device memory back; its contents have to be written again."""
         self._request("POST", "/resume_memory_occupation", {"tags": tags and list(tags)})
 
     def _first(self, endpoints: Sequence[str], timeout_s: float) -> dict:

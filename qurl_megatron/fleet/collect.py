@@ -51,7 +51,7 @@ POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
 
 Finished = Callable[[list[Sample]], None]
-"""What is told of a prompt's samples; it must return at once, for the engines wait meanwhile."""
+"""Called with a prompt's samples; it must return at once, for the engines wait meanwhile."""
 
 
 def collect(
@@ -181,7 +181,7 @@ class _Item:
             self.failed(f"it was aborted by the engine: {part.message}")
 
     async def converse(self, turns: Turns) -> None:
-        """Go on to the next turn, or finish.
+        """Begin the next turn, or finish.
 
         Raises:
             ConfigError, RuntimeError: as ``Turns.after``.
@@ -265,7 +265,7 @@ class _Collection:
     ) -> None:
         self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
         self.turns, self.most_turns = turns, turns.most if turns else 1
-        # With the environment: items, and the engine to go on with.
+        # With the environment: items, and the engine to continue with.
         self.talks: dict[asyncio.Task, tuple[list[_Item], EngineRecord | None]] = {}
         self.group_of = {item: group for group in groups for item in group}
         self.config = fleet.config
@@ -394,7 +394,7 @@ class _Collection:
 
     def _tell(self, items: list[_Item]) -> None:
         """Of the groups that are whole now. A finished item travels no more, so a group is whole
-        for the first time when its last item comes in: it is told once."""
+        for the first time when its last item comes in: it is reported once."""
         if self.finished is None:
             return
         for group in {id(group): group for group in (self.group_of[i] for i in items)}.values():
@@ -473,7 +473,7 @@ class _Collection:
         self._wait_for_engine(rest, patience)
 
     async def _fail(self, flight: _Flight, error: EngineError) -> None:
-        # One that says what cannot be, or does not let us in, says nothing of the request. But
+        # One that says what cannot be true, or refuses our key, says nothing of the request. But
         # where nothing is published it is back at once, and would get it again without end.
         if self.fleet.fixed or not (error.faulty or error.refused):
             for item in flight.items:
@@ -500,6 +500,6 @@ class _Collection:
         for _, flight in flights:
             self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
         for engine in {flight.engine for _, flight in flights if not flight.lost}:
-            # Dead or deaf: the error that brought us here says more.
+            # Dead or hung: the error that brought us here says more.
             with contextlib.suppress(EngineError):
                 await asyncio.to_thread(engine.api.abort, f"{self.tag}-")

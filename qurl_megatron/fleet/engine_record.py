@@ -56,7 +56,7 @@ class EngineRecord:
     tokens: int = 0  # received from it
     failures: int = 0  # grows whenever its requests are given up
     failed_updates: int = 0  # in a row
-    condemned: bool = False  # ours, and it said what cannot be: to be started anew
+    condemned: bool = False  # ours, and it said what cannot be true: to be restarted
     refuses: bool = False  # left because it does not take our key
     excused_until: float = 0.0  # not asked to take part before; of the monotonic clock
     restarts: int = 0  # since it last was reliable
@@ -74,7 +74,7 @@ class EngineRecord:
         """The client of one that has an address.
 
         Raises:
-            EngineError: it has none: its process is yet to come up.
+            EngineError: it has none: its process has not come up.
         """
         if self.client is None:
             raise EngineError(f"{self.name} has no address: its process has not come up")

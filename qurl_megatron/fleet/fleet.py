@@ -1,10 +1,10 @@
 """The engines of one run: started here, adopted by URL, or offered by a batch system.
 
-An adopted engine belongs to one run (``tenancy``), and what it calls its weights says to which
+An adopted engine belongs to one run (``tenancy``), and the name of its weights says to which
 (``naming``).
 
 An engine gets traffic only while it has confirmed the current version. One that fails a request,
-an update or a health check leaves the traffic at once; the run goes on with the others, and the
+an update or a health check leaves the traffic at once; the run continues with the others, and the
 supervisor heals it: killed and started again where it is ours, waited for where it is not. It is
 back with the next publication, which brings it the current weights.
 """
@@ -78,7 +78,7 @@ class Fleet(Roster):
             stop: asked while the first engines are waited for.
 
         Raises:
-            ConfigError: QURL_API_KEY is no key.
+            ConfigError: QURL_API_KEY is not a key.
         """
         super().__init__(config, scheme=scheme, fixed=fixed, vocabulary=vocabulary)
         owner = owner or Owner.nobody_else()
@@ -229,7 +229,7 @@ class Fleet(Roster):
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
         """Take device memory back, in stages where tags are given; a publication must follow."""
-        # SGLang ends over memory that it is told to take back and has not given.
+        # SGLang crashes if it has to take back memory that it has not given.
         lenders = [engine for engine in self.recruits() if engine.released]
 
         def act(engine: EngineRecord) -> None:
@@ -243,10 +243,10 @@ class Fleet(Roster):
             self.released = False  # engines that cannot take it back are to be restarted
 
     def switch(self, scheme: str) -> None:
-        """Start the engines of this run anew, for weights in another number format.
+        """Restart the engines of this run, for weights in another number format.
 
         They come up in the background, as after a death but uncounted, and are back with the next
-        publication. What is in flight is lost, so let it come to its end first.
+        publication. What is in flight is lost, so let it finish first.
 
         Raises:
             ConfigError: ``rollout.sglang_python`` does not exist any more.
@@ -307,7 +307,7 @@ def _in_parallel(
         try:
             with deadline(timeout_s):
                 outcome = act(engine)
-        except BaseException as error:  # handed to the caller, who raises what is no EngineError
+        except BaseException as error:  # for the caller, who raises what is not an EngineError
             errors[engine] = error
         else:
             results[engine] = outcome

@@ -1,4 +1,4 @@
-"""An engine's process: started with its own log, told where to write its port, ended with its kin.
+"""An engine's process: its log, its port file, and how it ends together with its children.
 
 What its environment says of ranks is left out (``runtime.children``), and it has all of the job's
 cores. It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
@@ -34,7 +34,7 @@ LOG_ROOM = 1 << 16  # bytes, below which a disk is full: the last words may not 
 
 
 class EngineProcess:
-    """Starts again under the same name; its log goes on where the last process left it."""
+    """Starts again under the same name; its log continues where the last process left it."""
 
     def __init__(self, name: str, launch: Launch, folder: Path) -> None:
         """
@@ -76,7 +76,7 @@ class EngineProcess:
         self._heard = (0, time.monotonic())
 
     def heard(self) -> float:
-        """When its log last grew, of the monotonic clock, as far as the calls of this can tell."""
+        """When its log last grew, of the monotonic clock, as far as calls of this have seen."""
         with contextlib.suppress(FileNotFoundError):
             size = self.log.stat().st_size
             if size != self._heard[0]:
@@ -116,7 +116,7 @@ class EngineProcess:
         return f"exited with status {status}; see {self.log}:\n" + "\n".join(lines)
 
     def look(self) -> None:
-        """Remember what its processes share in memory: once they are gone, nothing else tells.
+        """Remember what its processes share in memory: once they are gone, nothing else says it.
 
         Takes as long as the machine has processes; hold no lock that others wait for.
         """
@@ -136,7 +136,7 @@ class EngineProcess:
             self.popen.terminate()
 
     def kill(self) -> None:
-        """At once, with every process it started: a stopped one heeds no other signal."""
+        """At once, with every process it started: a stopped one ignores every other signal."""
         self.look()
         if self.popen is not None:
             with contextlib.suppress(ProcessLookupError):

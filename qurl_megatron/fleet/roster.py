@@ -169,8 +169,8 @@ class Roster:
     def fail(self, engine: EngineRecord, why: str | EngineError) -> None:
         """Out of the traffic until an update succeeds; its requests are to be given up.
 
-        One that does not take our key is out for good, and one of ours that said what cannot be is
-        to be started anew.
+        One that does not take our key is out for good, and one of ours that said what cannot be
+        true is to be restarted.
         """
         error = why if isinstance(why, EngineError) else EngineError(why)
         if error.refused and engine.process is None:
@@ -191,7 +191,7 @@ class Roster:
             engine.pulse.healthy, engine.pulse.due = False, 0.0
 
     def lock_out(self, engine: EngineRecord, error: EngineError) -> None:
-        """It does not take our key: the run goes on with the others."""
+        """It does not take our key: the run continues with the others."""
         with self.lock:
             if engine.state != "gone":
                 engine.refuses = True

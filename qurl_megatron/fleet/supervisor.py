@@ -1,6 +1,6 @@
 """The thread that looks after the engines, a look every quarter of a second.
 
-It notices what no request tells: an idle engine that died, one that is stopped or hangs, one that
+It notices what no request shows: an idle engine that died, one that is stopped or hangs, one that
 the batch system added or took away. It acts between publications only, so weights never go to an
 engine that is being killed, and an engine that is busy with an update is not taken for hung.
 
@@ -31,7 +31,7 @@ BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
 LONGEST_BACK_OFF_S = 60.0
 TOLD_AFTER_S = 1.0  # of waiting for engines that were not started here
 ABSENCES = 4  # looks in a row after which an engine has left the rendezvous
-PATIENCE = 2  # updates that an engine may fail in a row before it is started anew
+PATIENCE = 2  # updates that an engine may fail in a row before it is restarted
 IN_ALL = 4  # times its limit, after which an engine that still writes to its log is late, or hung
 
 
@@ -114,7 +114,7 @@ class Supervisor:
                     self._roster.turn.release()
 
     def _look(self) -> None:
-        """Membership, and a health check for whom it is due."""
+        """Membership, and a health check for each engine where one is due."""
         if self._rendezvous is not None:
             self._meet(self._rendezvous)
         for engine in self._roster.engines():
@@ -164,7 +164,7 @@ class Supervisor:
         with self._roster.lock:
             pulse = engine.pulse
             if engine.client is not client or pulse.epoch != epoch:
-                return  # about a process, or weights, that are no more
+                return  # about a process, or weights, that are gone
             pulse.sent, pulse.healthy, pulse.error = None, error is None, error
             if error is None:
                 pulse.silent_since = None
@@ -248,7 +248,7 @@ class Supervisor:
             for url, member in members.items():
                 if url not in known and url not in roster.barred:
                     roster.adopt(member, member.api_key() or roster.api_key)
-            # A file that is being written anew is empty for a moment.
+            # A file that is being rewritten is empty for a moment.
             self._absent = Counter({url: self._absent[url] + 1 for url in known.keys() - members})
             for url, times in self._absent.items():
                 if times >= ABSENCES:

@@ -22,7 +22,7 @@ ANSWER_S = 5.0  # for an engine to answer, which it does without a look at what 
 
 
 class Tenancy:
-    """Of one fleet. What it finds out about an engine it tells the fleet."""
+    """Of one fleet. It reports to the fleet what it finds out about an engine."""
 
     def __init__(self, roster: Roster, owner: Owner) -> None:
         self._roster, self._owner = roster, owner
@@ -34,7 +34,7 @@ class Tenancy:
         """Make an adopted engine this run's; one whose run lives leaves the fleet.
 
         Raises:
-            EngineError: it did not say, or its lease may yet lapse: to be asked again.
+            EngineError: it did not say, or its lease may still lapse: ask again.
         """
         roster = self._roster
         if roster.fixed or engine.process is not None or engine.ours:
@@ -79,7 +79,7 @@ class Tenancy:
             self._each(self._renew, [engine for engine in self._roster.engines() if engine.ours])
 
     def _renew(self, engine: EngineRecord) -> None:
-        with self._asking(engine), suppress(EngineError):  # silent, which its health checks tell
+        with self._asking(engine), suppress(EngineError):  # silent: health checks notice
             if not engine.ours:
                 return
             verdict = engine.api.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)

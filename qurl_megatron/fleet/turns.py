@@ -33,7 +33,7 @@ class Turns:
     pool: EnvironmentPool
     tokenizer: Tokenizer
     chat: bool  # prompts that are text are user turns of the chat template
-    told: Event = field(default_factory=Event)  # of text that the model cannot see; once
+    told: Event = field(default_factory=Event)  # that the model cannot see some text; once
 
     @property
     def most(self) -> int:

@@ -361,7 +361,7 @@ class _Lead:
         self._rounds: list[list[Contribution]] = []
 
     def begin(self, begun: list) -> dict[str, int]:
-        """The engines that shall take the version in, with their tensor sizes."""
+        """The engines that are to take the version, with their tensor sizes."""
         publisher, fleet = self.publisher, self.fleet
         engines = self.stack.enter_context(fleet.publication())
         if fleet.released:

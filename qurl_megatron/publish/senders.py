@@ -57,7 +57,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
 
 
 def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
-    """The transport for engines here, or elsewhere; who names a folder wants files in it.
+    """The transport for engines here, or elsewhere; where ``sync.dir`` is set, files.
 
     Args:
         room: the machine's shared memory has room for the buckets of all ranks.

@@ -6,7 +6,7 @@
 In between, an engine calls its weights "updating-7@run": were it to answer, the answer would show
 that it came from mixed weights. Every engine rank leaves a receipt; only an engine whose ranks all
 have every tensor, exactly once and unharmed, gets the new name and traffic. One that fails stays
-paused and is named; the others go on without it.
+paused and is named; the others continue without it.
 """
 
 import secrets
@@ -32,7 +32,7 @@ class Taken:
 
     bytes: int  # copied into live parameters, over all engine ranks
     load_s: float  # in the loader, of the slowest engine rank
-    paused_s: float  # from the first pause until the last engine went on
+    paused_s: float  # from the first pause until the last engine resumed
 
 
 class Update:
@@ -50,7 +50,7 @@ class Update:
     ) -> None:
         """
         Args:
-            engines: that shall take part.
+            engines: those that take part.
             describe: ``Sender.describe``.
         """
         self.fleet, self.version, self.config = fleet, version, config
@@ -82,7 +82,7 @@ class Update:
         return {engine.name: engine.tp for engine in self.engines}
 
     def drop(self, name: str, reason: str) -> None:
-        """A training rank cannot reach this engine: the others go on without it."""
+        """A training rank cannot reach this engine: the others continue without it."""
         for engine in self.engines:
             if engine.name == name:
                 self.fleet.fail(engine, reason)

@@ -1,6 +1,6 @@
 """torchrun on one node, for one attempt: what starts the ranks there, as ``srun`` does in a job.
 
-It restarts nothing: what follows on an attempt is decided elsewhere. What it says of its ranks'
+It restarts nothing: what follows an attempt is decided elsewhere. What it says of its ranks'
 ends stays in its log, and is read from there.
 """
 
@@ -22,7 +22,7 @@ from qurl_megatron.torchrun.board import Order
 SAID = 500
 """Characters of torchrun's last line that are passed on."""
 END_S = 10.0
-"""That a process may take to end which was killed: the disk may hold it up."""
+"""For a killed process to end: the disk may hold it up."""
 
 
 class Torchrun:
@@ -31,9 +31,9 @@ class Torchrun:
     def __init__(self, order: Order, seat: int, per_node: int) -> None:
         """
         Raises:
-            ConfigError: its words cannot be written.
+            ConfigError: its log cannot be written.
         """
-        # Not *.log: what torchrun says of a rank that failed is no cause of anything.
+        # Not *.log: what torchrun says of a failed rank is not the cause of anything.
         self._words = Path(order.logs) / f"torchrun-{seat}.txt"
         with refusing(self._words, key="train.run_dir"), self._words.open("w") as words:
             self._process = subprocess.Popen(
@@ -47,7 +47,7 @@ class Torchrun:
         bury(self._process.pid)
 
     def code(self) -> int | None:
-        """Its exit code; None: it runs on."""
+        """Its exit code; None: it still runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 

@@ -1,9 +1,9 @@
-"""What the nodes of a run know of each other, where no batch system tells them.
+"""What the nodes of a run know of each other, where no batch system says it.
 
-The head listens at the run's endpoint. Twice a second every other node brings it a row, what goes
-on there, and takes the head's word home, what is wanted of all. Both tell a state, never an event:
-one that gets lost, or comes twice, changes nothing. A node that is not heard for ``SILENT_S`` is
-lost, and so is the head for the others.
+The head listens at the run's endpoint. Twice a second every other node sends it a row, what happens
+there, and takes back the head's word, what all nodes have to do. Both describe a state, never an
+event: one that gets lost, or arrives twice, changes nothing. A node that is not heard from for
+``SILENT_S`` is lost, and so is the head for the others.
 
 Nothing is authenticated or encrypted, as between the ranks: use a private network.
 """
@@ -54,7 +54,7 @@ class Word:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """What goes on on a node."""
+    """What happens on a node."""
 
     name: str
     like: dict[str, str]  # what all nodes must have been started with, by option
@@ -99,10 +99,10 @@ class Board:
         """Of the nodes that are not silent, by id.
 
         Args:
-            since: monotonic seconds; only those that have been heard after it.
+            since: monotonic seconds; only those that were heard from after it.
         """
         since = max(since, time.monotonic() - SILENT_S)
-        # A copy first: nodes that come meanwhile enter theirs.
+        # A copy first: nodes that report meanwhile enter theirs.
         return {node: row for node, (row, at) in [*self._heard.items()] if at > since}
 
     def answer(self, line: bytes) -> Word:
@@ -136,7 +136,7 @@ class _Visit(socketserver.StreamRequestHandler):
         try:
             line = self.rfile.readline(MOST)
             self.wfile.write(json.dumps(asdict(self.server.board.answer(line))).encode() + b"\n")
-        except OSError:  # it has left meanwhile, and comes again
+        except OSError:  # it has left meanwhile, and will ask again
             return
 
 
@@ -154,7 +154,7 @@ def ask(endpoint: tuple[str, int], node: str, row: NodeRow) -> Word:
         line.sendall(json.dumps([node, asdict(row)]).encode() + b"\n")
         told = answer.readline()
     if not told.endswith(b"\n"):
-        raise ConnectionError("the head left in the middle of a word")
+        raise ConnectionError("the head left in the middle of its answer")
     try:
         value = json.loads(told)
         order = value["order"] and Order(**value["order"])

@@ -135,7 +135,7 @@ def _lead(head: Head) -> int:
 def _follow(
     plan: RunPlan, endpoint: tuple[str, int], member: NodeMember, received: Received
 ) -> int:
-    """Do what the head wants until it says that the run is over, or is gone for good."""
+    """Do what the head wants until it says that the run is over, or does not come back."""
     where, wait_s = f"{endpoint[0]}:{endpoint[1]}", plan.wait_s
     heard, answered, said = time.monotonic(), False, False
     print(f"qurl: this node follows the head at {where}", flush=True)
@@ -149,7 +149,7 @@ def _follow(
                 print(f"qurl: no answer yet; the head has {duration(wait_s)} (--wait)", flush=True)
             if silent > SILENT_S:
                 member.end()
-                if why := plan.done():  # which the head has said before this node could hear it
+                if why := plan.done():  # the head said so before this node could hear it
                     print(f"qurl: {why}", flush=True)
                     return 0
                 if not answered and is_here(endpoint[0]) and is_taken(endpoint[1]):
@@ -186,7 +186,7 @@ def _obey(endpoint: tuple[str, int], member: NodeMember, word: Word, received: R
 
 
 def _board(endpoint: tuple[str, int] | None, like: Mapping[str, str]) -> Board | None:
-    """The head's; None where another node is the head, or another script on this one.
+    """The head's board; None where another node is the head, or another script on this one.
 
     Raises:
         ConfigError: the endpoint's host has no address.
@@ -225,7 +225,7 @@ def endpoint_of(given: str | None, nodes: int) -> tuple[str, int] | None:
 
 
 def is_here(host: str) -> bool:
-    """This machine is called so.
+    """Whether this is the name of this machine.
 
     Raises:
         ConfigError: no machine is.
@@ -241,9 +241,9 @@ def is_here(host: str) -> bool:
 
 
 def is_taken(port: int) -> bool:
-    """Nobody can listen at it on this machine, be it that somebody does, or has a connection there.
+    """Nobody can listen at it on this machine: somebody does already, or has a connection there.
 
-    Whoever wants it as the head is not kept from it meanwhile.
+    Asking does not keep a script that wants it as the head from getting it.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

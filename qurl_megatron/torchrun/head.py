@@ -1,4 +1,4 @@
-"""The head of a run without Slurm: it gathers the nodes, and sees to what follows on each attempt.
+"""The head of a run without Slurm: it gathers the nodes, and decides what follows each attempt.
 
 What it decides, and what it leaves in the run's folder, are those of a job of ``qurl slurm``; so
 ``qurl slurm logs`` and ``hours`` read them.
@@ -25,13 +25,13 @@ from qurl_megatron.torchrun.round import Round, missing, seats
 from qurl_megatron.training.state import TrainState, latest
 
 GRACE_S = 15.0
-"""That what still runs may take to end once something has failed."""
+"""For what still runs to end once something has failed."""
 LEAVING_S = 10.0
-"""That the other nodes may take to hear that the run is over."""
+"""For the other nodes to hear that the run is over."""
 WATCH_S = 2.0
 """Between looks at the run's files."""
 TOLD_S = 5.0
-"""Until it is said that nodes are waited for."""
+"""Before the head says that it waits for nodes."""
 
 
 class NodeMissing(Exception):
@@ -120,7 +120,7 @@ class Head:
         began, said, plan = time.monotonic(), False, self.plan
         while True:
             self._want(Word())
-            # One that was killed a moment ago is heard no more.
+            # One that was killed a moment ago is silent by now.
             rows = {node: row for node, row in self._heard(began).items() if not row.left}
             if told_by(rows) or len(rows) >= plan.nodes:
                 return rows
@@ -205,7 +205,7 @@ class Head:
                 failed, end_at = f"hung: {why.partition(',')[0]}", 0.0
                 self._write_stacks(Path(order.logs), ranks)
         self._want(Word())
-        # Told before it could listen, a rank dies of it, and nothing is lost.
+        # A rank that cannot listen yet dies of the signal, and nothing is lost.
         code = 0 if told and seen.code == 128 + signal.SIGUSR1 else seen.code
         return Ending(code, told, failed)
 
@@ -216,7 +216,7 @@ class Head:
             self.say(f"rank {rank} did not answer: it is stopped, or stuck in the kernel")
 
     def _want(self, word: Word) -> None:
-        """Say what is wanted, and see to it here."""
+        """Say what all nodes have to do, and do it here."""
         self._word = self.board.word = word
         self.member.follow(word, self.received.newest)
 
@@ -228,7 +228,7 @@ class Head:
 
 
 class FileProgress:
-    """How long a run has done no step, by the files that it writes."""
+    """How long a run has made no step, judged by the files that it writes."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -236,7 +236,7 @@ class FileProgress:
         self._mark, self._pace = mark(plan.run_dir), self._measured()
 
     def stuck(self) -> str:
-        """A sentence where it is too long, else "". To be asked more often than every SEEN_S."""
+        """A sentence where it is too long, else "". Ask more often than every SEEN_S."""
         still = self._still.seconds()
         if time.monotonic() - self._looked < WATCH_S:
             return ""
@@ -257,7 +257,7 @@ class FileProgress:
 def told_by(rows: dict[str, NodeRow]) -> str:
     """The signal by which somebody ends the run, at whichever node; "": nobody does.
 
-    SIGUSR1, a batch system's last warning, is one of them: here nothing goes on by itself.
+    SIGUSR1, a batch system's last warning, is one of them: here nothing resumes by itself.
     """
     found = next((row.received for row in rows.values() if row.received), "")
     return "TERM" if found == WALL_TIME else found

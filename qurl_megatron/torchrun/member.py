@@ -1,4 +1,4 @@
-"""One node's part in a run: it does what the head wants, and tells how it goes."""
+"""One node's part in a run: it does what the head wants, and reports how it goes."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ class NodeMember:
         return self.row
 
     def end(self) -> None:
-        """Kill what of an attempt is left here."""
+        """Kill what is left of an attempt here."""
         self._look()  # what failed before counts
         if self._torchrun is not None:
             self._torchrun.end()

@@ -11,7 +11,7 @@ from qurl_megatron.torchrun.board import SILENT_S, NodeRow, Order
 
 
 class Round:
-    """The rows of an attempt's nodes, as far as they have been heard."""
+    """The rows of an attempt's nodes, as far as they have reported."""
 
     def __init__(self, order: Order, rows: Mapping[str, NodeRow]) -> None:
         """
@@ -21,7 +21,7 @@ class Round:
         self._number = order.number
         self._rows = {node: rows[node] for node in order.seats}
         self._lost: dict[str, str] = {}  # how, by node
-        self._failed: dict[str, int] = {}  # by rank, the first that was heard of first
+        self._failed: dict[str, int] = {}  # by rank, in the order in which they were reported
 
     @property
     def names(self) -> list[str]:
@@ -29,7 +29,7 @@ class Round:
         return [row.name for row in self._rows.values()]
 
     def hear(self, heard: Mapping[str, NodeRow]) -> list[str]:
-        """Take rows in.
+        """Take in rows.
 
         Args:
             heard: those of the nodes that are not silent.

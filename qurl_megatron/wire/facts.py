@@ -26,7 +26,7 @@ class Need:
 
     name: str
     why: str
-    mend: str
+    fix: str
 
 
 _SAME_PACKAGE = Need(
@@ -81,7 +81,7 @@ def disagreement(kind: str, trainer: Mapping[str, str], engine: Mapping[str, str
         if theirs != ours:
             return (
                 f"the trainer has {need.name} {theirs} (torch {trainer.get('torch')}), the engine "
-                f"{need.name} {ours} (torch {engine.get('torch')}), and {need.why}; {need.mend}"
+                f"{need.name} {ours} (torch {engine.get('torch')}), and {need.why}; {need.fix}"
             )
     return None
 
@@ -96,7 +96,7 @@ def settle_nccl() -> None:
 
 
 def check(kind: str, trainer: Mapping[str, str]) -> None:
-    """For an engine that was told what the trainer is made of.
+    """For an engine that knows what the trainer is made of.
 
     Raises:
         ConfigError: the two cannot be joined.

@@ -5,7 +5,7 @@
     root/receipts/                            what engines leave
 
 A file appears whole, under its name, or not at all. It is not forced to disk: the checksums of its
-slices tell a reader after a power cut.
+slices show a reader the damage after a power cut.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Each engine has a link of its own to all training ranks (``link``), so an engine that fails does not
 disturb the others. A link stays open from version to version, and serves one after another;
-before each, its ends meet (``meeting``), and open it anew where one has lost it, or is new. They
+before each, its ends meet (``meeting``), and reopen it where one has lost it, or is new. They
 meet in a TCP store that the leading training rank hosts; receipts come back through it. Neither
 side needs a default group, and none that it has is touched.
 
@@ -60,7 +60,7 @@ def host_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A connection to it; each holds one wait at a time, so whoever waits needs one of his own."""
+    """A connection to it; each holds one wait at a time, so every waiting thread needs its own."""
     return dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -97,7 +97,7 @@ class GroupSender:
         self.connect_timeout_s = connect_timeout_s or CONNECT_S[self.device.type]
         self.receipt_wait_s = receipt_wait_s
         self.opened = 0  # links so far
-        self._run = secrets.token_hex(4)  # told to engines by the leading rank alone
+        self._run = secrets.token_hex(4)  # sent to engines by the leading rank alone
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
         self._links: dict[str, Link] = {}
         self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
@@ -138,7 +138,7 @@ class GroupSender:
         for gone in self._links.keys() - engines.keys():
             self.drop(gone)
         if engines:
-            with ThreadPoolExecutor(len(engines)) as pool:  # who does not come keeps nobody waiting
+            with ThreadPoolExecutor(len(engines)) as pool:  # a missing engine delays no other
                 links = list(pool.map(self._connect, engines.keys(), engines.values()))
             for engine, link in zip(engines, links, strict=True):
                 if isinstance(link, Link):
@@ -225,7 +225,7 @@ class GroupSender:
             if self.rank == 0:
                 meeting.announce(tp)
             link = _met(about, meeting, held, rank=self.rank, tp=tp, device=self.device)
-        except (RuntimeError, OSError) as error:  # torch tells most that can go wrong on the way so
+        except (RuntimeError, OSError) as error:  # torch raises these for most failures on the way
             if isinstance(error, _Refused):
                 return str(error)
             return (
@@ -337,7 +337,7 @@ class GroupReceiver:
 
 
 class _Refused(LinkError):
-    """The two ends cannot be joined, however long one waits."""
+    """The two ends can never be joined; waiting does not help."""
 
 
 def _meeting(about: Mapping[str, Any], store: dist.Store) -> Meeting:

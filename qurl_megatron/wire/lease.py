@@ -2,9 +2,9 @@
 
 The engine itself decides, by its own clock that never jumps, so of two runs that ask at once one
 gets it. A run that ends gives its lease back, and that of a run that was killed lapses after half a
-minute; whoever asks meanwhile cannot tell a dead run from a living one, so it waits for the lease
-to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run is the
-same run and gets its engines at once.
+minute; a run that asks meanwhile cannot tell a dead run from a living one, so it waits for the
+lease to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run
+is the same run and gets its engines at once.
 
 Engines that a run starts itself need none: they have a key that nobody else knows.
 """

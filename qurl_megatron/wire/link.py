@@ -5,8 +5,8 @@ sends, at its first message, and block indefinitely on the peer meanwhile. So th
 communicator is made here, at once, it serves all pairs, and an empty greeting from every training
 rank to every engine rank opens what NCCL opens late; all of it under a deadline.
 
-No wait on a link is without end, and a link that failed is aborted, so that no kernel goes on
-waiting on the GPU. A failure of one link leaves the others alone.
+Every wait on a link ends, and a link that failed is aborted, so that no kernel keeps waiting on the
+GPU. A failure of one link leaves the others alone.
 """
 
 import os

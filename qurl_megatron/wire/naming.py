@@ -26,7 +26,7 @@ _NAME = re.compile(r"(updating-)?([0-9]{1,15})(?:@([0-9a-f]{1,64}))?")
 class Names:
     """The names of one run's versions."""
 
-    token: str  # hexadecimal; "" reads the names of all runs alike, for who only looks
+    token: str  # hexadecimal; "" reads the names of all runs alike, for a reader that only looks
 
     def of(self, version: int) -> str:
         return f"{version}@{self.token}"

@@ -15,7 +15,7 @@ SLOWEST_POLL_S = 1.0  # a folder that is remembered for a minute is not asked fo
 
 
 def leave(folder: Path, receipt: Receipt) -> None:
-    """Write one aside and rename it: whoever finds it finds all of it.
+    """Write one aside and rename it: a reader that finds it finds all of it.
 
     Raises:
         ConfigError: it cannot be written there.

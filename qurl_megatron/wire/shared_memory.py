@@ -133,7 +133,7 @@ class MemoryReceiver:
     def fetch(self, blob: Blob) -> Tensor:
         key = blob.where["slot"]
         memory = self._open[key][1] if key in self._open else None
-        # It grew, or a trainer was started anew.
+        # It grew, or a trainer was restarted.
         if memory is None or self._open[key][0] != blob.where:
             self._open.pop(key, None)
             if "cuda" in blob.where:
@@ -172,7 +172,8 @@ class _FileSlot:
         self._path.unlink(missing_ok=True)
 
     def _grow(self, size: int) -> None:
-        """A new file: who still maps the old one keeps it, and sees by the inode that it is old."""
+        """A new file: a process that still maps the old one keeps it, and sees by the inode that
+        it is old."""
         self.close()
         with refusing(self._path, size=size, half_written=self._path):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -18,7 +18,7 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
     finish(keep=...)
 
 An engine that fails is dropped, by ``connect``, ``deliver`` or ``settle`` themselves or by ``drop``
-when the lead heard of it otherwise; the way to the others stays open.
+when the lead learned of it otherwise; the way to the others stays open.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +123,7 @@ class Receiver(Protocol):
     """One engine rank's end, opened from ``Message.transport``; one session comes after another."""
 
     def follow(self, transport: dict[str, Any]) -> bool:
-        """Go on with the next session; False where ``transport`` needs another end.
+        """Begin the next session; False where ``transport`` needs another end.
 
         Raises:
             ConfigError: it needs this end, and the sender cannot be reached.

@@ -132,7 +132,7 @@ class DrivenLoad:
                 began = self._now
                 try:
                     name, paused = await asyncio.to_thread(plan.publish)
-                # The load goes on, and says that it is not valid.
+                # The load continues, and says that it is not valid.
                 except (EngineError, ConfigError, OSError) as error:
                     self._outcome.unpublished = str(error)
                     return

@@ -166,7 +166,7 @@ def _told_by_openai(client: EngineClient) -> dict[str, object]:
     told: dict[str, object] = {"model": model["id"]}
     if "owned_by" in model:  # "vllm", "sglang": the model's owner is who serves it
         told["engine"] = model["owned_by"]
-    with contextlib.suppress(EngineError):  # vLLM tells it, others need not
+    with contextlib.suppress(EngineError):  # vLLM reports it, others need not
         told["version"] = client.get("/version").get("version")
     return told
 

@@ -2,9 +2,9 @@
 
 It is started as a process of its own, from an environment of its own, with a file of prompts and
 lengths; what it reports of each request is read into a ``TimedAnswer``, so that one arithmetic
-serves both. It tells when a response's first and last token came, not those between, and sends text
-to ``/v1/completions``. Its report has every body that it sent, and those are held against what it
-was asked to send.
+serves both. It reports when a response's first and last token came, not those between, and sends
+text to ``/v1/completions``. Its report has every body that it sent, and those are held against what
+it was asked to send.
 """
 
 import asyncio
@@ -125,7 +125,7 @@ class GuideLLM:
 
     async def _watch(self, session: Session) -> None:
         while True:
-            # One that is busy may not answer now, and one that cannot be read was told before.
+            # One that is busy may not answer now, and one that cannot be read was reported before.
             with contextlib.suppress(EngineError, LookupError, TypeError, ValueError):
                 self._looks.append(await self._look(session, now()))
             await asyncio.sleep(LOOK_S)
@@ -252,7 +252,7 @@ def _answer(kind: str, found: Mapping[str, Any], ask: Ask, start: float) -> Time
     if kind != "successful":
         answer.failure = str(found["info"].get("error") or "it was given up")
         return answer
-    # Of the moments between it tells the number alone.
+    # Of the moments between it gives the number alone.
     answer.came(1, timings["first_token_iteration"] - start)
     answer.came(found["output_tokens"], timings["last_token_iteration"] - start)
     return answer

@@ -29,8 +29,8 @@ def long_tailed(count: int, *, mean: float, sigma: float, longest: int, seed: in
     """
     if count < 1 or sigma < 0 or not 1 <= mean <= longest:
         raise ConfigError(
-            f"--mean {mean:g} --sigma {sigma:g} --max {longest} is no distribution of lengths: the "
-            "mean must be from 1 to --max, and sigma 0 or more"
+            f"--mean {mean:g} --sigma {sigma:g} --max {longest} is not a distribution of lengths: "
+            "the mean must be from 1 to --max, and sigma 0 or more"
         )
     normal = statistics.NormalDist()
     z = sigma * np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])

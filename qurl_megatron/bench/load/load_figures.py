@@ -85,12 +85,12 @@ def recomputed(publication: Publication, answers: Iterable[TimedAnswer]) -> int:
 
 
 def wrong_lengths(answers: Iterable[TimedAnswer]) -> list[TimedAnswer]:
-    """Whole answers that are not as long as they were told to be."""
+    """Whole answers that do not have the length that was asked for."""
     return [a for a in answers if a.done and a.tokens != a.ask.tokens]
 
 
 def occupancy(outcome: LoadOutcome) -> tuple[float, float] | None:
-    """Mean and highest share of the key/value cache in use; None where the engine tells none."""
+    """Mean and highest share of the key/value cache in use; None where the engine reports none."""
     seen = [look.occupancy for look in outcome.looks if look.occupancy is not None]
     return (float(np.mean(seen)), max(seen)) if seen else None
 

@@ -20,9 +20,9 @@ class TimedAnswer:
     counts: list[int] = field(default_factory=list)  # tokens after each of them
     ended: float | None = None
     failure: str = ""
-    ids: list[int] = field(default_factory=list)  # where the protocol tells them
+    ids: list[int] = field(default_factory=list)  # where the protocol gives them
     cached: int | None = None  # prompt tokens that the engine did not compute
-    preempted: int = 0  # times that it was taken back, to be computed anew
+    preempted: int = 0  # times that it was taken back, to be computed again
     first_of: dict[str, float] = field(default_factory=dict)  # weights' name -> their first token
 
     @property
@@ -60,13 +60,13 @@ class Publication:
 
     name: str  # what the engine calls the weights
     began: float
-    ended: float  # the engine goes on
+    ended: float  # the engine resumes
     paused_s: float
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the engine said of itself at one moment; None: it does not tell."""
+    """What the engine said of itself at one moment; None: it does not say."""
 
     at: float
     running: int | None = None
@@ -93,5 +93,5 @@ class LoadOutcome:
     looks: list[Look] = field(default_factory=list)
     unseen: str = ""  # why the engine could not be looked at, the first time
     client: Client | None = field(default_factory=Client)  # None: another program sent the requests
-    sender: str = ""  # that program; it tells of each response's first and last token alone
+    sender: str = ""  # that program; it reports each response's first and last token alone
     unasked: str = ""  # what it sent otherwise than it was asked to

@@ -1,8 +1,8 @@
 """The streams of SGLang's ``/generate`` and OpenAI's ``/v1/completions``, read into a TimedAnswer.
 
 Prompts are token ids in both, and temperature 1 without any cut, as in training. OpenAI's protocol
-does not say which weights made a token, nor what was preempted; token ids it tells where the server
-heeds ``return_token_ids``.
+does not say which weights made a token, nor what was preempted; it gives token ids where the server
+supports ``return_token_ids``.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ def _read_sglang(answer: TimedAnswer, event: Any, at: float) -> None:
     if _failed(answer, event):
         return
     ids, meta = event["output_ids"], event["meta_info"]
-    # Servers send either all tokens so far or, told so, the new ones.
+    # Servers send either all tokens so far or, if asked, the new ones.
     if len(ids) >= meta["completion_tokens"]:
         answer.ids = ids
     else:
@@ -96,7 +96,7 @@ PROTOCOLS = {
 
 def read_look(told: Mapping[str, Any], at: float) -> Look:
     """Of ``/server_info`` (embedded), or of a rank in ``/v1/loads`` (SGLang): one set of names, but
-    SGLang tells retractions with each answer alone."""
+    SGLang reports retractions with each answer alone."""
     used, room = told.get("num_used_tokens"), told.get("max_total_num_tokens")
     return Look(
         at,

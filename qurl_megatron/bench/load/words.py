@@ -1,6 +1,6 @@
 """Prompts that are the same as text and as token ids, for load generators that send text alone.
 
-Few sequences of ids survive their way through text: neighbours melt into other tokens. Those of
+Few sequences of ids survive their way through text: neighbours merge into other tokens. Those of
 tokens that are a whole word each do, so prompts are made of such words alone.
 """
 
@@ -75,7 +75,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     """One for random weights: token 7 is the word "w7".
 
     Added tokens, which engines that know the family's tokenizer better than this file read alike;
-    the blanks between them are no tokens.
+    the blanks between them are not tokens.
     """
     words = [f"w{token}" for token in range(vocab)]
     tokenizer = Tokenizer(models.BPE({word: token for token, word in enumerate(words)}, []))

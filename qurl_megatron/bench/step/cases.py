@@ -74,7 +74,7 @@ def _longer_side(run: Usual) -> float:
 
 def _costs(own: Own, runs: Sequence[Usual]) -> list[Figure]:
     """Of a response that is trained on, where any is; and joules, where the machine reports them.
-    Costs of a response follow from the step's, so they are only told."""
+    Costs of a response follow from the step's, so they are only reported."""
     device = "core" if own.gpu.cores else "GPU"
     found = []
     if all(run.accepted > 0 for run in runs):

@@ -52,7 +52,7 @@ def setting_of(
         prompt=options.mean_prompt_tokens,
         mean=options.mean_tokens,
     )
-    own.config  # noqa: B018  a mistake is told now, not after minutes of measuring
+    own.config  # noqa: B018  a mistake is reported now, not after minutes of measuring
     given = {
         "recipe": recipe.stem,
         "steps": options.steps,
@@ -97,7 +97,7 @@ def scaling_setting(
     prompts = load(options.recipe, options.overrides).data.prompts_per_step * work
     if prompts != int(prompts):
         raise ConfigError(
-            f"--layouts {sizes.name}: weak scaling wants {prompts:g} prompts a step; give another "
+            f"--layouts {sizes.name}: weak scaling needs {prompts:g} prompts a step; give another "
             "data.prompts_per_step"
         )
     return setting_of(

@@ -55,7 +55,7 @@ class Sizes:
 def parse(name: str) -> Sizes:
     """
     Raises:
-        ConfigError: it names no layout.
+        ConfigError: it is not the name of a layout.
     """
     sizes: dict[str, int] = {}
     for part in name.split("+"):

@@ -2,7 +2,7 @@
 
 The running sequences always fill rows 0..B-1 (a finished one is replaced by the last), so attention
 reads plain slices and needs no gather. One flat buffer is viewed as [rows, length]; when a longer
-request comes, the view is cut anew into fewer, longer rows. Tokens and log-probs lie in the same
+request comes, the view is cut again into fewer, longer rows. Tokens and log-probs lie in the same
 grid.
 
 The price: every row is as long as the longest request, and a step reads every row up to the longest
@@ -127,7 +127,7 @@ class Cache:
 
         Args:
             position_B: where each row's new key and value go.
-            longest: largest position plus one; ``reach`` has been told.
+            longest: largest position plus one; ``reach`` was called with it.
         """
         batch, heads, dim, dtype = len(position_B), self._kv_heads, self._dim, self.keys[0].dtype
         device, scale = position_B.device, dim**-0.5

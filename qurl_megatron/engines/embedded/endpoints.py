@@ -54,13 +54,13 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 
 @dataclass(frozen=True, kw_only=True)
 class Speech:
-    """How the engine speaks, where SGLang leaves a choice; the options bear SGLang's names."""
+    """How the engine speaks, where SGLang leaves a choice; the options have SGLang's names."""
 
     skip_tokenizer_init: bool = False
     """Token ids only, as a trainer wants it: no text is read or written."""
 
     stream_interval: int = 1
-    """Tokens per event of a stream; ``sampling_params.stream_interval`` goes before."""
+    """Tokens per event of a stream; ``sampling_params.stream_interval`` overrides it."""
 
     incremental_streaming_output: bool = False
     """Events have what is new; SGLang's default is all there is so far."""
@@ -308,7 +308,7 @@ class _Handlers:
         return JSONResponse(completion.answer(self.codec))
 
     async def _finish(self, request: Request, generation: Generation) -> None:
-        """Generate all of it; a client that leaves takes its sequences along."""
+        """Generate all of it; a client that leaves ends its sequences."""
         finished = asyncio.wrap_future(self.worker.submit(generation.sequences))
         gone = asyncio.ensure_future(_disconnected(request))
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -323,7 +323,7 @@ class _Handlers:
         event: Callable[[int, StreamProgress], dict],
         last_events: Callable[[list[StreamProgress]], Iterable[dict]] = lambda parts: (),
     ) -> AsyncGenerator[dict, None]:
-        """Generate, with an event for each piece; closed early, it takes the sequences along."""
+        """Generate, with an event for each piece; closed early, it ends the sequences."""
         interval = generation.interval or self.speech.stream_interval
         if self._bell is None:  # the event loop runs by now
             self._bell = Bell()
@@ -382,7 +382,7 @@ class _Handlers:
         return JSONResponse(self._lease.ask(await _json(request)))
 
     async def update_from_disk(self, request: Request) -> Response:
-        """A whole set of weights, read and checked while the engine goes on generating."""
+        """A whole set of weights, read and checked while the engine keeps generating."""
         body = await _json(request)
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str) or not Path(path).is_dir():
@@ -430,7 +430,7 @@ class _Handlers:
                 self._end.handle(message)
 
         await asyncio.wrap_future(self.worker.call(take))
-        return _outcome("The message was heard.")
+        return _outcome("The message was received.")
 
     async def rename(self, request: Request) -> Response:
         version = (await _json(request)).get("new_version")
@@ -467,7 +467,7 @@ def _events(bodies: AsyncGenerator[dict, None]) -> Response:
             try:
                 async for body in bodies:
                     yield b"data: " + orjson.dumps(body) + b"\n\n"
-            except Exception as error:  # the status has been sent: the client must hear it here
+            except Exception as error:  # the status has been sent: the client must get it here
                 log.exception("a stream failed")
                 failure = {"message": str(error), "type": "internal_server_error", "code": 500}
                 yield b"data: " + orjson.dumps({"error": failure}) + b"\n\n"
@@ -501,7 +501,7 @@ class _RequireKey:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn that tells its port when ready, and ends requests instead of waiting for them."""
+    """Uvicorn that reports its port when ready, and ends requests instead of waiting for them."""
 
     def __init__(self, config, worker: EngineThread, port_file: str | Path | None) -> None:
         super().__init__(config)

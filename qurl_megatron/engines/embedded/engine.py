@@ -37,15 +37,15 @@ MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
 SCORED_TOKENS = 512  # of a prompt, whose logits are made at once
 RECOMPUTE_TOKENS = 512
-"""Likewise of sequences that go on after an update: those of a step wait for each other, and are
-padded to its longest; yet much fewer tokens at a time would take longer."""
+"""Likewise of sequences that continue after an update: those of a step wait for each other, and are
+padded to its longest; but far fewer tokens at a time would take longer."""
 
 
 class Listener(Protocol):
-    """Hears of a sequence's tokens as they come. The engine calls it: it must not wait or fail."""
+    """Gets a sequence's tokens as they come. The engine calls it: it must not wait or fail."""
 
     def token(self, token: int, log_prob: float, version: str) -> None:
-        """One that the sequence goes on after."""
+        """One that is not the sequence's last."""
 
     def ended(self) -> None:
         """The sequence has its results, the last token among them."""
@@ -174,7 +174,7 @@ class Engine:
         return len(chosen)
 
     def retract(self) -> None:
-        """Send the running sequences back to the head of the queue, to be prefilled anew.
+        """Send the running sequences back to the head of the queue, to be prefilled again.
 
         The shortest come first: they need the least work, and next to each other hardly any
         padding. With a decode step after each prefill, their tokens flow again long before the
@@ -187,7 +187,7 @@ class Engine:
         self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
 
     def update(self, tensors: dict[str, Tensor], version: str, *, recompute: bool = False) -> None:
-        """Switch to other weights between two steps; running sequences go on with them.
+        """Switch to other weights between two steps; running sequences continue with them.
 
         Args:
             tensors: a whole set of weights; a bad one raises ConfigError and changes nothing.
@@ -325,7 +325,7 @@ class Engine:
         self._settle(first_row, drawn, any_ended=bool(drawn.ended_B.any()))
 
     def _settle(self, first_row: int, drawn: Drawn, *, any_ended: bool) -> None:
-        """Tell what was drawn for the rows from ``first_row`` on; end what ends with it."""
+        """Report what was drawn for the rows from ``first_row`` on; end what ends with it."""
         self.generated += len(drawn.token_B)
         if self._listeners:
             self._tell(first_row, drawn)
@@ -346,7 +346,7 @@ class Engine:
             self._end(sequence, reason)
 
     def _tell(self, first_row: int, drawn: Drawn) -> None:
-        """Tell the new tokens; the last of a sequence comes with its end."""
+        """Report the new tokens; the last of a sequence comes with its end."""
         told = zip(
             self.running[first_row:],
             drawn.token_B.tolist(),

@@ -126,7 +126,7 @@ def parse_completion(
         log_probs = None
     if log_probs not in (None, 0):
         raise ConfigError(
-            f"logprobs = {log_probs!r} is not supported by the embedded engine: 0 tells those of "
+            f"logprobs = {log_probs!r} is not supported by the embedded engine: 0 gives those of "
             "the tokens that were sampled, and there are no others"
         )
     options = given.get("stream_options", {})

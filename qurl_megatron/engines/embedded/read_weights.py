@@ -78,7 +78,7 @@ def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if not path.is_file():
             raise ConfigError(f"{path} is missing, though {index.name} names it")
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield name, file.get_tensor(name)
 
 

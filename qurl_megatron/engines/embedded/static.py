@@ -8,7 +8,7 @@ always lies, decides nothing on the host, and has shapes by two numbers alone: r
 that attention reads. Both are rounded up, so that few steps differ in them.
 
 The rows beyond the running ones are idle: they decode token 0 at position 0 of their own row of the
-cache, which nobody owns, and whoever gets it later overwrites it. Positions beyond a row's own are
+cache, which nobody owns, and its next owner overwrites it. Positions beyond a row's own are
 masked, as in every step. What a sequence draws is what the ordinary step draws for it.
 
 Steps with top_p or top_k (meant for evaluation) are left to the ordinary step: they sort.
@@ -79,7 +79,7 @@ class StaticSteps:
         self._filtered = False
 
     def look_at_weights(self) -> None:
-        """Forget the graphs if weights have moved: they would go on reading the old ones."""
+        """Forget the graphs if weights have moved: they would keep reading the old ones."""
         if self._weights != (now := _addresses(self._decoder)):
             self._weights = now
             if self._graphs is not None:

@@ -105,7 +105,7 @@ class Reader:
 
 
 class Tap:
-    """What the engine leaves of one sequence, and how much of it is to be told."""
+    """What the engine leaves of one sequence, and how much of it is to be reported."""
 
     def __init__(self, index: int, interval: int, stream: "Stream") -> None:
         self.index = index
@@ -148,7 +148,7 @@ class Bell:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        self._ringing = False  # before looking: what comes from here on rings anew
+        self._ringing = False  # before looking: what comes from here on rings again
         while self._rung:
             self._rung.popleft().set()
 
@@ -194,10 +194,10 @@ class Stream:
         left = set(range(len(self._readers)))
         while left:
             await self._wake.wait()
-            self._wake.clear()  # before looking: what comes from here on wakes anew
+            self._wake.clear()  # before looking: what comes from here on wakes again
             fresh = dict.fromkeys(self._fresh.popleft() for _ in range(len(self._fresh)))
             for index in fresh:
-                if index in left:  # its last token and its end may have been told apart
+                if index in left:  # its last token and its end may have come separately
                     progress = self._readers[index].advance(self._taps[index])
                     if progress.finish_reason is not None:
                         left.remove(index)

@@ -1,7 +1,7 @@
 """Text to token ids and back, for clients that speak text; a trainer never does.
 
 A token may be a part of a character: while a response is growing, its text ends before the first
-character that is not whole. The last text of a response has everything, so what was told on the
+character that is not whole. The last text of a response has everything, so what was sent on the
 way is always its beginning.
 """
 
@@ -57,13 +57,13 @@ class GrowingText:
         self._codec, self._skip_special = codec, skip_special
         self._told: list[str] = []
         self._window = 0  # decoding starts here: tokens before it no longer change what follows
-        self._read = 0  # tokens whose text has been told
+        self._read = 0  # tokens whose text has been sent
 
     def grow(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The whole text of ``ids``, which begin with those of the call before.
 
         Args:
-            last: no more will come, so tell an incomplete character too.
+            last: no more will come, so give an incomplete character too.
         """
         known = self._decode(ids[self._window : self._read])
         text = self._decode(ids[self._window :])

@@ -6,7 +6,7 @@ the options that SGLang needs there are added, unless they are given.
 The API key comes in the environment (``QURL_API_KEY``), so no process list shows it. SGLang logs
 its arguments when it starts, and hands them to its other processes; the key is therefore put in
 after that, into the process that answers HTTP, and appears in neither. Requests without it get 401;
-``/health`` wants none.
+``/health`` needs none.
 
 Importing this module is part of the design: SGLang's other processes are spawned, a spawned process
 imports the main module first, and this one fills the gaps of a machine without a GPU on the way.
@@ -104,7 +104,7 @@ def _init_tokenizer_manager(key: str | None, *args, **kwargs):
 
 
 def _announce(port: int, file: Path | None) -> None:
-    """The server is healthy: tell the fleet where, in a file that appears whole."""
+    """The server is healthy: report to the fleet where, in a file that appears whole."""
     if file is None:
         return
     aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -124,7 +124,7 @@ def _exit_with_stdin() -> None:
 
 
 def _end_children() -> None:
-    """SIGKILL: a stopped or stuck scheduler would not hear anything else."""
+    """SIGKILL: a stopped or stuck scheduler would react to nothing else."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

@@ -5,7 +5,7 @@ where there are more ranks than heads; pads the vocabulary; and keeps W8A8 weigh
 [in, out] views of memory that is still [out, in]. A target is a view of that memory in the
 orientation of the checkpoint, so that loading is a copy, and nothing is allocated or moved.
 
-Which orientation a weight has is told by its strides, never by its shape: a square one has both.
+A weight's orientation shows in its strides, never in its shape: a square one has both.
 
 SGLang's classes are known by their names, so this module needs no SGLang. Whatever it does not know
 is refused by name: a parameter that no update reaches would keep its old value unnoticed.

@@ -29,7 +29,7 @@ def before_import() -> None:
 
 
 class _Before(importlib.abc.MetaPathFinder):
-    """Finds nothing, but hears what is looked for."""
+    """Finds nothing, but sees what is looked for."""
 
     def find_spec(self, fullname, path=None, target=None) -> None:
         if fullname == "torchvision":
