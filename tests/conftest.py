@@ -64,3 +64,11 @@ def covering(cases: list[pytest.Item]) -> set[pytest.Item]:
         used.update(values[best])
         missing -= values[best]
     return chosen
+
+
+@pytest.fixture
+def hears_hangups():
+    """Under nohup the tests ignore them, and what they start would do so, too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -217,14 +217,6 @@ def test_under_torchrun_nothing_is_left_whoever_is_killed(tiny, victim, tmp_path
         assert "(SIGKILL)" in (tmp_path / "log").read_text()
 
 
-@pytest.fixture
-def hears_hangups():
-    """Under nohup the tests ignore them, and what they start would do so, too."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.usefixtures("hears_hangups")
 def test_a_run_goes_on_without_its_terminal_and_saves_when_the_session_is_closed(tiny):
     run = Run(tiny, "hung-up", "rollout.engines=1")

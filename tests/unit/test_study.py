@@ -370,6 +370,7 @@ def test_two_studies_do_not_share_a_folder(root):
     assert run_cells(root, only=CELLS[0]) == 0
 
 
+@pytest.mark.usefixtures("hears_hangups")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, number):
     (root / "model").mkdir()

@@ -64,6 +64,7 @@ print(stop.signal == signal.SIGHUP)
 """
 
 
+@pytest.mark.usefixtures("hears_hangups")
 def test_a_session_that_is_closed_may_say_so_twice():
     """As it does: the shell sends one signal, the kernel another."""
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
