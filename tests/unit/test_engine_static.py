@@ -211,7 +211,7 @@ def test_graphs_outlive_a_publication_but_not_weights_that_moved(folder, device)
     assert captures_of(1) == 0
     slots, name = engine.decoder.slots, "model.norm.weight"
     engine.decoder.norm = engine.decoder.norm.clone()
-    slots[name] = Slot(engine.decoder.norm, slots[name].shape, slots[name].dtypes)
+    slots[name] = Slot(engine.decoder.norm, slots[name].dtypes)
     engine.update(random_tensors(folder, seed=2), "2")
     assert captures_of(2) == 1
 
