@@ -34,8 +34,9 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     shared = partial(share, waiting_for="opening the transport")
     parameters = sum(p.numel() for p in policy.gpt.parameters())
     bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
-    room = ranks.device.type == "cuda" or shared(_shm_free()) > SLOTS * ranks.world_size * bucket
-    transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=room)]
+    room = ranks.device.type == "cuda" or _shm_free() > SLOTS * ranks.world_size * bucket
+    # Stages differ in size: one rank's answer holds for all.
+    transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=shared(room))]
     return transport.open_sender(
         Site(
             rank=ranks.rank,

@@ -193,6 +193,32 @@ def test_a_version_is_made_in_the_memory_that_engines_map(scheme, layout, backen
     assert_whole(found, folder, scheme)
 
 
+def choose_where_stages_differ(device, config, out):
+    import torch.distributed as dist
+
+    from qurl_megatron.publish import senders
+    from qurl_megatron.wire import SLOTS
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks)
+        sizes: list = [None] * ranks.world_size
+        dist.all_gather_object(sizes, sum(p.numel() for p in policy.gpt.parameters()))
+        assert sizes[0] != sizes[1]
+        # Room for the buckets of the smaller stage, and not for those of the larger.
+        senders._shm_free = lambda: 4 * SLOTS * ranks.world_size * sum(sizes) // 2
+        sender = senders.make_sender(SyncConfig(), config.rollout, policy, out)
+        (out / f"{ranks.rank}.kind").write_text(sender.kind)
+        dist.barrier()
+        sender.close()
+
+
+def test_stages_of_different_size_choose_one_transport(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "llama", vocab_size=131)
+    config = recipe(folder, dict(pipeline=2))
+    run_on_ranks(choose_where_stages_differ, 2, "gloo", tmp_path, config, tmp_path)
+    assert len({path.read_text() for path in tmp_path.glob("*.kind")}) == 1
+
+
 @pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(data=2), dict(context=2)])
 def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
