@@ -24,7 +24,6 @@ from tests.unit.engine_models import (
     write_model,
     write_version,
 )
-from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -363,9 +362,10 @@ def test_weights_from_a_folder_end_a_session_that_is_under_way(live, folder, tmp
 
 
 def test_a_retracted_batch_does_not_keep_the_cache_from_being_flushed(live):
+    live.token_s = SLOW_S
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(live.client.generate, [[5, 6]], {"max_new_tokens": 400})
-        wait_until(lambda: live.client.server_info()["num_running_reqs"])
+        answer = pool.submit(live.client.generate, [[5, 6]], LONG)
+        live.wait_for("num_running_reqs", 1)
         with pytest.raises(EngineError, match="Not flushed"):
             live.client.flush()
         live.client.pause("retract")

@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -134,10 +133,10 @@ std::pair<std::string, size_t> share(const c10::Storage& storage) {
   land_into_block(block_of(impl));
   Block* old = block_of(impl);
   if (old && old->mapped) return {old->path, old->bytes};
-  static std::atomic<int> number{0};
-  const std::string path = c10::str("/dev/shm/emulated-cuda-", getpid(), "-", number++);
+  // A name no file has: a process of this number may have left one when it was killed.
+  std::string path = "/dev/shm/emulated-cuda-XXXXXX";
   const size_t n = std::max<size_t>(storage.nbytes(), 1);
-  int file = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+  int file = mkstemp(path.data());
   TORCH_CHECK(file >= 0 && ftruncate(file, static_cast<off_t>(n)) == 0, "cannot make ", path);
   if (!old) {
     auto made = new_block(storage.device().index(), n);
