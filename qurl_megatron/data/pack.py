@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from qurl_megatron.algo import owners_of
 from qurl_megatron.data.passes import round_up
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.trees import Family, Tree
@@ -184,11 +185,11 @@ def _flat(
 ) -> dict[str, Any]:
     """What a batch has of responses and their tokens, however these lie in rows."""
     lengths = tuple(responses.summary.written[i] for i in chosen)
-    repeats = torch.tensor(lengths, dtype=torch.int64)
+    owners = owners_of(lengths)
     return {
         "indices": chosen,
         "lengths": lengths,
-        "owners": torch.arange(len(chosen)).repeat_interleave(repeats),
+        "owners": owners,
         "behaviour": torch.cat([responses.behaviour[:0], *map(responses.behaviour_of, chosen)]),
-        "weights": torch.tensor(token_weights, dtype=torch.float32).repeat_interleave(repeats),
+        "weights": torch.tensor(token_weights, dtype=torch.float32)[owners],
     }

@@ -27,7 +27,7 @@ from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
 from qurl_megatron.evaluation.benchmarks import ProblemSet
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.fleet.collect import Finished, collect, greedy
+from qurl_megatron.fleet.collect import EVALUATION, Finished, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
@@ -37,7 +37,6 @@ from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.wire.schema import count, or_none, shortened
 
 BATCH = 256  # responses of one batch of an embedded engine, about
-EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
 HEALS = 3  # times in a row that engines which all failed are waited for, without one new answer
 TELL_S = 10.0  # between two lines on how far it is
 

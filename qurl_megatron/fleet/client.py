@@ -16,7 +16,6 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -113,14 +112,6 @@ class EngineClient:
         """Send nothing more: the engine has left, or another process has its place."""
         self._closed = True
 
-    def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Ready for requests, as the engine sees it; SGLang says no while it is paused."""
-        try:
-            self._request("GET", "/health", timeout_s=timeout_s)
-        except EngineError:  # not up yet, or gone: that is the answer
-            return False
-        return True
-
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
         """Comes from the engine's own loop, paused or not: an answer proves that it runs."""
         return self._first(("/server_info", "/get_server_info"), timeout_s)
@@ -210,16 +201,6 @@ class EngineClient:
         """Abort the requests whose id starts with ``rid``, or all of them."""
         body = {"rid": rid, "abort_all": everything}
         self._request("POST", "/abort_request", body, CONTROL_TIMEOUT_S)
-
-    def update_weights_from_disk(
-        self, folder: Path | str, version: int | str, *, flush_cache: bool = True
-    ) -> None:
-        body = {
-            "model_path": str(folder),
-            "weight_version": str(version),
-            "flush_cache": flush_cache,
-        }
-        self._succeed("/update_weights_from_disk", body)
 
     def begin_weight_update(self) -> None:
         """Open a session for weights; one that a dead trainer left open is taken over."""

@@ -48,6 +48,7 @@ from qurl_megatron.runtime import event_loop
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
+EVALUATION = 0  # the step that seeds of evaluation are made with; training steps begin with 1
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
 
 Finished = Callable[[list[Sample]], None]

@@ -156,19 +156,6 @@ class Policy(Trained):
             layer.take(self._master(layer.weight))
         self._coded = True
 
-    def hf_shards(self, read: Callable[[nn.Parameter], Tensor] | None = None) -> Iterator[Shard]:
-        """This rank's weights from the FP32 masters, one Megatron parameter at a time.
-
-        Every tensor of the model appears on exactly one pipeline stage; tied output layers, which
-        are a copy, and vocabulary padding are left out. All ranks of ``ranks.copies`` must iterate
-        together.
-
-        Args:
-            read: what to export of each parameter instead of its master, e.g. its gradient.
-        """
-        for index in range(self.parameter_count):
-            yield from self.hf_parameter(index, read or self._master)
-
     @property
     def parameter_count(self) -> int:
         """Megatron parameters on this rank, tied copies included."""

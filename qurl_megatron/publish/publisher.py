@@ -34,7 +34,6 @@ from qurl_megatron.quant.formats import scheme_named
 from qurl_megatron.runtime.megatron import held, on_lead
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor, is_quantized, is_vocabulary
-from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import manifest_of
 from qurl_megatron.wire.message import ALIGNMENT, Blob, Room, encoded
 from qurl_megatron.wire.transport import Failures, Rank, Sender
@@ -379,7 +378,7 @@ class _Lead:
         """Have the engines load one round; those that are left, with their tensor sizes."""
         self._fail([failures for _, failures in parts])
         contributions = [contribution for contribution, _ in parts]
-        if isinstance(self.publisher.sender, FilesSender):
+        if self.publisher.sender.lasting:
             self._rounds.append(contributions)
         if not self.publisher.stage:
             self._update.bucket(_blobs_for(contributions))
@@ -389,7 +388,7 @@ class _Lead:
         """Make the version the one that is served."""
         self._fail(failures)
         publisher = self.publisher
-        if isinstance(publisher.sender, FilesSender):
+        if publisher.sender.lasting:
             blobs = [b for parts in self._rounds for blobs, _ in parts for b in blobs.values()]
             shapes = {
                 n: s for parts in self._rounds for _, shapes in parts for n, s in shapes.items()

@@ -16,7 +16,7 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import Interrupted
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.fleet.collect import collect, greedy
+from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
@@ -44,8 +44,6 @@ from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.too_long import no_room_for_the_environment
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.weights.places import description_of
-
-EVALUATION = 0  # the step number that evaluation seeds are made with; training steps begin with 1
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.facts import own_facts
 from qurl_megatron.wire.link import Link, open_link
+from qurl_megatron.wire.manifest import Manifest
 from qurl_megatron.wire.meeting import (
     Hello,
     LinkError,
@@ -188,6 +189,9 @@ class GroupSender:
             link.abort()
             # What was on its way may still be read: later buckets get memory of their own.
             self._memory.clear()
+
+    def seal(self, manifest: Manifest) -> None:
+        pass
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         deadline = time.monotonic() + self.receipt_wait_s

@@ -14,6 +14,7 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
     settle()                    L awaits the calls
+    seal(manifest)              L, where what was put lasts
     receipts(session, ranks)    L, after "check"
     finish(keep=...)
 
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.wire.manifest import Manifest
 from qurl_megatron.wire.message import Blob, Receipt
 
 Rank = tuple[int, int]
@@ -109,6 +111,13 @@ class Sender(Protocol):
     def drop(self, engine: str) -> None:
         """Send this engine nothing more, and wait for it no longer."""
 
+    def seal(self, manifest: Manifest) -> None:
+        """On the leading rank, once all is put: what ``lasting`` buckets make is a version now.
+
+        Raises:
+            ConfigError: no room, or no right to write.
+        """
+
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         """What the engine ranks left at "check"; a missing one is an error in its place."""
 
@@ -160,6 +169,9 @@ class AtOnce:
 
     def settle(self) -> Failures:
         return {}
+
+    def seal(self, manifest: Manifest) -> None:
+        pass
 
     def drop(self, engine: str) -> None:
         pass

@@ -390,7 +390,6 @@ SGLANG = [
             "/abort_request",
             "/begin_weight_update",
             "/end_weight_update",
-            "/update_weights_from_disk",
             "/update_weights_from_tensor",
             "/update_weight_version",
             "/release_memory_occupation",

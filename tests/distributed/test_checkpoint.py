@@ -21,7 +21,7 @@ from qurl_megatron.training.state import STATE, TrainState, folders, latest, set
 from qurl_megatron.weights.integrity import RECORD, read_record, write_record
 from tests.disks import small_disk
 from tests.distributed import test_critic
-from tests.distributed.test_policy import build, recipe, relative, whole
+from tests.distributed.test_policy import build, joined, recipe, relative, whole
 
 
 def improve_at(policy, config, step):
@@ -132,7 +132,7 @@ def go_on_with_both(policy, critic, config, out):
     """A second step of both; their weights, the critic's under its own prefix."""
     improve_at(policy, config, 2)
     test_critic.learn(critic, 1)
-    learned = whole(test_critic.Named(critic))
+    learned = joined(test_critic.named(critic))
     weights = whole(policy) | {f"critic.{name}": value for name, value in learned.items()}
     if policy.ranks.leads:
         torch.save(weights, out)

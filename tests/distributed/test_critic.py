@@ -14,7 +14,7 @@ from qurl_megatron.runtime.megatron import Axis, megatron_runtime
 from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
 from tests.cases import all_but
-from tests.distributed.test_policy import gradient, recipe, relative, whole
+from tests.distributed.test_policy import gradient, joined, recipe, relative
 
 LAYOUTS = {
     "TP2": dict(tensor=2),
@@ -78,29 +78,24 @@ def minibatch(ranks, number: int, *, packed: bool = False) -> list:
     return batches
 
 
-class Named:
-    """A critic's weights by Hugging Face name, its head's by Megatron's; for ``whole``."""
+def named(critic, read=None):
+    """A critic's weights by Hugging Face name, its head's by Megatron's; for ``joined``."""
+    from qurl_megatron.model.build import parameter_ops
+    from qurl_megatron.tensors.slice import Shard
+    from qurl_megatron.weights import open_checkpoint
 
-    def __init__(self, critic) -> None:
-        self.critic = critic
-
-    def hf_shards(self, read=None):
-        from qurl_megatron.model.build import parameter_ops
-        from qurl_megatron.tensors.slice import Shard
-        from qurl_megatron.weights import open_checkpoint
-
-        ranks = self.critic.ranks
-        arch = open_checkpoint(self.critic.folder).arch
-        ops = parameter_ops(replace(arch, tied=False), ranks)
-        for name, parameter in self.critic.gpt.named_parameters():
-            value = read(parameter) if read else parameter.detach().float()
-            if name in HEAD:
-                yield Shard.whole(name, value)
-                continue
-            for part, (hf, shard) in zip(ops[name].hf, ops[name].to_hf(value).items(), strict=True):
-                dim = part.split_dim
-                offset = 0 if dim is None else ranks.tensor.rank * shard.shape[dim]
-                yield Shard(hf, shard, part.shape, dim, offset)
+    ranks = critic.ranks
+    arch = open_checkpoint(critic.folder).arch
+    ops = parameter_ops(replace(arch, tied=False), ranks)
+    for name, parameter in critic.gpt.named_parameters():
+        value = read(parameter) if read else parameter.detach().float()
+        if name in HEAD:
+            yield Shard.whole(name, value)
+            continue
+        for part, (hf, shard) in zip(ops[name].hf, ops[name].to_hf(value).items(), strict=True):
+            dim = part.split_dim
+            offset = 0 if dim is None else ranks.tensor.rank * shard.shape[dim]
+            yield Shard(hf, shard, part.shape, dim, offset)
 
 
 def learn(critic, number: int) -> dict[str, float]:
@@ -133,9 +128,9 @@ def observe(device, config, out) -> None:
         everywhere: list = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, found)
         critic.accumulate(batches, ValueLoss(ranks.context, clip=CLIP))
-        gradients = whole(Named(critic), gradient(critic))
+        gradients = joined(named(critic, gradient(critic)))
         metrics = [learn(critic, number) for number in (0, 1)]
-        weights = whole(Named(critic))
+        weights = joined(named(critic))
         if ranks.leads:
             found = {i: v.cpu() for rank in everywhere for i, v in rank.items()}
             torch.save(
@@ -241,13 +236,13 @@ def check_first_updates(device, config) -> None:
     with megatron_runtime(config.parallel) as ranks:
         critic = build(config, ranks, CriticConfig(lr=1e-3, warmup_steps=2), head=False)
         critic.folder = config.model.path
-        before = whole(Named(critic))
+        before = joined(named(critic))
         if ranks.last_stage:
             assert not any(b.values.any() for b in attach_values(critic, minibatch(ranks, 0)))
         assert learn(critic, 0)["critic/lr"] == pytest.approx(5e-4)
-        once = whole(Named(critic))
+        once = joined(named(critic))
         assert learn(critic, 1)["critic/lr"] == pytest.approx(1e-3)
-        twice = whole(Named(critic))
+        twice = joined(named(critic))
         for name in before:
             assert torch.equal(before[name], once[name]) == (name not in HEAD), name
             assert not torch.equal(once[name], twice[name]), name
@@ -266,7 +261,7 @@ def check_masters(device, config, critic_config, expected) -> None:
     with megatron_runtime(config.parallel) as ranks:
         critic = build(config, ranks, critic_config)
         critic.folder = critic_config.path or config.model.path
-        masters = whole(Named(critic), lambda p: p.main_param.detach().view(p.shape))
+        masters = joined(named(critic, lambda p: p.main_param.detach().view(p.shape)))
         for name, value in expected.items():
             torch.testing.assert_close(masters[name], value, rtol=1e-6, atol=5e-7)
         assert {p.dtype for p in critic.gpt.parameters()} == {torch.bfloat16}

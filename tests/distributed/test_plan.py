@@ -7,7 +7,7 @@ from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.table import hf_tensor
 from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.testing.ranks import run_on_ranks
-from tests.distributed.test_policy import build, recipe
+from tests.distributed.test_policy import build, hf_shards, recipe
 
 
 def compare(device, config):
@@ -16,7 +16,7 @@ def compare(device, config):
         layout = Layout(tensor=ranks.tensor.size, pipeline=ranks.pipeline.size)
         where = ranks.pipeline.rank, ranks.tensor.rank
         held = 0
-        for shard in policy.hf_shards():
+        for shard in hf_shards(policy):
             tensor = hf_tensor(policy.arch, shard.name)
             planned = trainer_part(policy.arch, tensor, shard.shape, layout, *where)
             if planned is None:  # of a copy, or padding of the vocabulary

@@ -69,7 +69,13 @@ def build(config: RunConfig, ranks, **kwargs):
 
 def whole(policy, read=None) -> dict[str, torch.Tensor]:
     """Every Hugging Face tensor, joined from all ranks, on every rank."""
-    return joined(policy.hf_shards(read))
+    return joined(hf_shards(policy, read))
+
+
+def hf_shards(policy, read=None):
+    """This rank's FP32 masters, or what is read of them; all ranks of its copies iterate."""
+    for index in range(policy.parameter_count):
+        yield from policy.hf_parameter(index, read or policy._master)
 
 
 def joined(shards) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -216,7 +217,7 @@ def test_without_the_key_there_is_no_answer_and_nobody_sees_it(engine):
     server = engine.server
     for key in (None, "another"):
         stranger = EngineClient(server.client.url, api_key=key)
-        assert stranger.healthy()
+        assert httpx.get(server.client.url + "/health", trust_env=False).status_code == 200
         for ask in (stranger.weight_version, stranger.pause, partial(stranger.generate, [[1]], {})):
             with pytest.raises(EngineError, match="401"):
                 ask()

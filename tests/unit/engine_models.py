@@ -185,6 +185,11 @@ class LiveServer:
     def post(self, endpoint: str, body: dict | None = None) -> httpx.Response:
         return httpx.post(self.url + endpoint, json=body, timeout=60, trust_env=False)
 
+    def load(self, folder: Path, version: int | str, **options) -> httpx.Response:
+        """Weights from a folder, which the trainer itself never asks for."""
+        body = {"model_path": str(folder), "weight_version": str(version), **options}
+        return self.post("/update_weights_from_disk", body)
+
     def wait_for(self, key: str, value: int) -> None:
         wait_until(lambda: self.client.server_info()[key] == value)
 

@@ -72,13 +72,12 @@ def test_a_deadline_bounds_every_request_of_its_thread(engine):
 
 def test_a_limit_holds_for_looking_up_a_name_too(engine, monkeypatch):
     client = EngineClient(engine.url.replace("127.0.0.1", "localhost"))
-    assert client.healthy()
+    assert client.server_info()
     start = time.monotonic()
     with unanswered():
-        assert not client.healthy(0.3)
         with pytest.raises(EngineError, match="/server_info did not answer within 0.3 s"):
             client.server_info(0.3)
-        assert 0.6 <= time.monotonic() - start < PATIENCE_S
+        assert 0.3 <= time.monotonic() - start < PATIENCE_S
 
     def unknown(*arguments, **options):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -2,7 +2,8 @@ import torch
 
 from qurl_megatron.engines.embedded.sampling import (
     SamplingState,
-    invert_cdf,
+    blocks,
+    draw,
     sample,
     sample_seed,
     uniform,
@@ -48,7 +49,7 @@ def test_the_tail_of_a_150k_vocabulary_is_drawn_as_often_as_it_should_be():
     vocab, draws = 151_936, 64
     weights = torch.full((1, vocab), 1.0)
     grid = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    tokens = invert_cdf(weights.expand(draws, -1), grid)
+    tokens = draw(*blocks(weights.expand(draws, -1)), grid)
     assert torch.equal(tokens, (grid * vocab).long())
 
 
@@ -57,7 +58,7 @@ def test_a_token_of_probability_zero_is_never_drawn_not_even_at_the_ends():
     weights[:, 257] = 1e-30
     weights[:, 300] = 1.0
     ends = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    assert invert_cdf(weights, ends).tolist() == [257, 300, 300]
+    assert draw(*blocks(weights), ends).tolist() == [257, 300, 300]
 
 
 def test_log_probs_are_those_of_the_whole_tempered_distribution():

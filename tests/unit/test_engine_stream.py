@@ -259,7 +259,7 @@ def test_an_update_shows_in_the_stream_from_its_first_token_on(live, folder, tmp
     version = write_version(tmp_path / "v3", random_tensors(folder, seed=5), 3, "int8")
 
     def update():
-        live.client.update_weights_from_disk(version, 3, flush_cache=False)
+        assert live.load(version, 3, flush_cache=False).status_code == 200
 
     params = {**LONG, "max_new_tokens": 600}
     found = events(first_event(live, {"input_ids": [5, 6], "sampling_params": params}, update))

@@ -170,7 +170,6 @@ CONTROL = {
     "/continue_generation": lambda client: client.resume(),
     "/flush_cache": lambda client: client.flush(),
     "/abort_request": lambda client: client.abort("a"),
-    "/update_weights_from_disk": lambda client: client.update_weights_from_disk("unused", 1),
     "/begin_weight_update": lambda client: client.begin_weight_update(),
     "/update_weights_from_tensor": lambda client: client.update_weights_from_tensor([], "a.b"),
     "/end_weight_update": lambda client: client.end_weight_update(),

@@ -45,25 +45,20 @@ def sample(logits_BV: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     scaled_BV = logits_BV / state.temperature_B[:, None]  # float32, whatever the logits are
     peak_B, best_B = scaled_BV.max(dim=-1)
     weight_BV = (scaled_BV - peak_B[:, None]).exp_()
-    blocks_BNK, running_BN = _blocks(weight_BV)
+    blocks_BNK, running_BN = blocks(weight_BV)
     total_B = running_BN[:, -1]
     token_B = best_B
     if state.any_sampled:
         if state.any_filtered:
-            blocks_BNK, running_BN = _blocks(_filtered(weight_BV, state))
-        drawn_B = _draw(blocks_BNK, running_BN, uniform(state.seed_B, state.position_B))
+            blocks_BNK, running_BN = blocks(_filtered(weight_BV, state))
+        drawn_B = draw(blocks_BNK, running_BN, uniform(state.seed_B, state.position_B))
         drawn_B = drawn_B.clamp_(max=logits_BV.shape[1] - 1)  # only nan gets beyond it
         token_B = torch.where(state.greedy_B, best_B, drawn_B)
     chosen_B = scaled_BV.gather(1, token_B[:, None])[:, 0]
     return token_B, (chosen_B.double() - peak_B.double() - total_B.log()).float()
 
 
-def invert_cdf(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Token whose slice of the running sum contains ``uniform * total``; never one of weight 0."""
-    return _draw(*_blocks(weight_BV), uniform_B)
-
-
-def _blocks(weight_BV: Tensor) -> tuple[Tensor, Tensor]:
+def blocks(weight_BV: Tensor) -> tuple[Tensor, Tensor]:
     """The weights in blocks, and the running sum over blocks in float64."""
     batch, vocab = weight_BV.shape
     weight_BNK = pad(weight_BV, (0, -vocab % BLOCK)).view(batch, -1, BLOCK)
@@ -71,7 +66,8 @@ def _blocks(weight_BV: Tensor) -> tuple[Tensor, Tensor]:
     return weight_BNK, weight_BNK.sum(dim=-1).double().cumsum(dim=-1)
 
 
-def _draw(weight_BNK: Tensor, running_BN: Tensor, uniform_B: Tensor) -> Tensor:
+def draw(weight_BNK: Tensor, running_BN: Tensor, uniform_B: Tensor) -> Tensor:
+    """Token whose slice of the running sum contains ``uniform * total``; never one of weight 0."""
     target_B, block_B = _first_above(running_BN, uniform_B * running_BN[:, -1])
     before_B = pad(running_BN, (1, 0)).gather(1, block_B[:, None])[:, 0]
     inside_BK = weight_BNK[torch.arange(len(block_B), device=block_B.device), block_B]
