@@ -14,8 +14,7 @@ import argparse
 from pathlib import Path
 
 from qurl_megatron.convert.command import (
-    DTYPES,
-    add_job_options,
+    add_folder_options,
     convert,
     file_bytes,
     parser,
@@ -37,16 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="take the UAQ factor out again; else the weights stay folded and config.json says so",
     )
-    command.add_argument(
-        "--hf", type=Path, help="folder with config.json and tokenizer, if the checkpoint has none"
+    add_folder_options(
+        command,
+        auto="auto: the format the model came in, or the stored one where a factor stays folded",
     )
-    command.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="auto: the format the model came in, or the stored one where a factor stays folded",
-    )
-    add_job_options(command, file_gb=5.0)
     return run_main(body, command, argv)
 
 

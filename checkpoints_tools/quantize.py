@@ -20,8 +20,7 @@ import argparse
 from pathlib import Path
 
 from qurl_megatron.convert.command import (
-    DTYPES,
-    add_job_options,
+    add_folder_options,
     convert,
     file_bytes,
     parser,
@@ -55,16 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument(
         "--uaq-scale", type=float, default=1.0, help="update-aware factor s to fold in first"
     )
-    command.add_argument(
-        "--hf", type=Path, help="folder with config.json and tokenizer, if the checkpoint has none"
+    add_folder_options(
+        command, auto="format of what is not quantized; auto is the one the model came in"
     )
-    command.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="format of what is not quantized; auto is the one the model came in",
-    )
-    add_job_options(command, file_gb=5.0)
     return run_main(body, command, argv)
 
 

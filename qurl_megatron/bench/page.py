@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,6 +22,7 @@ from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, cells, 
 from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.drawing import STYLE, for_html
+from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import COLORS
 from qurl_megatron.observe.text import number
 from qurl_megatron.runtime.filesystem import refusing
@@ -63,16 +63,8 @@ def write_page(folder: Path) -> Path:
         raise ConfigError(
             f"{folder} holds no records; qurl bench BENCHMARK --out {folder} writes them"
         )
-    here = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("page.html").render(
-        css=(here.parent / "observe/report.css").read_text(encoding="utf-8"),
+    text = page(
+        Path(__file__).with_name("page.html"),
         name="Benchmarks",
         facts=sorted({str(record.environment.get("cpu", "")) for record in records}),
         parts=[part_of(record) for record in records],

@@ -56,6 +56,19 @@ def add_job_options(parser: argparse.ArgumentParser, *, file_gb: float) -> None:
     )
 
 
+def add_folder_options(parser: argparse.ArgumentParser, *, auto: str) -> None:
+    """The options of those that write a Hugging Face folder.
+
+    Args:
+        auto: what --dtype auto means.
+    """
+    parser.add_argument(
+        "--hf", type=Path, help="folder with config.json and tokenizer, if the checkpoint has none"
+    )
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help=auto)
+    add_job_options(parser, file_gb=5.0)
+
+
 def run_main(
     body: Callable[[argparse.Namespace], int], command: Parser, argv: Sequence[str] | None
 ) -> int:

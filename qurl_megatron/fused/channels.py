@@ -139,11 +139,7 @@ def quantize_row(
     own_scale = _scale(_largest_magnitude(x), largest)
     tl.store(scale + row, own_scale)
     x = tl.div_rn(x, own_scale)
-    if DRAWN:
-        drawn = _draw(start + row * row_words, first_column + column, second)
-        codes = _codes_by_chance(x, drawn, largest, E4M3)
-    else:
-        codes = _codes(x, largest, E4M3)
+    codes = _coded(x, largest, start + row * row_words, first_column + column, second, E4M3, DRAWN)
     tl.store(values + row * columns + column, codes, mask=there)
 
 
@@ -179,12 +175,16 @@ def round_row(
     there = column < columns
     x = tl.load(weight + row * row_step + column, mask=there, other=0.0).to(tl.float32)
     x = tl.div_rn(x, tl.load(scale + row))
-    if DRAWN:
-        drawn = _draw(start + row * row_words, first_column + column, second)
-        codes = _codes_by_chance(x, drawn, largest, E4M3)
-    else:
-        codes = _codes(x, largest, E4M3)
+    codes = _coded(x, largest, start + row * row_words, first_column + column, second, E4M3, DRAWN)
     tl.store(values + row * columns + column, codes, mask=there)
+
+
+@triton.jit
+def _coded(x, largest, start, column, second, E4M3: tl.constexpr, DRAWN: tl.constexpr):
+    if DRAWN:
+        return _codes_by_chance(x, _draw(start, column, second), largest, E4M3)
+    else:
+        return _codes(x, largest, E4M3)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jinja2
 import numpy as np
 
 from qurl_megatron.errors import ConfigError
@@ -14,6 +13,7 @@ from qurl_megatron.observe import drawing, lanes, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.history import METRICS_FILE, History
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
+from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import Picture
 from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.samples import (
@@ -92,16 +92,8 @@ def write_report(run_dir: Path | str) -> Path:
     recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else ""
     spans = read_timeline(run_dir / TIMELINE_FILE)
     shown = lanes.recent(spans)
-    here = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html").render(
-        css=(here / "report.css").read_text(encoding="utf-8"),
+    text = page(
+        Path(__file__).with_name("report.html"),
         name=run_dir.resolve().name,
         facts=_facts(records, history, _tables(recipe)),
         figures=list(_key_figures(history, _tables(recipe))),
@@ -121,7 +113,7 @@ def write_report(run_dir: Path | str) -> Path:
         recipe=recipe,
     )
     path = run_dir / REPORT_FILE
-    path.write_text(page, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -125,22 +125,14 @@ def score_rank(config: RunConfig, rollouts: Path, count: int, out: Path) -> int:
 
 
 def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
-    from qurl_megatron.model.policy import Policy  # Megatron comes with it
     from qurl_megatron.runtime.megatron import megatron_runtime
-    from qurl_megatron.training.alignment import alignment
     from qurl_megatron.training.sharded_loss import Scorer
     from qurl_megatron.training.step import attach_scores, lay_out
+    from qurl_megatron.training.trained_models import policy_of  # Megatron comes with it
 
     samples = [one.sample for one in read_rollouts(rollouts)[:count]]
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
-        policy = Policy.build(
-            config.model,
-            config.parallel,
-            config.policy_optimizer,
-            ranks,
-            uaq_scale=config.quant.uaq_scale,
-            align=alignment(config, ranks.device),
-        )
+        policy = policy_of(config, ranks)
         (batches,) = lay_out(ranks, Responses.of(samples), config, step=1)
         score = Scorer(policy, config.rollout.temperature)
         scores = gather_proximal(ranks, attach_scores(policy, batches, score, with_reference=False))

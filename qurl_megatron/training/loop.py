@@ -30,7 +30,6 @@ from qurl_megatron.errors import ConfigError, Foreseen, Interrupted
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
-from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED
@@ -41,7 +40,6 @@ from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.runtime.megatron import Ranks, held, kept_on_lead, megatron_runtime, on_lead
 from qurl_megatron.runtime.stop import StopRequest
 from qurl_megatron.training import checkpoint
-from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.delivery import deliver
 from qurl_megatron.training.finite import NotFinite, check_losses, look, norm_of
 from qurl_megatron.training.guard import Collapse, Guard, Verdict
@@ -52,6 +50,7 @@ from qurl_megatron.training.rollout_source import Rollout
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import Claim, TrainState, after, claim, stopped, tell_done
 from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
+from qurl_megatron.training.trained_models import models_of
 from qurl_megatron.training.whole import refuse_damaged_together
 from qurl_megatron.wire.facts import settle_nccl
 
@@ -90,7 +89,7 @@ def train(
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
         read = partial(_read_prompts, config, newest, files)
         prompts = kept_on_lead(read, ranks, waiting_for="reading the data")
-        policy, critic = _models(config, ranks)
+        policy, critic = models_of(config, ranks)
         if newest:
             checkpoint.load(newest[0], policy, critic)
         state, told = on_lead(
@@ -149,26 +148,6 @@ def _read_prompts(
         print(remark, flush=True)
     print(f"loading {newest[0] if newest else config.model.path}", flush=True)
     return prompts
-
-
-def _models(config: RunConfig, ranks: Ranks) -> tuple[Policy, Critic | None]:
-    policy = Policy.build(
-        config.model,
-        config.parallel,
-        config.policy_optimizer,
-        ranks,
-        uaq_scale=config.quant.uaq_scale,
-        reference=Reference(config.algo.reference, config.algo.reference_memory)
-        if config.algo.kl_coef > 0
-        else None,
-        align=alignment(config, ranks.device),
-    )
-    if config.algo.advantage != "gae":
-        return policy, None
-    critic = Critic.build(
-        config.model, config.parallel, config.critic, config.critic_optimizer, ranks
-    )
-    return policy, critic
 
 
 def _begun(

@@ -76,16 +76,9 @@ def test_logits_equal_hugging_face(backend, family, tensor, pipeline, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
     ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    expected = hf_logits(folder, ids)
     run_on_ranks(
-        check_logits,
-        parallel.world_size,
-        backend,
-        tmp_path,
-        folder,
-        parallel,
-        1.0,
-        ids,
-        hf_logits(folder, ids),
+        check_logits, parallel.world_size, backend, tmp_path, folder, parallel, 1.0, ids, expected
     )
 
 
@@ -106,16 +99,9 @@ def test_a_vocabulary_that_does_not_divide_is_padded(tied, tensor, pipeline, bac
     folder = tiny_checkpoint(tmp_path / "model", "llama", vocab_size=131, tie_word_embeddings=tied)
     ids = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(0))
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    expected = hf_logits(folder, ids)
     run_on_ranks(
-        check_logits,
-        parallel.world_size,
-        backend,
-        tmp_path,
-        folder,
-        parallel,
-        1.0,
-        ids,
-        hf_logits(folder, ids),
+        check_logits, parallel.world_size, backend, tmp_path, folder, parallel, 1.0, ids, expected
     )
 
 

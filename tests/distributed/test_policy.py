@@ -120,22 +120,30 @@ def delivered(ranks, samples, config, *, step: int) -> Responses:
     return deliver(ranks, whole, partial(shares, ranks, config=config, step=step))
 
 
+def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torch.Tensor]:
+    """Its gradients, whole, on every rank."""
+    from qurl_megatron.training.credit import attach_advantages
+    from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
+    from qurl_megatron.training.step import attach_scores, lay_out
+
+    ranks = policy.ranks
+    score = Scorer(policy, config.rollout.temperature)
+    share = delivered(ranks, samples, config, step=1)
+    laid = lay_out(ranks, share, config, step=1)
+    first = attach_scores(policy, laid[0], score, with_reference=True)
+    first, _ = attach_advantages(ranks, first, share.summary, config)
+    policy.accumulate(first, PolicyLoss(score, config.algo))
+    return whole(policy, gradient(policy))
+
+
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     """Gradients of the first minibatch, then the weights after two whole steps."""
     from qurl_megatron.observe.metrics import Timer, merge, values
-    from qurl_megatron.training.credit import attach_advantages
-    from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
-    from qurl_megatron.training.step import attach_scores, improve, lay_out
+    from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
-        score = Scorer(policy, config.rollout.temperature)
-        share = delivered(ranks, samples, config, step=1)
-        laid = lay_out(ranks, share, config, step=1)
-        first = attach_scores(policy, laid[0], score, with_reference=True)
-        first, _ = attach_advantages(ranks, first, share.summary, config)
-        policy.accumulate(first, PolicyLoss(score, config.algo))
-        gradients = whole(policy, gradient(policy))
+        gradients = of_the_first_minibatch(policy, samples, config)
         seen, kept = [], []
         config = replace(config, train=replace(config.train, save_rollouts=True))
         for step in (1, 2):
@@ -279,19 +287,9 @@ def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tenso
 
 
 def first_gradients(device, config, samples, out) -> None:
-    from qurl_megatron.training.credit import attach_advantages
-    from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
-    from qurl_megatron.training.step import attach_scores, lay_out
-
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
-        score = Scorer(policy, config.rollout.temperature)
-        share = delivered(ranks, samples, config, step=1)
-        laid = lay_out(ranks, share, config, step=1)
-        first = attach_scores(policy, laid[0], score, with_reference=True)
-        first, _ = attach_advantages(ranks, first, share.summary, config)
-        policy.accumulate(first, PolicyLoss(score, config.algo))
-        gradients = whole(policy, gradient(policy))
+        gradients = of_the_first_minibatch(policy, samples, config)
         if ranks.leads:
             torch.save(gradients, out)
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch, Experts
+from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.tensors.table import hf_tensor, uaq_role
+from tests.unit.test_plan import BASE
 
 WHOLE = Slice.whole((3, 4))
 
@@ -58,21 +59,11 @@ def test_a_shard_is_cut_in_the_coordinates_of_the_whole():
     assert again.value.data_ptr() == whole.data_ptr() and (again.dim, again.start) == (None, 0)
 
 
-ARCH = Arch(
+ARCH = replace(
+    BASE,
     family="qwen3_moe",
     num_layers=2,
-    hidden=24,
-    heads=8,
-    kv_heads=2,
-    head_dim=4,
-    intermediate=64,
     vocab=131,
-    rms_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position=128,
-    tied=False,
-    qkv_bias=False,
     qk_norm=True,
     experts=Experts(count=3, top_k=2, intermediate=16, norm_topk_prob=True),
 )
