@@ -890,11 +890,18 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""
 
     keep: int = key(2, at_least(1))
-    """Newest published versions that are kept."""
+    """Newest published versions that are kept while the run lives, by the transport files."""
 
     receipt_wait_s: float = key(90.0, positive())
     """Seconds until the trainer sees, on the shared folder of files, that an engine has loaded a
     version: more than a network filesystem remembers a folder (NFS: up to 60)."""
+
+    @property
+    def on_one_machine(self) -> str:
+        """The transport where trainer and engines share a machine whose memory has room."""
+        if self.transport != "auto":
+            return self.transport
+        return "files" if self.dir else "memory"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,12 +174,6 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
     )
 
 
-def way(config: RunConfig) -> str:
-    """How versions go in a layout that was applied."""
-    own = "files" if config.sync.dir else "memory"
-    return own if config.sync.transport == "auto" else config.sync.transport
-
-
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     """What turns one into the other on the command line, as section.key=value."""
     found = []

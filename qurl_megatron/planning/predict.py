@@ -14,7 +14,7 @@ from qurl_megatron.bench.publish_model import predict as predict_publication
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GB, Constants, Gpu
-from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled, way
+from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled
 from qurl_megatron.planning.rollout_time import RolloutTime, engine_rank, rollout_time, slots_of
 from qurl_megatron.planning.training_time import (
     Hand,
@@ -84,7 +84,7 @@ class Prediction:
         phases = {
             f"rollout: {self.rollout.limit}": self.rollout.seconds,
             f"train: {self.training.limit}": self.training.seconds,
-            f"publish: {way(self.config)}": self.publish,
+            f"publish: {self.config.sync.on_one_machine}": self.publish,
             "engines' release and reload": self.reload,
         }
         return max(phases, key=lambda name: phases[name])
@@ -270,7 +270,7 @@ class Planner:
         )
 
     def _publish(self, config: RunConfig) -> float:
-        parallel, rollout, transport = config.parallel, config.rollout, way(config)
+        parallel, rollout, transport = config.parallel, config.rollout, config.sync.on_one_machine
         layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, data=parallel.data)
         key = (layout, rollout.engines, rollout.engine_tensor, transport)
         if key not in self._publications:

@@ -67,7 +67,7 @@ def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
         ConfigError: the one that is asked for cannot reach them.
     """
     if sync.transport == "auto":
-        return "memory" if one_machine and room and not sync.dir else "files"
+        return sync.on_one_machine if one_machine and room else "files"
     if TRANSPORTS[sync.transport].one_machine and not one_machine:
         raise ConfigError(
             f"sync.transport={sync.transport} needs trainer and engines on one machine, and "

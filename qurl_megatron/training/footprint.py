@@ -342,7 +342,7 @@ def _mapping_engines(config: RunConfig) -> int:
     """Engine ranks that map, by the memory transport, a trainer's slots on a GPU not their own."""
     rollout = config.rollout
     elsewhere = rollout.urls or rollout.rendezvous or not rollout.kind.takes_gpus
-    if elsewhere or config.sync.transport not in ("auto", "memory"):
+    if elsewhere or config.sync.on_one_machine != "memory":
         return 0
     return min(NODE, rollout.engines * rollout.engine_tensor) - rollout.colocate
 

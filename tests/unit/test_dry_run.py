@@ -189,6 +189,7 @@ def test_the_phases_of_a_run_add_up():
         (["rollout.backend=sglang", "rollout.engines=4", "rollout.engine_tensor=2"], 8),
         (["rollout.backend=sglang", "rollout.engines=8", "rollout.colocate=true"], 7),
         (["rollout.backend=sglang", "rollout.engines=8", "sync.transport=files"], 0),
+        (["rollout.backend=sglang", "rollout.engines=8", "sync.dir=/shared"], 0),
         (["rollout.backend=sglang", "rollout.engines=8", "rollout.rendezvous=somewhere"], 0),
         (["rollout.engines=8"], 0),  # embedded, on the CPU
     ],
