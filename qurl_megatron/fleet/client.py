@@ -102,7 +102,7 @@ class EngineClient:
             "verify": _tls(self.url.startswith("https:")),
         }
         self._closed = False
-        self._http: httpx.AsyncClient | None = None  # of the loop of ``_REQUESTS``
+        self._connections = _Connections(self._options)
         try:
             httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError) as error:
@@ -316,9 +316,8 @@ class EngineClient:
         content = None if body is None else orjson.dumps(body)
 
         async def ask() -> _Body:
-            if self._http is None:
-                self._http = httpx.AsyncClient(**self._options)
-            return await self._exchange(self._http, method, endpoint, content, timeout, limit)
+            async with self._connections.open() as http:
+                return await self._exchange(http, method, endpoint, content, timeout, limit)
 
         return _REQUESTS.run(ask()).whole()
 
@@ -349,6 +348,38 @@ class EngineClient:
             limit = f"{timeout_s:.0f}" if timeout_s >= 10 else f"{timeout_s:.2g}"
             return EngineError(f"{self.url}{endpoint} did not answer within {limit} s")
         return EngineError(f"{self.url}{endpoint} did not answer: {shortened(_why(error))}")
+
+
+class _Connections:
+    """To one engine, on the loop of ``_REQUESTS``; closed once nobody has asked for ``KEPT_S``."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient | None = None
+        self._users = 0
+        self._lapse: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task | None = None  # a loop alone would not keep it
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[httpx.AsyncClient]:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a forked process has a loop of its own
+            self._loop, self._http, self._users, self._lapse = loop, None, 0, None
+        if self._lapse is not None:
+            self._lapse.cancel()
+        http = self._http = self._http or httpx.AsyncClient(**self._options)
+        self._users += 1
+        try:
+            yield http
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._lapse = loop.call_later(KEPT_S, self._close, loop, http)
+
+    def _close(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient) -> None:
+        self._http = None
+        self._closing = loop.create_task(http.aclose())
 
 
 class _Body:

@@ -11,7 +11,9 @@ from qurl_megatron.model.aligned import Align, AlignedColumn, AlignedRow
 
 
 def as_builder(given):
-    """What newer versions of Megatron-Core have in the place of a spec."""
+    """What newer versions of Megatron-Core have in the place of a spec, or have given already."""
+    if isinstance(given, partial):
+        return given
     return partial(given.module, submodules=given.submodules)
 
 
@@ -25,7 +27,8 @@ def test_specs_and_builders_are_both_completed(experts, align, builders, monkeyp
         layer = local(**named)
         mlp = layer.submodules.mlp
         if experts and "experts" in builders:
-            mlp.submodules.experts = as_builder(mlp.submodules.experts)
+            parts = spec._submodules(mlp)
+            parts.experts = as_builder(parts.experts)
         if "mlp" in builders:
             layer.submodules.mlp = as_builder(mlp)
         return layer

@@ -92,4 +92,4 @@ def test_limits_are_measured_once_per_process(monkeypatch):
 def test_the_environment_names_what_times_depend_on():
     found = environment.environment()
     assert set(environment.HARDWARE) <= set(found)
-    assert found["versions"]["torch"] == pytest.importorskip("torch").__version__
+    assert pytest.importorskip("torch").__version__.startswith(found["versions"]["torch"])

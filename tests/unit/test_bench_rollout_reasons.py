@@ -108,8 +108,19 @@ def test_requests_that_wait_for_their_turn_to_be_prefilled_do_not_wait_for_room(
     assert names(outcome) == []
 
 
-def test_requests_that_wait_while_the_engine_publishes_do_not_wait_for_room(outcome):
-    outcome.looks = [Look(0.25 * i, running=0, waiting=8) for i in range(8)]
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [(0, 8)] * 8,
+        [(3, 3), (0, 6), (0, 6), (0, 6), (0, 6)],  # some were still to be prefilled
+        [(6, 0), (3, 3), (6, 0)] * 4,  # paused, or just on again, at every third look
+    ],
+)
+def test_requests_that_wait_while_the_engine_publishes_do_not_wait_for_room(outcome, seen):
+    outcome.looks = [
+        Look(0.25 * i, running=running, waiting=waiting)
+        for i, (running, waiting) in enumerate(seen)
+    ]
     assert names(outcome) == []
 
 

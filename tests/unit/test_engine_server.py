@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -24,6 +25,7 @@ from tests.unit.engine_models import (
     write_model,
     write_version,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +392,18 @@ def test_health_info_and_flush(live):
     live.client.flush()
     assert live.post("/pause_generation").status_code == 200
     assert live.post("/pause_generation", {"mode": "x"}).status_code == 400
+
+
+def test_requests_share_a_connection_which_nobody_keeps_open(live):
+    def connections() -> int:
+        found = psutil.Process().net_connections("tcp")
+        return sum(f":{c.raddr.port}" in live.url for c in found if c.raddr)
+
+    for _ in range(2):  # the second time after the first connection was closed
+        for _ in range(3):
+            live.client.server_info()
+        assert connections() <= 1  # on a machine that is busy it may be closed already
+        wait_until(lambda: not connections())
 
 
 def test_an_api_key_guards_everything_but_health(folder):

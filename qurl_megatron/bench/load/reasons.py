@@ -84,11 +84,11 @@ def waited(outcome: LoadOutcome, allowed: int) -> str:
     did three looks before. Those that wait for their prompts alone begin to run meanwhile."""
     if any(answer.ask.due is not None for answer in outcome.answers):
         return ""
-    looks = [look for look in outcome.looks if look.running is not None and look.waiting]
+    looks = [look for look in outcome.looks if look.running is not None]
     stuck = [
         span[-1]
         for span in zip(*(looks[n:] for n in range(STILL)), strict=False)
-        if 0 < max(look.running for look in span) <= span[0].running
+        if all(look.waiting and 0 < look.running <= span[0].running for look in span)
     ]
     if not stuck:
         return ""
