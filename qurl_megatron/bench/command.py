@@ -19,6 +19,7 @@ from qurl_megatron.bench.others import MOST, Others
 from qurl_megatron.bench.record import BenchRecord, Case, read
 from qurl_megatron.bench.repeats import progress
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning.machine_limits import limits
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -66,7 +67,7 @@ def measure(
         started=started,
         environment={
             **around,
-            "limits": environment.limits(getattr(options, "device", None) or "cpu"),
+            "limits": limits(getattr(options, "device", None) or "cpu"),
         },
         cases=cases,
     )

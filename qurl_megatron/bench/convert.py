@@ -67,7 +67,7 @@ class Task:
 
     ours: str  # a tool and its arguments
     peer: str | None = None  # a package
-    peer_command: str = ""  # a module of bench.peers and its arguments
+    peer_command: str = ""  # a module of benchmarks.peers and its arguments
 
 
 TASKS = {

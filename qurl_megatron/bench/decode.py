@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.peer import checkout, peer
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
@@ -28,6 +27,7 @@ from qurl_megatron.engines.embedded.engine import Engine, Sequence
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import Constants, constants_of
 from qurl_megatron.planning.machine import of_limits
+from qurl_megatron.planning.machine_limits import limits
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step, engine_rank
 from qurl_megatron.tensors.arch import Arch, read_arch
 

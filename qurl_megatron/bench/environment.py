@@ -1,17 +1,9 @@
-"""What a benchmark ran on: hardware, versions, commit, load, and what the machine can do at most.
-
-The limits are measured, not read off a data sheet: the rate at which all cores together read
-memory, and the fastest matrix products of each number format. A figure beside them shows how much
-there is left to gain.
-"""
+"""What a benchmark ran on: hardware, versions, commit, load."""
 
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,11 +28,6 @@ INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and what it is called
 PACKAGES = ("torch", "megatron-core", "sglang", "vllm", "transformers", "numpy")
 HARDWARE = ("cpu", "cores", "instructions", "gpus")
 """Keys that two records must share for their times to be compared."""
-
-SIZE = 1024  # of the square products that are timed
-READ_MIB = 256  # more than caches hold
-ON_A_GPU = 8  # times as much of both: less does not keep all of its units at work
-TIMES = 5  # the fastest counts
 
 
 def environment(repository: Path | None = None) -> dict[str, Any]:
@@ -136,75 +123,3 @@ def _cpuinfo() -> dict[str, str]:
     text = file.read_text(encoding="utf-8").partition("\n\n")[0] if file.is_file() else ""
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-@cache
-def limits(device: str = "cpu") -> dict[str, float]:
-    """``measured_limits`` with the threads that torch has at the first call, measured once."""
-    return measured_limits(device)
-
-
-def measured_limits(device: str) -> dict[str, float]:
-    """The most that the machine does with the threads that torch has now: GB/s read from memory,
-    and GFLOP/s (for INT8 10^9 operations per second) of products. A second on two cores.
-
-    Returns:
-        ``read_gb_s``, ``int8_gop_s``, ``bf16_gflop_s``, ``fp32_gflop_s``; also ``fp8_gflop_s`` on
-        GPUs with units for it.
-    """
-    import torch
-
-    size = SIZE if device == "cpu" else SIZE * ON_A_GPU
-    kinds = {
-        "int8_gop_s": (torch.int8, torch._int_mm),
-        "bf16_gflop_s": (torch.bfloat16, torch.mm),
-        "fp32_gflop_s": (torch.float32, torch.mm),
-    }
-    with torch.inference_mode():
-        if device != "cpu" and torch.cuda.get_device_capability(device) >= (8, 9):
-            one = torch.ones((), device=device)
-            product = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-            kinds["fp8_gflop_s"] = torch.float8_e4m3fn, product
-        found = {"read_gb_s": _read_gb_s(torch.device(device))}
-        for name, (kind, multiply) in kinds.items():
-            # Not of ones or zeros, with which chips draw less power and run faster.
-            a, b = (torch.randint(-100, 100, (size, size), device=device).to(kind) for _ in "ab")
-            # The second as weights lie: [out, in].
-            seconds = fastest(partial(multiply, a, b.t()), device)
-            found[name] = _digits(2 * size**3 / 1e9 / seconds)
-    return found
-
-
-def _read_gb_s(device) -> float:
-    import torch
-
-    mib = READ_MIB if device.type == "cpu" else READ_MIB * ON_A_GPU
-    data = torch.ones(mib << 18, device=device).view(-1, 4096)  # float32
-    vector = torch.ones(4096, device=device)
-    # A product with a vector reads every number once, and so does a sum.
-    ways = (lambda: torch.mv(data, vector), lambda: data.sum())
-    seconds = min(fastest(way, str(device)) for way in ways)
-    return _digits(data.nbytes / 1e9 / seconds)
-
-
-def _digits(rate: float) -> float:
-    """Four digits of it; a place after the point would make a small rate 0, which none is."""
-    return float(f"{rate:.4g}")
-
-
-def fastest(act: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of the fastest of some calls, after one that does not count."""
-    import torch
-
-    def wait() -> None:
-        if device != "cpu":
-            torch.cuda.synchronize()
-
-    seconds = []
-    for _ in range(TIMES + 1):
-        wait()
-        start = time.perf_counter()
-        act()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])

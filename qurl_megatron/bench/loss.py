@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.algo import objective, token_log_probs
-from qurl_megatron.bench.environment import limits
 from qurl_megatron.bench.options import BENCHMARKS, add_shared, chosen
 from qurl_megatron.bench.peer import checkout, peer
 from qurl_megatron.bench.random_model import config_of
@@ -38,6 +37,7 @@ from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.fused import SWITCH
+from qurl_megatron.planning.machine_limits import limits
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.runtime.network import free_port
 

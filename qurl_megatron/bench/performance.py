@@ -55,8 +55,8 @@ together, more repeats are needed to show that one is worse:
 {_NEEDED}
 
 A baseline needs as many as the record that is held against it. Where either has fewer, what is not
-equal gets no verdict, which says how many are enough. The default of `--repeats` is; records below
-that were made with fewer than {REPEATS[0]} repeats cannot be baselines.
+equal gets no verdict, which says how many are enough. All but `versions` repeat often enough by
+default; records below that were made with fewer than {REPEATS[0]} repeats cannot be baselines.
 
 Of 20,000 pairs of records of equal speed, with ten repeats of three figures, 25 were false alarms
 where each repeat had a tenth of jitter that no yardstick saw, and none where bursts slowed a few

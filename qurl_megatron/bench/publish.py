@@ -32,7 +32,6 @@ import psutil
 
 from qurl_megatron.bench.options import chosen
 from qurl_megatron.bench.peer import checkout, peer
-from qurl_megatron.bench.publish_model import TRANSPORTS, PublishSetting, Rates, predict
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import load_reasons, progress, yardstick
@@ -46,6 +45,7 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.engines.sglang.starting_sglang import sglang_python
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning.publish_model import TRANSPORTS, PublishSetting, Rates, predict
 from qurl_megatron.publish import routes
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import Arch, read_arch

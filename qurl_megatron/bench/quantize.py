@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from qurl_megatron.bench.environment import fastest
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.fused import SWITCH, has_kernels_for
+from qurl_megatron.planning.machine_limits import fastest
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.weights.shapes import hf_shapes

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import torch
 
-from qurl_megatron.bench import environment
 from qurl_megatron.bench.load import limits, load_figures, reasons
 from qurl_megatron.bench.load.drive import DrivenLoad, Publishing
 from qurl_megatron.bench.load.engines import Target, reached, started
@@ -46,7 +45,7 @@ from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.planning import machine
+from qurl_megatron.planning import machine, machine_limits
 from qurl_megatron.planning.constants import Gpu, constants_of
 from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
 from qurl_megatron.tensors.arch import Arch, read_arch
@@ -483,7 +482,7 @@ def bounds_of(
     if why := _unmeasured(subject, device, gpu):
         return Bounds(why=why)
     on_gpu = device == "cuda"
-    read_gb_s = environment.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
+    read_gb_s = machine_limits.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
     scheme = quant_scheme(subject.scheme)
     rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype])
     # Ranks on CPUs share the memory's rate; GPUs have each their own.

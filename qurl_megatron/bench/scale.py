@@ -26,7 +26,6 @@ import torch.distributed as dist
 import xxhash
 
 from qurl_megatron.bench.peer import peer
-from qurl_megatron.bench.publish_model import tensors
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
@@ -34,6 +33,7 @@ from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.pack import pack_samples
 from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.fleet.answer import Asked, Part, Rules, read_answers, uncollected
+from qurl_megatron.planning.publish_model import tensors
 from qurl_megatron.publish import routes
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.tensors.arch import read_arch

@@ -12,6 +12,7 @@ from dataclasses import replace
 import psutil
 
 from qurl_megatron.planning.constants import LOOPBACK, Gpu
+from qurl_megatron.planning.machine_limits import measured_limits
 from qurl_megatron.schemes import INTEGER
 
 CPU = "cpu"
@@ -19,7 +20,7 @@ CPU = "cpu"
 
 
 def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
-    """A device from what ``bench.environment.measured_limits`` found.
+    """A device from what ``measured_limits`` found.
 
     Args:
         wide: "fp32" or "bf16", what is not quantized.
@@ -33,7 +34,7 @@ def of_limits(limits: Mapping[str, float], wide: str) -> Gpu:
         hbm=1e9 * limits["read_gb_s"],
         nvlink=LOOPBACK,
         network=LOOPBACK,
-        source="measured here: bench.environment.measured_limits",
+        source="measured here: planning.machine_limits",
     )
 
 
@@ -76,7 +77,6 @@ def here(dtype: str, threads: int = 0) -> Gpu:
     """This machine; takes two seconds."""
     import torch
 
-    from qurl_megatron.bench.environment import measured_limits
     from qurl_megatron.engines.embedded.native import library
 
     cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()

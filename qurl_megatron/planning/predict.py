@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from qurl_megatron.bench.publish_model import PublishSetting, Rates
-from qurl_megatron.bench.publish_model import predict as predict_publication
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GB, Constants, Gpu
 from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled
+from qurl_megatron.planning.publish_model import PublishSetting, Rates
+from qurl_megatron.planning.publish_model import predict as predict_publication
 from qurl_megatron.planning.rollout_time import RolloutTime, engine_rank, rollout_time, slots_of
 from qurl_megatron.planning.training_time import (
     Hand,

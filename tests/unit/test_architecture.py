@@ -1,8 +1,9 @@
-"""The arrows between the parts point downwards; read off the imports."""
+"""A part imports only parts that the README lists above it; read off the imports."""
 
 import ast
 import sys
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -11,41 +12,21 @@ import qurl_megatron
 from qurl_megatron.schemes import SCHEMES
 
 ROOT = Path(qurl_megatron.__file__).parent
-LEVEL = {
-    "types": 0,
-    "errors": 0,
-    "disk": 0,
-    "fused": 0,
-    "tensors": 0,
-    "config": 0,
-    "observe": 0,
-    "schemes": 0,
-    "algo": 1,
-    "quant": 1,
-    "weights": 1,
-    "sizes": 1,
-    "data": 1,
-    "rewards": 2,
-    "environments": 2,
-    "runtime": 2,
-    "model": 2,
-    "convert": 2,
-    "wire": 2,
-    "engines.kinds": 0,
-    "engines": 3,
-    "fleet": 4,
-    "publish": 5,
-    "evaluation": 5,
-    "training": 6,
-    "bench": 6,
-    "study": 6,
-    "planning": 6,
-    "slurm": 7,
-    "torchrun": 7,
-    "cli": 8,
-    "testing": 8,
-}
 FILES = sorted(ROOT.rglob("*.py"))
+README = ROOT.parent / "README.md"
+BELOW_ALL = "engines.kinds"  # a table, which keys of the configuration read
+
+
+def listed() -> list[str]:
+    """The parts of the package, in the order in which the README has them."""
+    lines = README.read_text(encoding="utf-8").split("\nqurl_megatron/\n")[1].splitlines()
+    rows = takewhile(lambda line: line.startswith("  "), lines)
+    heads = [row.split() for row in rows if not row.startswith("   ")]
+    parts = [word for words in heads for word in words[:2] if word.endswith(("/", ".py"))]
+    return [word.removesuffix("/").removesuffix(".py") for word in parts]
+
+
+ORDER = {part: place for place, part in enumerate(listed())}
 
 
 def imports(file: Path) -> list[str]:
@@ -64,9 +45,13 @@ def part(module: str) -> str:
     return (module.split(".") + [""])[1]
 
 
-def level(module: str) -> int:
-    """Of a module with a level of its own, or of its part."""
-    return LEVEL.get(module.removeprefix("qurl_megatron."), LEVEL[part(module)])
+def place(module: str) -> int:
+    return -1 if module == f"qurl_megatron.{BELOW_ALL}" else ORDER[part(module)]
+
+
+def test_the_readme_lists_every_part_once():
+    parts = {file.relative_to(ROOT).parts[0].removesuffix(".py") for file in FILES} - {"__init__"}
+    assert sorted(listed()) == sorted(parts)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
@@ -76,7 +61,7 @@ def test_imports_point_downwards(file):
         return
     for module in imports(file):
         if module.startswith("qurl_megatron."):
-            assert level(module) <= level(f"qurl_megatron.{own}"), f"{own} must not import {module}"
+            assert place(module) <= place(f"qurl_megatron.{own}"), f"{own} must not import {module}"
 
 
 def test_algorithms_and_quantizers_are_pure():

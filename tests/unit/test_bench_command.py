@@ -12,6 +12,7 @@ from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure, read
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.planning.machine_limits import limits
 
 DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
 
@@ -22,9 +23,9 @@ def quiet_machine(monkeypatch):
     monkeypatch.setattr(environment, "SIZE", 64)
     monkeypatch.setattr(environment, "READ_MIB", 1)
     monkeypatch.setattr(command.Others, "share", lambda _: 0.0)
-    environment.limits.cache_clear()
+    limits.cache_clear()
     yield
-    environment.limits.cache_clear()
+    limits.cache_clear()
 
 
 def test_a_benchmark_leaves_its_record_and_page_and_shows_its_table(tmp_path, capsys):
@@ -74,7 +75,7 @@ def test_a_tenth_slower_leaves_with_exit_code_1_and_noise_never_does(
 
 def test_no_limit_is_0_however_slow_the_machine_is(monkeypatch):
     monkeypatch.setattr(environment, "fastest", lambda act, device: 100.0)
-    found = environment.limits()
+    found = limits()
     assert all(rate > 0 for rate in found.values())
     assert found["fp32_gflop_s"] == pytest.approx(2 * 64**3 / 1e11, rel=1e-3)
 

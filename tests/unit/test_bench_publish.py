@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qurl_megatron.bench.publish import anonymous, bytes_under, cases_of, shares
-from qurl_megatron.bench.publish_model import PublishSetting, Rates, predict, tensors, volumes
 from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.planning.publish_model import PublishSetting, Rates, predict, tensors, volumes
 from qurl_megatron.publish.routes import Layout, transfers
 from qurl_megatron.tensors.arch import Arch, read_arch
 

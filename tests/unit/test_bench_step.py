@@ -180,7 +180,7 @@ def bench(monkeypatch, tmp_path):
     def limits(_: str) -> dict[str, float]:
         return ALONE if torch.get_num_threads() == 1 else BOTH
 
-    monkeypatch.setattr("qurl_megatron.bench.environment.measured_limits", limits)
+    monkeypatch.setattr("qurl_megatron.planning.machine.measured_limits", limits)
     monkeypatch.setattr("qurl_megatron.planning.machine.os.sched_getaffinity", lambda _: {0, 1})
     started = []
 

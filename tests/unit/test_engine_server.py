@@ -1,3 +1,4 @@
+import asyncio
 import base64
 import json
 import os
@@ -6,6 +7,7 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from socket import IPPROTO_TCP, TCP_NODELAY
 
 import httpx
 import psutil
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from qurl_megatron.engines.embedded import engine
+from qurl_megatron.engines.embedded.endpoints import bound
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
@@ -404,6 +407,23 @@ def test_requests_share_a_connection_which_nobody_keeps_open(live):
             live.client.server_info()
         assert connections() <= 1  # on a machine that is busy it may be closed already
         wait_until(lambda: not connections())
+
+
+def test_answers_on_a_connection_that_is_kept_are_not_delayed():
+    async def delays_answers() -> bool:
+        connected = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(
+            lambda _, writer: connected.set_result(writer.transport), sock=bound("127.0.0.1", 0)
+        )
+        async with server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+            transport = await connected
+            delays = transport.get_extra_info("socket").getsockopt(IPPROTO_TCP, TCP_NODELAY) == 0
+            writer.close()
+            transport.close()
+        return delays
+
+    assert not asyncio.run(delays_answers())
 
 
 def test_an_api_key_guards_everything_but_health(folder):

@@ -176,7 +176,7 @@ def test_torch_has_its_threads_again_where_measuring_the_machine_fails(monkeypat
     def fails(_: str) -> dict:
         raise MemoryError
 
-    monkeypatch.setattr("qurl_megatron.bench.environment.measured_limits", fails)
+    monkeypatch.setattr("qurl_megatron.planning.machine.measured_limits", fails)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 2)
     try:
@@ -241,7 +241,7 @@ def call(capsys, *words) -> tuple[int, str, str]:
 
 
 def test_the_command_plans_embedded_engines_on_this_cpu(shape, monkeypatch, capsys):
-    monkeypatch.setattr("qurl_megatron.bench.environment.measured_limits", lambda _: BOTH)
+    monkeypatch.setattr("qurl_megatron.planning.machine.measured_limits", lambda _: BOTH)
     words = [QUICKSTART, "--gpu", "cpu", "--gpus", "4", "--config", shape, "--up-to", "0"]
     code, out, _ = call(capsys, *words)
     assert code == 0 and "4 x cpu" in out and "* TP2 + 2 x TP1" in out
