@@ -78,7 +78,9 @@ class Footprint:
                 found.append(f"{what}: {' '.join(process.cmdline())}")
         files = {file for file in self._files if file.exists()}
         if run_dir is not None and (run_dir / ".token").exists():
-            files |= set(Path(SHARED).glob(f"qurl-{(run_dir / '.token').read_text()}*"))
+            from qurl_megatron.publish.senders import run_token  # torch comes with it
+
+            files |= set(Path(SHARED).glob(f"qurl-{run_token(run_dir)}*"))
         # Somebody else's process may have taken a port that has become free.
         listening = {
             connection.laddr.port

@@ -20,11 +20,19 @@ from qurl_megatron.wire.naming import Names
 from qurl_megatron.wire.receipts import leave
 
 
-def publish(fleet: Fleet, version: int) -> None:
-    """To engines without weights: nothing is sent, and each rank has all of it."""
+def publish(
+    fleet: Fleet, version: int, *, places: str = "", committing: Callable[[str], object] = str
+) -> None:
+    """To engines without weights: nothing is sent, and each rank has all of it.
+
+    Args:
+        places: where the parameters of each lie.
+        committing: called with a session's name before its receipts are read.
+    """
 
     def receipts(session: str, ranks: int) -> list[Receipt]:
-        return [Receipt(session, rank, None, 0, 0.0) for rank in range(ranks)]
+        committing(session)
+        return [Receipt(session, rank, None, 0, 0.0, places) for rank in range(ranks)]
 
     with (
         fleet.publication() as engines,

@@ -1,5 +1,6 @@
 """Which way a run's weights take, and this rank's end of it."""
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -83,9 +84,11 @@ def _shm_free() -> int:
 
 
 def run_token(run_dir: Path) -> str:
-    """Names what a run shares with its engines, the same after a restart and no other run's."""
+    """Names what a run shares with its engines, the same after a restart and no other run's: a copy
+    of its folder is another run."""
     file = run_dir / ".token"
     if not file.is_file():
         run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(file, secrets.token_hex(6))
-    return file.read_text(encoding="utf-8")
+    made = f"{file.read_text(encoding='utf-8')}{run_dir.resolve()}"
+    return hashlib.blake2b(made.encode(), digest_size=6).hexdigest()

@@ -121,6 +121,7 @@ class Update:
         """
         self.wait()
         found: dict[str, list[Receipt]] = {}
+        failures: dict[str, int] = {}
 
         def commit(engine: EngineRecord) -> None:
             self._call(engine, "check", self._buckets)
@@ -137,11 +138,17 @@ class Update:
             served = client.weight_version()
             if served != name:
                 raise EngineError(f"{engine.url} serves version {served!r} after the update")
+            failures[engine.name] = engine.failures
             client.resume()
 
         self._each(commit, "committing")
         assert self._begun is not None, "a bucket has come"
-        self.fleet.confirm(self.engines, self.version)
+        with self.fleet.lock:
+            # One may have failed again, at a request, while others were still committing.
+            self.engines = [e for e in self.engines if e.failures == failures[e.name]]
+            if not self.engines:
+                raise EngineError(f"version {self.version} is not served: {self.fleet.why_not()}")
+            self.fleet.confirm(self.engines, self.version)
         self._committed = True
         done = [receipt for engine in self.engines for receipt in found[engine.name]]
         return Taken(
@@ -188,9 +195,13 @@ class Update:
         if errors:
             raise EngineError(f"{engine.url} rejects version {self.version}: {'; '.join(errors)}")
         pointers = tuple(receipt.pointers for receipt in receipts)
-        if engine.name in self._settled and engine.pointers not in ((), pointers):
+        # One of ours has the same process since they were noted; one that was adopted and is out of
+        # the traffic may have been started again.
+        same = engine.process is not None or engine.name in self._settled
+        if same and engine.pointers not in ((), pointers):
             raise EngineError(
-                f"{engine.url} moved its parameters; captured CUDA graphs would read old weights"
+                f"{engine.url} moved its parameters; captured CUDA graphs would read old weights",
+                faulty=True,
             )
         engine.pointers = pointers
 

@@ -236,10 +236,10 @@ class _Run:
             Collapse: the guard halted the run, or numbers are not finite; of such a step nothing is
                 on disk, or with the engines.
         """
-        self.publisher.publish(self.state.step)
-        self._on_lead(lambda lead: lead.source.published(self.state.step))
         config = self.config
         try:
+            self._published(self.state.step)
+            self._on_lead(lambda lead: lead.source.published(self.state.step))
             if self.state.unevaluated or (self.state.step == 0 and config.train.eval_prompts):
                 self._make_up_for_an_evaluation()
         except Foreseen as failure:

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from qurl_megatron import cli
-from qurl_megatron.bench import command, decode, environment, peer, random_model
+from qurl_megatron.bench import command, decode, peer, random_model
 from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure, read
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.machine_limits import limits
+from qurl_megatron.planning import machine_limits
 
 DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
 
@@ -20,12 +20,12 @@ DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
     """Nobody else uses it, and its rates come from work that is over at once."""
-    monkeypatch.setattr(environment, "SIZE", 64)
-    monkeypatch.setattr(environment, "READ_MIB", 1)
+    monkeypatch.setattr(machine_limits, "SIZE", 64)
+    monkeypatch.setattr(machine_limits, "READ_MIB", 1)
     monkeypatch.setattr(command.Others, "share", lambda _: 0.0)
-    limits.cache_clear()
+    machine_limits.limits.cache_clear()
     yield
-    limits.cache_clear()
+    machine_limits.limits.cache_clear()
 
 
 def test_a_benchmark_leaves_its_record_and_page_and_shows_its_table(tmp_path, capsys):
@@ -74,8 +74,8 @@ def test_a_tenth_slower_leaves_with_exit_code_1_and_noise_never_does(
 
 
 def test_no_limit_is_0_however_slow_the_machine_is(monkeypatch):
-    monkeypatch.setattr(environment, "fastest", lambda act, device: 100.0)
-    found = limits()
+    monkeypatch.setattr(machine_limits, "fastest", lambda act, device: 100.0)
+    found = machine_limits.limits()
     assert all(rate > 0 for rate in found.values())
     assert found["fp32_gflop_s"] == pytest.approx(2 * 64**3 / 1e11, rel=1e-3)
 

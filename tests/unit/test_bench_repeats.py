@@ -6,7 +6,7 @@ import pytest
 
 from qurl_megatron.bench import environment, repeats
 from qurl_megatron.bench.repeats import interleaved
-from qurl_megatron.planning.machine_limits import limits
+from qurl_megatron.planning import machine_limits
 
 
 def test_rounds_alternate_forwards_and_backwards_and_warm_up_does_not_count():
@@ -80,14 +80,14 @@ def test_a_commit_with_changes_is_told_from_a_clean_one(tmp_path):
 
 
 def test_limits_are_measured_once_per_process(monkeypatch):
-    monkeypatch.setattr(environment, "SIZE", 64)
-    monkeypatch.setattr(environment, "READ_MIB", 4)
-    limits.cache_clear()
-    found = limits()
+    monkeypatch.setattr(machine_limits, "SIZE", 64)
+    monkeypatch.setattr(machine_limits, "READ_MIB", 4)
+    machine_limits.limits.cache_clear()
+    found = machine_limits.limits()
     assert set(found) == {"read_gb_s", "int8_gop_s", "bf16_gflop_s", "fp32_gflop_s"}
     assert all(value > 0 for value in found.values())
-    assert limits() is found
-    limits.cache_clear()
+    assert machine_limits.limits() is found
+    machine_limits.limits.cache_clear()
 
 
 def test_the_environment_names_what_times_depend_on():

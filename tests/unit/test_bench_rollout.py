@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qurl_megatron.bench import environment, rollout
+from qurl_megatron.bench import rollout
 from qurl_megatron.bench.load.engines import Target, _told_by_openai, engine_config
 from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.load.outcome import Client, LoadOutcome, Look, Publication, TimedAnswer
@@ -20,7 +20,7 @@ from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.planning import machine
+from qurl_megatron.planning import machine, machine_limits
 from qurl_megatron.tensors.arch import read_arch
 
 ARCH = read_arch(config_of("tiny"))
@@ -61,7 +61,7 @@ def repeats(*outcomes):
 def rates(monkeypatch):
     """Of this machine and of its GPU, without a second of work."""
     rates = {"cpu": {"read_gb_s": 10.0}, "cuda": {"read_gb_s": 1000.0}}
-    monkeypatch.setattr(environment, "limits", rates.__getitem__)
+    monkeypatch.setattr(machine_limits, "limits", rates.__getitem__)
 
 
 def this_cpu(dtype):

@@ -50,7 +50,7 @@ def impatient(monkeypatch):
 def local_fleet(tmp_path, *options, **changes) -> Fleet:
     """Two engines in processes of their own."""
     command = [sys.executable, "-m", "qurl_megatron.testing.fake_engine", *map(str, options)]
-    config = RolloutConfig(engines=2, **{**QUICK, **changes})
+    config = RolloutConfig(**{"engines": 2, **QUICK, **changes})
     return Fleet(
         config, "unused", scheme="none", log_dir=tmp_path, vocabulary=96, serve_command=command
     )
@@ -63,6 +63,33 @@ def adopted(*engines: FakeEngine, **changes) -> Fleet:
 
 def events(fleet) -> list[tuple[str, str]]:
     return [(event["engine"], event["event"]) for event in fleet.drain()[0]]
+
+
+def test_an_engine_whose_parameters_moved_serves_only_when_it_was_started_again(tmp_path):
+    with local_fleet(tmp_path, engines=1) as fleet:
+        publish(fleet, 0, places="here")
+        [engine] = fleet.serving()
+        old = engine.process.popen.pid
+        with pytest.raises(EngineError, match="moved its parameters"):
+            publish(fleet, 1, places="there")
+        wait_until(lambda: engine.state == "ready")
+        assert engine.process.popen.pid != old
+        publish(fleet, 1, places="there")
+        assert fleet.serving() == [engine]
+
+
+def test_an_engine_that_fails_while_another_commits_is_not_put_back(tmp_path):
+    with FakeEngine() as quick, FakeEngine() as slow, adopted(quick, slow) as fleet:
+        failing, other = fleet.serving()
+
+        def committing(session: str) -> None:
+            if other.name in session and failing.state == "serving":
+                wait_until(lambda: not quick.paused.is_set())  # it has committed and goes on
+                fleet.fail(failing, EngineError("its answer makes no sense"))
+
+        publish(fleet, 1, committing=committing)
+        assert fleet.serving() == [other]
+        assert (failing.state, failing.reason) == ("stale", "its answer makes no sense")
 
 
 def test_an_engine_that_was_killed_comes_back_and_joins_with_the_next_publication(tmp_path):
