@@ -21,6 +21,7 @@ from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import process, supervisor
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import collect, greedy
+from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.membership import read_members
 from qurl_megatron.testing.fake_engine import FakeEngine
@@ -601,6 +602,51 @@ def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_pa
         assert victim.restarts == 0
         fleet.released = False
         wait_until(lambda: victim.restarts == 1)
+
+
+def test_engines_that_all_die_while_their_memory_is_lent_come_back_for_the_next_version(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        publish(fleet, 1)
+        fleet.release()
+        for engine in fleet.engines():
+            os.kill(engine.process.popen.pid, signal.SIGKILL)
+        wait_until(lambda: all(engine.start_at is not None for engine in fleet.engines()))
+        with pytest.raises(EngineError, match="no engine to publish to"):
+            publish(fleet, 2)
+        assert fleet.await_recruits(PATIENCE_S)
+        publish(fleet, 2)
+        assert fleet.serving()
+
+
+def test_an_engine_that_was_silent_when_memory_came_back_has_its_own_before_it_gets_weights():
+    with FakeEngine() as away, FakeEngine() as other, adopted(away, other) as fleet:
+        publish(fleet, 1)
+        fleet.release()
+        away.deaf.set()
+        wait_until(lambda: len(fleet.serving()) == 1)
+        publish(fleet, 2)
+        assert [engine.url for engine in fleet.serving()] == [other.url]
+        away.deaf.clear()
+        wait_until(lambda: fleet.engines()[0].pulse.healthy)
+        away.calls.clear()
+        publish(fleet, 3)
+        assert len(fleet.serving()) == 2
+        assert away.calls[0][0] == "/resume_memory_occupation"
+
+
+def test_what_an_engine_does_too_late_changes_nothing():
+    late, threads, going = EngineRecord("late"), [], threading.Event()
+
+    def act(engine: EngineRecord) -> None:
+        threads.append(threading.current_thread())
+        going.wait(PATIENCE_S)
+        raise KeyError("too late")
+
+    results, errors = fleet_module._in_parallel(act, [late], 0.01)
+    wait_until(lambda: threads)
+    going.set()
+    threads[0].join()
+    assert results == {} and "was not done within" in str(errors[late])
 
 
 @pytest.mark.parametrize(
