@@ -65,8 +65,6 @@ class KeepsVersions:
     """Stands for a fleet of one engine, which takes everything in and keeps copies of versions that
     come as files."""
 
-    released = False
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.names = folder, Names("")
         self._engine = EngineRecord("engine-0", client=_Notes())

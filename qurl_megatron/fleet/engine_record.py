@@ -58,6 +58,7 @@ class EngineRecord:
     failed_updates: int = 0  # in a row
     condemned: bool = False  # ours, and it said what cannot be true: to be restarted
     refuses: bool = False  # left because it does not take our key
+    withdrawn: bool = False  # left because nobody offers it any more
     excused_until: float = 0.0  # not asked to take part before; of the monotonic clock
     restarts: int = 0  # since it last was reliable
     served: int = 0  # versions from the first token to the last, in a row

@@ -161,12 +161,14 @@ class Fleet(Roster):
     def publication(self) -> Iterator[list[EngineRecord]]:
         """The recruits, undisturbed: nothing is restarted, joins or leaves before the end.
 
-        ``confirm`` those that took the new version.
+        ``confirm`` those that took the new version. The trainer must have let go of the memory it
+        was lent: engines take it back, and those that died meanwhile are started again in it.
 
         Raises:
-            EngineError: there is no engine to publish to.
+            EngineError: there is no engine to publish to, or none took its memory back.
         """
         with self.turn:
+            self.resume()
             recruits = self.recruits()
             if not recruits:
                 raise EngineError(f"there is no engine to publish to: {self.why_not()}")
@@ -229,16 +231,17 @@ class Fleet(Roster):
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
         """Take device memory back, in stages where tags are given; a publication must follow."""
-        # SGLang crashes if it has to take back memory that it has not given.
-        lenders = [engine for engine in self.recruits() if engine.released]
 
         def act(engine: EngineRecord) -> None:
             engine.api.resume_memory(tags)
             engine.released = tags is not None
 
         try:
-            if lenders:
-                self.each(act, "resuming memory", lenders)
+            # SGLang crashes if it has to take back memory that it has not given.
+            if any(engine.released for engine in self.engines()):
+                lenders = [engine for engine in self.recruits() if engine.released]
+                if lenders:
+                    self.each(act, "resuming memory", lenders)
         finally:
             self.released = False  # engines that cannot take it back are to be restarted
 
@@ -318,8 +321,8 @@ def _in_parallel(
     end = time.monotonic() + timeout_s + 1.0  # a request that ran into the deadline names itself
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    results, errors = dict(results), dict(errors)  # latecomers write to the old ones
+    done, failed = dict(results), dict(errors)  # latecomers write to the others
     for engine in engines:
-        if engine not in results and engine not in errors:
-            errors[engine] = EngineError(f"{engine} was not done within {timeout_s:.0f} s")
-    return {e: results[e] for e in engines if e in results}, errors
+        if engine not in done and engine not in failed:
+            failed[engine] = EngineError(f"{engine} was not done within {timeout_s:.0f} s")
+    return {e: done[e] for e in engines if e in done}, failed

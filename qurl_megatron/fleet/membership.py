@@ -6,11 +6,15 @@ What is written there joins the fleet, what is gone from there leaves it. A key 
 beside the rendezvous, so that both can live in one folder that only the user can read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.wire import schema
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,27 @@ class Member:
             raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
 
 
-def read_members(rendezvous: Path) -> dict[str, Member]:
+def read_members(rendezvous: Path, wrong: Callable[[ConfigError], None]) -> dict[str, Member]:
     """The engines offered now, by URL; none where there is nothing yet.
 
+    Args:
+        wrong: gets an error for each entry that is malformed or cannot be read; names it. (A writer
+            may be in the middle of it: ask again before believing it.)
+
     Raises:
-        ConfigError: an entry is malformed; names it. (A writer may be in the middle of it: ask
-            again before believing it.)
+        ConfigError: a file of JSON lines cannot be read.
     """
+
+    def read(act: Callable[..., Part | None], *where: object) -> Part | None:
+        try:
+            return act(*where)
+        except ConfigError as error:
+            wrong(error)
+            return None
+
     if rendezvous.is_dir():
         files = sorted(rendezvous.glob("*.json"))
-        lines = [(str(file), text) for file in files if (text := _text(file)) is not None]
+        lines = [(str(file), text) for file in files if (text := read(_text, file)) is not None]
     else:
         text = _text(rendezvous) or ""
         lines = [
@@ -49,8 +64,8 @@ def read_members(rendezvous: Path) -> dict[str, Member]:
             if line.strip()
         ]
     folder = rendezvous if rendezvous.is_dir() else rendezvous.parent
-    members = [_member(where, line, folder) for where, line in lines]
-    return {member.url: member for member in members}
+    members = [read(_member, where, line, folder) for where, line in lines]
+    return {member.url: member for member in members if member is not None}
 
 
 def _text(file: Path) -> str | None:

@@ -90,10 +90,11 @@ class Roster:
         return [engine.client for engine in self.engines() if engine.client is not None]
 
     def refusals(self) -> list[str]:
-        """Why engines have left, but for those that do not take our key: others may."""
+        """Why engines have left, but for those that do not take our key, or that the batch system
+        took away: others may come."""
         with self.lock:
             gone = [engine for engine in self._engines if engine.state == "gone"]
-            return [engine.reason for engine in gone if not engine.refuses]
+            return [e.reason for e in gone if not (e.refuses or e.withdrawn)]
 
     def locked_out(self) -> str:
         """A sentence where there are engines, and not one of them takes our key."""
@@ -196,6 +197,12 @@ class Roster:
             if engine.state != "gone":
                 engine.refuses = True
                 self.leave(engine, "gave up", f"{error}; give its API key in {API_KEY}")
+
+    def withdraw(self, engine: EngineRecord) -> None:
+        """The batch system took it away."""
+        with self.lock:
+            engine.withdrawn = True
+            self.leave(engine, "left", "it is gone from the rendezvous")
 
     def leave(self, engine: EngineRecord, event: str, message: str) -> None:
         with self.lock:

@@ -13,8 +13,7 @@ weights or captures graphs takes minutes, answers nothing, and writes to its log
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from qurl_megatron.errors import ConfigError, Interrupted
@@ -30,7 +29,7 @@ RETRY_S = 0.5  # between checks of an engine that gave no good answer
 BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
 LONGEST_BACK_OFF_S = 60.0
 TOLD_AFTER_S = 1.0  # of waiting for engines that were not started here
-ABSENCES = 4  # looks in a row after which an engine has left the rendezvous
+ABSENT_S = 1.0  # after which an engine has left the rendezvous
 PATIENCE = 2  # updates that an engine may fail in a row before it is restarted
 IN_ALL = 4  # times its limit, after which an engine that still writes to its log is late, or hung
 
@@ -41,8 +40,8 @@ class Supervisor:
     def __init__(self, roster: Roster, tenancy: Tenancy) -> None:
         self._roster, self._config, self._tenancy = roster, roster.config, tenancy
         self._rendezvous = Path(self._config.rendezvous) if self._config.rendezvous else None
-        self._complaint = ""  # about the rendezvous, said once
-        self._absent: Counter[str] = Counter()  # looks in a row without an engine, by its URL
+        self._complaints: list[str] = []  # about the rendezvous as it is, each said once
+        self._absent: dict[str, float] = {}  # by URL, when an engine was first missed there
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
@@ -77,9 +76,10 @@ class Supervisor:
             if late := [_lateness(e, timeout_s) for e in waiting if _late(e, timeout_s, end)]:
                 raise EngineError("; ".join(late))
             if not waiting and time.monotonic() > end:
+                said = "; ".join(self._complaints)
                 raise EngineError(
                     f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
-                    f"{wanted} engines after {timeout_s:.0f} s {self._complaint}".rstrip()
+                    f"{wanted} engines after {timeout_s:.0f} s {said}".rstrip()
                 )
             if time.monotonic() > untold_until:
                 untold_until = end
@@ -241,23 +241,32 @@ class Supervisor:
     def _meet(self, rendezvous: Path) -> None:
         """Who is new at the rendezvous, and who is gone from it."""
         roster = self._roster
+        wrong: list[Exception] = []  # or half written: it is read again with the next look
         try:
-            members = read_members(rendezvous)
-            known = {engine.url: engine for engine in roster.engines()}
-            roster.barred &= members.keys()
-            for url, member in members.items():
-                if url not in known and url not in roster.barred:
+            members = read_members(rendezvous, wrong.append)
+        except ConfigError as error:  # who is there is not known, nor who is gone
+            self._complain([error])
+            return
+        known = {engine.url: engine for engine in roster.engines()}
+        roster.barred &= members.keys()
+        for url, member in members.items():
+            if url not in known and url not in roster.barred:
+                try:
                     roster.adopt(member, member.api_key() or roster.api_key)
-            # A file that is being rewritten is empty for a moment.
-            self._absent = Counter({url: self._absent[url] + 1 for url in known.keys() - members})
-            for url, times in self._absent.items():
-                if times >= ABSENCES:
-                    roster.leave(known[url], "left", "it is gone from the rendezvous")
-            self._complaint = ""
-        except (ConfigError, EngineError) as error:  # half written, or wrong: ask again
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                roster.note("failed", None, self._complaint)
+                except (ConfigError, EngineError) as error:
+                    wrong.append(error)
+        now = time.monotonic()
+        self._absent = {url: self._absent.get(url, now) for url in known.keys() - members}
+        for url, since in self._absent.items():
+            if now >= since + ABSENT_S:  # a file that is being rewritten is empty for a moment
+                roster.withdraw(known[url])
+        self._complain(wrong)
+
+    def _complain(self, wrong: Iterable[Exception]) -> None:
+        before, self._complaints = self._complaints, [str(error) for error in wrong]
+        for complaint in self._complaints:
+            if complaint not in before:
+                self._roster.note("failed", None, complaint)
 
 
 def _late(engine: EngineRecord, limit_s: float, end: float) -> bool:

@@ -363,8 +363,6 @@ class _Lead:
         """The engines that are to take the version, with their tensor sizes."""
         publisher, fleet = self.publisher, self.fleet
         engines = self.stack.enter_context(fleet.publication())
-        if fleet.released:
-            fleet.resume()
         if align := publisher.policy.align:
             refuse_unlike(align, fleet.config.backend, engines)
         self._update = self.stack.enter_context(

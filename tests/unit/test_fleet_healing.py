@@ -21,12 +21,13 @@ from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import process, supervisor
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import collect, greedy
+from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.membership import read_members
 from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from tests.publishing import publish
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
 SILENT_S = 1.5  # soon over, and more than a healthy engine needs on a busy machine
@@ -485,16 +486,72 @@ def test_engines_come_and_go_with_the_rendezvous(tmp_path):
 
 def test_a_file_of_lines_offers_engines_too_and_its_mistakes_are_named(tmp_path):
     file = tmp_path / "engines.jsonl"
-    assert read_members(file) == {}
+    wrong: list[ConfigError] = []
+    assert read_members(file, wrong.append) == {}
     file.write_text('{"url": "http://a:1/"}\n\n{"url": "http://b:2", "api_key_file": "k"}\n')
-    a, b = read_members(file).values()
+    a, b = read_members(file, wrong.append).values()
     assert (a.url, a.api_key()) == ("http://a:1", None)
     assert b.api_key_file == tmp_path / "k"
     with pytest.raises(ConfigError, match="API key of http://b:2 cannot be read"):
         b.api_key()
-    file.write_text('{"url": "http://a:1"}\n{"uri": "http://b:2"}\n')
-    with pytest.raises(ConfigError, match="engines.jsonl, line 2 is not"):
-        read_members(file)
+    assert not wrong
+    file.write_text('{"uri": "http://a:1"}\n{"url": "http://b:2"}\n')
+    assert list(read_members(file, wrong.append)) == ["http://b:2"]
+    [mistake] = wrong
+    assert "engines.jsonl, line 1 is not" in str(mistake)
+
+
+def lines_of(*engines: FakeEngine) -> str:
+    return "".join(json.dumps({"url": engine.url}) + "\n" for engine in engines)
+
+
+@pytest.mark.parametrize("patience_s", [0.0, NEVER_S])
+def test_an_engine_may_leave_and_return_or_seem_to_while_others_are_waited_for(
+    patience_s, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "ABSENT_S", patience_s, raising=False)
+    file = tmp_path / "engines.jsonl"
+    config = RolloutConfig(rendezvous=str(file), engines=2, **QUICK)
+    with FakeEngine() as first, FakeEngine() as second, ThreadPoolExecutor(1) as pool:
+        file.write_text(lines_of(first))
+        fleet = Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
+        pending = pool.submit(fleet.__enter__)
+        try:
+            wait_until(lambda: fleet.serving())
+            file.write_text("")
+            seen = first.looks
+            if patience_s:
+                wait_until(lambda: first.looks > seen + 5 or not fleet.engines())
+                assert fleet.serving()
+            else:
+                wait_until(lambda: not fleet.engines())
+            file.write_text(lines_of(first, second))
+            assert len(pending.result(PATIENCE_S).serving()) == 2
+        finally:
+            fleet.close()
+
+
+@pytest.mark.parametrize(
+    "wrong,complaint",
+    [
+        ({"url": "http://127.0.0.1:1", "api_key_file": "absent"}, "API key of http://127.0.0.1:1"),
+        ({"uri": "http://127.0.0.1:1"}, "wrong.json is not"),
+    ],
+)
+def test_a_wrong_entry_of_the_rendezvous_keeps_nobody_from_coming_or_going(
+    wrong, complaint, tmp_path
+):
+    with FakeEngine() as first, FakeEngine() as second:
+        (tmp_path / "first.json").write_text(json.dumps({"url": first.url}))
+        config = RolloutConfig(rendezvous=str(tmp_path), **QUICK)
+        with Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96) as fleet:
+            (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+            (tmp_path / "younger.json").write_text(json.dumps({"url": second.url}))
+            wait_until(lambda: len(fleet.engines()) == 2)
+            (tmp_path / "first.json").unlink()
+            wait_until(lambda: [engine.url for engine in fleet.engines()] == [second.url])
+            told = [event["message"] for event in fleet.drain()[0]]
+            assert sum(complaint in message for message in told) == 1
 
 
 def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_path):
@@ -572,6 +629,51 @@ def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_pa
         assert victim.restarts == 0
         fleet.released = False
         wait_until(lambda: victim.restarts == 1)
+
+
+def test_engines_that_all_die_while_their_memory_is_lent_come_back_for_the_next_version(tmp_path):
+    with local_fleet(tmp_path) as fleet:
+        publish(fleet, 1)
+        fleet.release()
+        for engine in fleet.engines():
+            os.kill(engine.process.popen.pid, signal.SIGKILL)
+        wait_until(lambda: all(engine.start_at is not None for engine in fleet.engines()))
+        with pytest.raises(EngineError, match="no engine to publish to"):
+            publish(fleet, 2)
+        assert fleet.await_recruits(PATIENCE_S)
+        publish(fleet, 2)
+        assert fleet.serving()
+
+
+def test_an_engine_that_was_silent_when_memory_came_back_has_its_own_before_it_gets_weights():
+    with FakeEngine() as away, FakeEngine() as other, adopted(away, other) as fleet:
+        publish(fleet, 1)
+        fleet.release()
+        away.deaf.set()
+        wait_until(lambda: len(fleet.serving()) == 1)
+        publish(fleet, 2)
+        assert [engine.url for engine in fleet.serving()] == [other.url]
+        away.deaf.clear()
+        wait_until(lambda: fleet.engines()[0].pulse.healthy)
+        away.calls.clear()
+        publish(fleet, 3)
+        assert len(fleet.serving()) == 2
+        assert away.calls[0][0] == "/resume_memory_occupation"
+
+
+def test_what_an_engine_does_too_late_changes_nothing():
+    late, threads, going = EngineRecord("late"), [], threading.Event()
+
+    def act(engine: EngineRecord) -> None:
+        threads.append(threading.current_thread())
+        going.wait(PATIENCE_S)
+        raise KeyError("too late")
+
+    results, errors = fleet_module._in_parallel(act, [late], 0.01)
+    wait_until(lambda: threads)
+    going.set()
+    threads[0].join()
+    assert results == {} and "was not done within" in str(errors[late])
 
 
 @pytest.mark.parametrize(

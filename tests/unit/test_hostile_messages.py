@@ -184,7 +184,7 @@ def test_a_key_file_that_is_none_is_named(name, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     offered = {"url": "http://a:1", "api_key_file": name}
     (tmp_path / "engines").write_text(json.dumps(offered))
-    [member] = read_members(tmp_path / "engines").values()
+    [member] = read_members(tmp_path / "engines", one_line).values()
     with pytest.raises(ConfigError, match="the API key of http://a:1 cannot be read"):
         member.api_key()
 
@@ -196,7 +196,7 @@ def test_a_rendezvous_offers_engines_or_is_a_configerror(text, lines):
         file = Path(folder) / "engine.json"
         file.write_bytes(text)
         try:
-            members = read_members(file if lines else Path(folder))
+            members = read_members(file if lines else Path(folder), one_line)
             for url, member in members.items():
                 assert isinstance(member, Member) and url.startswith("http")
                 key = member.api_key()
@@ -207,7 +207,7 @@ def test_a_rendezvous_offers_engines_or_is_a_configerror(text, lines):
 
 def test_a_rendezvous_may_say_more_than_we_read(tmp_path):
     (tmp_path / "a.json").write_text('{"url": "http://a:1", "node": "n7"}')
-    assert read_members(tmp_path) == {"http://a:1": Member("http://a:1", None)}
+    assert read_members(tmp_path, one_line) == {"http://a:1": Member("http://a:1", None)}
 
 
 @QUICK

@@ -8,7 +8,7 @@ import pytest
 from qurl_megatron.config import load
 from qurl_megatron.engines.starting import Launch
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.fleet.membership import read_members
+from qurl_megatron.fleet.membership import Member, read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.slurm.offer import PAUSE_S, Offered, address_towards, prepare
 from qurl_megatron.slurm.ready import ROOT
@@ -31,13 +31,20 @@ def test_a_new_attempt_keeps_the_key_and_forgets_the_engines_of_the_last(tmp_pat
     (tmp_path / "node-engine-0.json").write_text('{"url": "http://gone:1"}')
     prepare(tmp_path)
     assert (tmp_path / "key").read_text() == key
-    assert read_members(tmp_path) == {}
+    assert offers(tmp_path) == {}
 
 
 def test_a_meeting_place_that_is_a_file_is_named(tmp_path):
     (tmp_path / "engines").write_text("")
     with pytest.raises(ConfigError, match="engines cannot be written .*rollout.rendezvous"):
         prepare(tmp_path / "engines")
+
+
+def offers(folder: Path) -> dict[str, Member]:
+    wrong: list[ConfigError] = []
+    members = read_members(folder, wrong.append)
+    assert not wrong
+    return members
 
 
 @pytest.fixture
@@ -68,22 +75,22 @@ def look_until(one: Offered, condition) -> None:
 
 def test_an_engine_is_offered_with_its_key_once_it_listens(engine, tmp_path):
     process, one = engine
-    look_until(one, lambda: read_members(tmp_path))
-    ((url, member),) = read_members(tmp_path).items()
+    look_until(one, lambda: offers(tmp_path))
+    ((url, member),) = offers(tmp_path).items()
     assert url == "http://10.0.0.7:4321"
     assert member.api_key() == (tmp_path / "key").read_text()
 
 
 def test_an_engine_that_ends_is_withdrawn_and_started_again_after_a_pause(engine, tmp_path):
     process, one = engine
-    look_until(one, lambda: read_members(tmp_path))
+    look_until(one, lambda: offers(tmp_path))
     process.kill()
     look_until(one, lambda: process.popen is None)
-    assert read_members(tmp_path) == {}
+    assert offers(tmp_path) == {}
     one.look(time.monotonic())
     assert process.popen is None
     one.look(time.monotonic() + PAUSE_S)
-    look_until(one, lambda: read_members(tmp_path))
+    look_until(one, lambda: offers(tmp_path))
 
 
 def test_an_engine_that_ends_again_and_again_is_given_up(engine, tmp_path):
@@ -98,7 +105,7 @@ def test_an_engine_that_ends_again_and_again_is_given_up(engine, tmp_path):
 def test_an_address_of_ipv6_stands_in_brackets(engine, tmp_path):
     process, _ = engine
     one = offered(process, tmp_path, host="fd00::7")
-    look_until(one, lambda: read_members(tmp_path))
+    look_until(one, lambda: offers(tmp_path))
     entry = json.loads((tmp_path / "node-engine-0.json").read_text())
     assert entry["url"] == "http://[fd00::7]:4321"
 
