@@ -255,13 +255,13 @@ class EngineClient:
         body = {"new_version": str(version), "abort_all_requests": False}
         self._succeed("/update_weight_version", body)
 
-    def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free the device memory of ``tags`` ("weights", "kv_cache"; None: all), when idle."""
-        self._request("POST", "/release_memory_occupation", {"tags": tags and list(tags)})
+    def release_memory(self) -> None:
+        """Free the device memory of weights and cache, when idle."""
+        self._request("POST", "/release_memory_occupation", {})
 
-    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+    def resume_memory(self) -> None:
         """Take the device memory back; its contents have to be written again."""
-        self._request("POST", "/resume_memory_occupation", {"tags": tags and list(tags)})
+        self._request("POST", "/resume_memory_occupation", {})
 
     def _first(self, endpoints: Sequence[str], timeout_s: float) -> dict:
         """What the first endpoint that exists answers: SGLang renames them between releases."""

@@ -218,30 +218,30 @@ class Fleet(Roster):
             raise EngineError(f"{purpose} failed on {how_many(len(errors), 'engine')}: {reasons}")
         return results
 
-    def release(self, tags: Sequence[str] | None = None) -> None:
-        """Give the engines' device memory ("weights", "kv_cache"; None: all) to the trainer."""
+    def release(self) -> None:
+        """Give the engines' device memory to the trainer."""
         self.released = True
 
         def act(engine: EngineRecord) -> None:
             engine.api.pause("retract")  # SGLang wants to be idle for this
-            engine.api.release_memory(tags)
+            engine.api.release_memory()
             engine.released = True
 
-        self.each(act, "releasing memory", self.recruits())
+        if owners := [engine for engine in self.recruits() if not engine.released]:
+            self.each(act, "releasing memory", owners)
 
-    def resume(self, tags: Sequence[str] | None = None) -> None:
-        """Take device memory back, in stages where tags are given; a publication must follow."""
+    def resume(self) -> None:
+        """Take device memory back; a publication must follow."""
 
         def act(engine: EngineRecord) -> None:
-            engine.api.resume_memory(tags)
-            engine.released = tags is not None
+            engine.api.resume_memory()
+            engine.released = False
 
         try:
             # SGLang crashes if it has to take back memory that it has not given.
-            if any(engine.released for engine in self.engines()):
-                lenders = [engine for engine in self.recruits() if engine.released]
-                if lenders:
-                    self.each(act, "resuming memory", lenders)
+            lent = any(engine.released for engine in self.engines())
+            if lent and (lenders := [engine for engine in self.recruits() if engine.released]):
+                self.each(act, "resuming memory", lenders)
         finally:
             self.released = False  # engines that cannot take it back are to be restarted
 
