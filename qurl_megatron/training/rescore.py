@@ -101,7 +101,7 @@ def verdict(engine: Gap, actor: Gap, quantization: Gap, version: int) -> str:
     named = ((engine, "a fresh engine"), (actor, "the actor"))
     confirmed = " and ".join(name for gap, name in named if len(gap.sizes)) or "nothing"
     sentence = f"the record is confirmed by {confirmed}, to {limit:.2g} nats"
-    if not len(quantization.sizes):
+    if not len(engine.sizes):
         return sentence
     return (
         f"{sentence}: what lies between engine and actor, up to {largest:.2g} nats, is the "
@@ -187,13 +187,20 @@ def _by_engine(
 
 
 def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[Gap]:
-    """Record and engine, record and actor, engine and actor, and what the loss saw of these."""
+    """Record and engine, record and actor, engine and actor, and what the loss saw of these.
+
+    Without a fresh engine, the one that sampled is compared with the actor: it cannot be confirmed
+    then, but how far the two are apart still says what an order of sums comes to.
+    """
     behaviour = [one.sample.behaviour_log_probs[one.sample.written] for one in records]
     proximal = [one.proximal for one in records]
+    name, engine = (
+        ("fresh engine", fresh) if any(e is not None for e in fresh) else ("recorded", behaviour)
+    )
     return [
         Gap.between("behaviour: recorded, fresh engine", behaviour, fresh),
         Gap.between("proximal: recorded, actor", proximal, actor),
-        Gap.between("quantization: fresh engine, actor", fresh, actor),
+        Gap.between(f"quantization: {name}, actor", engine, actor),
         Gap.between("recorded: behaviour, proximal", behaviour, proximal),
     ]
 

@@ -161,5 +161,9 @@ def test_what_was_not_scored_or_not_recorded_is_left_out():
 
 
 def test_without_a_fresh_engine_nothing_is_said_of_the_quantization():
-    _, sentence = judged(engine=(None, None))
-    assert sentence == "the record is confirmed by the actor, to 0.01 nats"
+    gaps, sentence = judged(engine=(None, None))
+    assert [len(gap.sizes) for gap in gaps] == [0, 2, 5, 2]
+    assert gaps[2].pair == "quantization: recorded, actor"
+    assert sentence == "the record is confirmed by the actor, to 1 nats"
+    _, sentence = judged(engine=(None, None), proximal=WRONG_ACTOR)
+    assert "the actor differ by more than 1 nats at 1 of 2" in sentence
