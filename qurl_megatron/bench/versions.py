@@ -43,10 +43,15 @@ def recorded(run_dir: Path, version: int, limit: int) -> list[Sample]:
 
 
 def differences(client: EngineClient, samples: Sequence[Sample]) -> list[float]:
-    """|recorded - scored| of every response token's log-prob."""
+    """|recorded - scored| of every response token's log-prob that the engine can score."""
     scored = engine_scores(client, samples, temperature=1.0)
     pairs = zip(samples, scored, strict=True)
-    return [d for s, one in pairs for d in np.abs(s.behaviour_log_probs - one).tolist()]
+    return [
+        d
+        for s, one in pairs
+        if one is not None
+        for d in np.abs(s.behaviour_log_probs - one).tolist()
+    ]
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -64,6 +69,8 @@ def run(options: argparse.Namespace) -> list[Case]:
             checkpoint, config.rollout, scheme=config.quant.scheme, dtype=config.model.dtype
         ) as client:
             same, other = differences(client, responses), differences(client, others)
+        if not same:
+            continue
         cases.append(case_of(version, same, other))
         progress(f"version {version}: {cases[-1].figure('mean difference').median:.2g} nats")
     if not cases:

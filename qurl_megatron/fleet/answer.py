@@ -167,6 +167,21 @@ def read_info(info: dict) -> Info:
     return Info(kind_of(info.get("engine")), tp, tuple(loaders or ()) if said else None, scheme)
 
 
+def read_longest_input(info: dict) -> int | None:
+    """Tokens after which an engine can generate one more, by ``/server_info``; None: it does not
+    say.
+
+    Raises:
+        BadAnswer: it says nonsense.
+    """
+    # The last is SGLang's alone: it keeps a few more free, and refuses inputs of that length.
+    names = ("max_total_num_tokens", "context_length", "max_req_input_len")
+    limits = [info.get(name) for name in names]
+    if not all(map(or_none(count), limits)):
+        raise BadAnswer(f"{shortened(limits)} for {', '.join(names)} are not numbers of tokens")
+    return min((limit - 1 for limit in limits if limit is not None), default=None)
+
+
 def read_load(info: dict) -> Load:
     """What an embedded engine is doing, by ``/server_info``.
 

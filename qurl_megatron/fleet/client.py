@@ -31,6 +31,7 @@ from qurl_megatron.fleet.answer import (
     read_info,
     read_load,
     read_loads,
+    read_longest_input,
     uncollected,
 )
 from qurl_megatron.runtime import event_loop
@@ -169,6 +170,7 @@ class EngineClient:
         """Log-probs of ``input_ids[start:]``, each given all tokens before it.
 
         Args:
+            input_ids: no more than ``longest_scored``.
             start: 1 or more.
             temperature: what logits are divided by; SGLang leaves those of a prompt as they are.
         """
@@ -181,6 +183,14 @@ class EngineClient:
         content = self._request("POST", "/generate", body, limit=answer_limit([len(input_ids)]))
         scored = self._parsed("/generate", content)["meta_info"]["input_token_logprobs"]
         return [log_prob for log_prob, *_ in scored[start:]]
+
+    def longest_scored(self) -> int | None:
+        """Tokens that ``score`` takes, one less than fit: the engine generates one after them.
+        None: it does not say."""
+        try:
+            return read_longest_input(self.server_info())
+        except BadAnswer as error:
+            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:

@@ -163,10 +163,12 @@ class _Item:
             params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{self.received}")
         return [*self.prompt.input_ids, *(i for p in self.parts for i in p.ids.tolist())], params
 
-    def take(self, part: Part, *, most: int) -> None:
+    def take(self, part: Part, *, most: int, recalled: bool) -> None:
         """
         Args:
             most: turns that the conversation may have.
+            recalled: we had it aborted. Without a token it has then waited in the engine's queue,
+                and nothing failed.
         """
         self.parts.append(part)
         self.turn.append(part)
@@ -178,7 +180,7 @@ class _Item:
             self.finish = "length"
         if len(part.ids):
             self.failures = []
-        elif not (self.finish or self.ended):
+        elif not (self.finish or self.ended or recalled):
             self.failed(f"it was aborted by the engine: {part.message}")
 
     async def converse(self, turns: Turns) -> None:
@@ -413,7 +415,7 @@ class _Collection:
         bad = None
         for item, part in zip(flight.items, parts, strict=True):
             if isinstance(part, Part):
-                item.take(part, most=self.most_turns)
+                item.take(part, most=self.most_turns, recalled=flight.aborted)
             elif bad is None:
                 url, prompt = flight.engine.url, item.prompt.index
                 bad = EngineError(f"{url} answered prompt {prompt}: {part}", faulty=True)

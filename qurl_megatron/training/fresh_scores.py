@@ -66,11 +66,16 @@ def fresh_engine(
 
 def engine_scores(
     client: EngineClient, samples: Sequence[Sample], temperature: float
-) -> list[np.ndarray]:
-    """Log-probs of the tokens that the policy wrote, float32, of each sample."""
-    found = []
+) -> list[np.ndarray | None]:
+    """Log-probs of the tokens that the policy wrote, float32, of each sample; None where it leaves
+    no room in the engine for the token that scoring asks for."""
+    longest = client.longest_scored()
+    found: list[np.ndarray | None] = []
     for sample in samples:
         prompt, response = list(sample.prompt.input_ids), sample.response_ids.tolist()
+        if longest is not None and len(prompt) + len(response) > longest:
+            found.append(None)
+            continue
         scored = client.score(prompt + response, start=len(prompt), temperature=temperature)
         found.append(np.array(scored, np.float32)[sample.written])
     return found

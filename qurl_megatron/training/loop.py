@@ -53,6 +53,7 @@ from qurl_megatron.training.step import asks_to_share, improve, shares, unshared
 from qurl_megatron.training.trained_models import models_of
 from qurl_megatron.training.whole import refuse_damaged_together
 from qurl_megatron.wire.facts import settle_nccl
+from qurl_megatron.wire.group import check_host
 
 HEALS = 3  # times that one step waits for engines to come back
 FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
@@ -86,6 +87,8 @@ def train(
             tell = partial(tell_done, run_dir, newest[1], config)
             on_lead(lambda: tell(held(claimed).changes), ranks, waiting_for="its last words")
             return True
+        if config.sync.transport == "group" and (host := config.sync.host):
+            on_lead(lambda: check_host(host), ranks, waiting_for="looking at sync.host")
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
         read = partial(_read_prompts, config, newest, files)
         prompts = kept_on_lead(read, ranks, waiting_for="reading the data")

@@ -100,9 +100,12 @@ def verdict(engine: Gap, actor: Gap, quantization: Gap, version: int) -> str:
         return "; ".join(parts)
     named = ((engine, "a fresh engine"), (actor, "the actor"))
     confirmed = " and ".join(name for gap, name in named if len(gap.sizes)) or "nothing"
+    sentence = f"the record is confirmed by {confirmed}, to {limit:.2g} nats"
+    if not len(engine.sizes):
+        return sentence
     return (
-        f"the record is confirmed by {confirmed}, to {limit:.2g} nats: what lies between engine "
-        f"and actor, up to {largest:.2g} nats, is the quantization"
+        f"{sentence}: what lies between engine and actor, up to {largest:.2g} nats, is the "
+        "quantization"
     )
 
 
@@ -148,37 +151,56 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
 def _by_engine(
     checkpoint: Path, scheme: str, samples: Sequence[Sample], config: RunConfig, version: int
 ) -> Scores:
-    """Scores of a fresh engine; None for a sample with tokens of another version.
+    """Scores of a fresh engine; None for a sample that it cannot confirm, which is said: of other
+    weights than it has, or too long.
 
     Raises:
         ConfigError: it could not be started, or not score.
     """
+    found: list[np.ndarray | None] = [None] * len(samples)
+    if scheme != "none" and config.quant.rounding != "nearest":
+        print(
+            f"quant.rounding={config.quant.rounding} published other codes than a fresh engine, "
+            "which rounds to nearest: scored by the actor alone"
+        )
+        return found
     chosen = [i for i, one in enumerate(samples) if {v for v, _ in one.versions} <= {version}]
     if others := len(samples) - len(chosen):
         print(
             f"{how_many(others, 'response')} with tokens of another version than {version} "
             "(rollout.max_staleness): scored by the actor alone"
         )
-    found: list[np.ndarray | None] = [None] * len(samples)
     rollout, dtype = config.rollout, config.model.dtype
     try:
         with fresh_engine(checkpoint, rollout, scheme=scheme, dtype=dtype) as client:
             scored = engine_scores(client, [samples[i] for i in chosen], rollout.temperature)
     except EngineError as error:
         raise ConfigError(f"the fresh engine cannot score the samples: {error}") from error
+    if long := sum(one is None for one in scored):
+        print(
+            f"{how_many(long, 'response')} with no room left in the engine's context for the token "
+            "that scoring generates: scored by the actor alone"
+        )
     for index, one in zip(chosen, scored, strict=True):
         found[index] = one
     return found
 
 
 def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[Gap]:
-    """Record and engine, record and actor, engine and actor, and what the loss saw of these."""
+    """Record and engine, record and actor, engine and actor, and what the loss saw of these.
+
+    Without a fresh engine, the one that sampled is compared with the actor: it cannot be confirmed
+    then, but how far the two are apart still says what an order of sums comes to.
+    """
     behaviour = [one.sample.behaviour_log_probs[one.sample.written] for one in records]
     proximal = [one.proximal for one in records]
+    name, engine = (
+        ("fresh engine", fresh) if any(e is not None for e in fresh) else ("recorded", behaviour)
+    )
     return [
         Gap.between("behaviour: recorded, fresh engine", behaviour, fresh),
         Gap.between("proximal: recorded, actor", proximal, actor),
-        Gap.between("quantization: fresh engine, actor", fresh, actor),
+        Gap.between(f"quantization: {name}, actor", engine, actor),
         Gap.between("recorded: behaviour, proximal", behaviour, proximal),
     ]
 

@@ -47,8 +47,12 @@ CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
 
 
 def host_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The leading rank's meeting point, on a free port of the address ``host`` and no other."""
-    listener = socket.create_server((host, 0), backlog=1024)
+    """The leading rank's meeting point, on a free port of the address ``host`` and no other.
+
+    Raises:
+        ConfigError: it is not an address of this machine.
+    """
+    listener = _listen(host)
     port = listener.getsockname()[1]
     return dist.TCPStore(
         host,
@@ -58,6 +62,15 @@ def host_store(host: str, timeout_s: float) -> dist.TCPStore:
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener.detach(),
     )
+
+
+def check_host(host: str) -> None:
+    """On the leading rank: ``host_store`` could have its store there.
+
+    Raises:
+        ConfigError: as ``host_store``.
+    """
+    _listen(host).close()
 
 
 def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -110,8 +123,15 @@ class GroupSender:
     def open(cls, site: Site) -> "GroupSender":
         # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
         host = site.host or ("127.0.0.1" if site.one_machine else os.environ["MASTER_ADDR"])
-        store = host_store(host, site.timeout_s) if site.leads else None
-        port = site.share(store and store.port)
+        store, failure = None, None
+        if site.leads:
+            try:
+                store = host_store(host, site.timeout_s)
+            except ConfigError as error:  # the others must not wait for a port
+                failure = error
+        port, failure = site.share((store and store.port, failure))
+        if failure is not None:
+            raise failure
         if store is None:
             store = join_store(host, port, site.timeout_s)
         return cls(store, site.rank, site.size, device=site.device, timeout_s=site.timeout_s)
@@ -379,6 +399,17 @@ def _met(
         held.abort()
     link = f"{about['engine']}/{meeting.number}"
     return open_link(about, meeting.store, link, rank=rank, tp=tp, device=device)
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        return socket.create_server((host, 0), backlog=1024)
+    except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]  # Python adds the address
+        raise ConfigError(
+            f"training rank 0 cannot listen at {host!r} for engines ({why}); set sync.host to an "
+            "address of its own machine that they reach, as `ip address` shows them there"
+        ) from None
 
 
 def _receipt(session: str, rank: int) -> str:

@@ -460,6 +460,16 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     assert message in done.stderr
 
 
+def test_a_host_of_another_machine_is_a_mistake_before_models_and_engines(
+    recipe, uninterrupted, tmp_path
+):
+    options = ("sync.transport=group", "sync.host=192.0.2.7", f"train.run_dir={tmp_path / 'run'}")
+    done = qurl("train", recipe, "parallel.tensor=2", *options)
+    assert done.returncode == 2, done.stderr
+    assert "set sync.host to" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "loading" not in done.stdout and "starting 2 embedded" not in done.stdout, done.stdout
+
+
 def test_a_mistake_that_only_one_later_rank_meets_is_told_too(recipe, uninterrupted, tmp_path):
     """The output layer is loaded by the last pipeline stage alone."""
     from safetensors.torch import load_file, save_file

@@ -56,6 +56,19 @@ def test_older_releases_are_asked_under_their_own_names(engine):
     assert client.weight_version() == "3"
 
 
+def test_to_score_an_engine_needs_room_for_one_more_token(engine):
+    info, client = {}, EngineClient(engine.url)
+    engine.server_info = lambda: info
+    assert client.longest_scored() is None
+    info |= {"max_total_num_tokens": 99, "context_length": None}
+    assert client.longest_scored() == 98
+    info |= {"context_length": 64, "max_req_input_len": 58}
+    assert client.longest_scored() == 57
+    info["max_req_input_len"] = "many"
+    with pytest.raises(EngineError, match="many.* are not numbers of tokens"):
+        client.longest_scored()
+
+
 def test_a_deadline_bounds_every_request_of_its_thread(engine):
     client = EngineClient(engine.url, timeout_s=NEVER_S)
     engine.deaf.set()

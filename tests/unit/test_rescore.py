@@ -9,9 +9,10 @@ import pytest
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError, unscored
 from qurl_megatron.training.fresh_scores import actor_recipe
-from qurl_megatron.training.rescore import compared, verdict
+from qurl_megatron.training.rescore import _by_engine, compared, verdict
 from qurl_megatron.training.rollout_file import Recorded, path_of, read_rollouts, write_rollouts
 from qurl_megatron.types import Prompt, Sample
+from tests.unit.engine_models import write_model
 
 PROMPT = Prompt(4, (5, 6), "what?", "6", {"level": 3}, ({"role": "user", "content": "what?"},))
 SAMPLES = [
@@ -64,6 +65,37 @@ def test_the_actor_is_aligned_as_the_run_was_and_no_longer_since_the_guard_fell_
     aligned, fallen_back = (actor_recipe(config, tmp_path, 6, one) for one in ("int8", "none"))
     assert (aligned.train.align, fallen_back.train.align) == ("full", "none")
     assert 6 % aligned.train.micro_batch == 0 and aligned.model.path == str(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=32)
+
+
+def config_of(model, **quant):
+    path = model / "recipe.toml"
+    path.write_text(f'[model]\npath = "{model}"\ndtype = "float32"\n[data]\ntask = "chain_sum"\n')
+    return load(path, [f"quant.{key}={value}" for key, value in quant.items()])
+
+
+def test_a_response_that_fills_the_engines_context_is_left_to_the_actor(model, capsys):
+    samples = [
+        Sample(PROMPT, [7] * length, [-1.0] * length, "length", ((2, length),))
+        for length in (30, 29)  # of 32, beside a prompt of 2
+    ]
+    full, scored = _by_engine(model, "int8", samples, config_of(model), 2)
+    assert full is None and len(scored) == 29 and np.isfinite(scored).all()
+    assert "1 response with no room left in the engine's context" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "dithered"])
+def test_codes_that_were_drawn_are_not_compared_with_a_fresh_engines(rounding, model, capsys):
+    config = config_of(model, rounding=rounding)
+    assert _by_engine(model, "int8", SAMPLES, config, 2) == [None, None]
+    assert f"quant.rounding={rounding} published other codes" in capsys.readouterr().out
+    # Since the guard fell back nothing is rounded.
+    sample = replace(SAMPLES[0], versions=((2, 3),))
+    assert _by_engine(model, "none", [sample], config, 2)[0] is not None
 
 
 def arrays(*rows):
@@ -126,3 +158,12 @@ def test_what_was_not_scored_or_not_recorded_is_left_out():
     gaps, sentence = judged(engine=(None, ENGINE[1]), proximal=(None, None))
     assert [len(gap.sizes) for gap in gaps] == [2, 0, 2, 0]
     assert "confirmed by a fresh engine, to" in sentence
+
+
+def test_without_a_fresh_engine_nothing_is_said_of_the_quantization():
+    gaps, sentence = judged(engine=(None, None))
+    assert [len(gap.sizes) for gap in gaps] == [0, 2, 5, 2]
+    assert gaps[2].pair == "quantization: recorded, actor"
+    assert sentence == "the record is confirmed by the actor, to 1 nats"
+    _, sentence = judged(engine=(None, None), proximal=WRONG_ACTOR)
+    assert "the actor differ by more than 1 nats at 1 of 2" in sentence

@@ -235,6 +235,29 @@ def test_a_straggler_is_aborted_and_continued_from_its_tokens():
         assert len(fleet.serving()) == 2
 
 
+class FullEngine(FakeEngine):
+    """Keeps everything in its queue until so many requests were aborted."""
+
+    full_for = 4
+
+    def _step(self, sequences, fault):
+        full = len(self.bodies("/abort_request")) < self.full_for and not self.closing.is_set()
+        if full and not self._aborts(sequences):
+            time.sleep(0.005)
+        else:
+            super()._step(sequences, fault)
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_waiting_in_an_engines_queue_is_no_failure_however_often_a_straggler_is_aborted(embedded):
+    engine = FullEngine(embedded=embedded)
+    with fleet_of(engine, straggler_s=0.01) as fleet:
+        check_whole(gather(fleet, PROMPTS[:1]), PROMPTS[:1])
+        requests = engine.bodies("/generate")
+        assert len(requests) == 1 + engine.full_for
+        assert all(body["sampling_params"] == asked(engine)[:2] for body in requests)
+
+
 def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
     engine = FakeEngine(token_s=0.2)
     with fleet_of(engine, max_new_tokens=20) as fleet, ThreadPoolExecutor(1) as pool:

@@ -4,6 +4,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,6 +15,7 @@ from qurl_megatron.wire import facts
 from qurl_megatron.wire.group import GroupSender, host_store, join_store
 from qurl_megatron.wire.meeting import Hello, still_open
 from qurl_megatron.wire.message import Receipt, checksum, piece_of
+from qurl_megatron.wire.transport import Site
 from qurl_megatron.wire.transports import open_receiver
 from tests.shards import shard
 from tests.unit.remote import Remote, together
@@ -446,6 +448,21 @@ def test_an_engine_alone_waits_for_the_training_ranks_no_longer_than_agreed(cast
     with pytest.raises(ConfigError, match="engine rank 0 could not meet the training ranks at"):
         cast(Engine, 0).call("open", transport)
     assert time.monotonic() - begun < PATIENCE_S
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_a_mistake_in_sync_host_on_every_rank(host, tmp_path):
+    shared = []
+    site = Site(
+        **{"rank": 0, "size": 2, "leads": True, "device": torch.device("cpu"), "name": ""},
+        **{"run_dir": tmp_path, "token": "t", "one_machine": True, "bytes": 0, "shared": ""},
+        **{"share": lambda said: shared.append(said) or said, "host": host},
+        **{"receipt_wait_s": 1.0, "timeout_s": TIMEOUT_S},
+    )
+    other = replace(site, rank=1, leads=False, share=lambda _: shared[0])
+    for rank in (site, other):
+        with pytest.raises(ConfigError, match=f"cannot listen at '{host}' .*; set sync.host to"):
+            GroupSender.open(rank)
 
 
 def test_the_store_is_bound_to_the_given_address_alone():

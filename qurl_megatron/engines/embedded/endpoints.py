@@ -252,6 +252,7 @@ class _Handlers:
                 "device": str(self.decoder.device),
                 "decode_step": self.worker.engine.decode_step,
                 "threads": torch.get_num_threads(),
+                "context_length": self.decoder.arch.max_position,
                 "stream_interval": self.speech.stream_interval,
                 "incremental_streaming_output": self.speech.incremental_streaming_output,
                 **self._load(info),
