@@ -58,6 +58,11 @@ def run(options: argparse.Namespace) -> list[Case]:
     """One case per version that has a checkpoint and responses."""
     run_dir: Path = options.run_dir
     config = load(run_dir / RECIPE)
+    if config.quant.scheme != "none" and config.quant.rounding != "nearest":
+        raise ConfigError(
+            f"{run_dir} published codes that were drawn (quant.rounding={config.quant.rounding}), "
+            "and a fresh engine rounds to nearest; have qurl rescore hold a step against the actor"
+        )
     cases = []
     for checkpoint in checkpoints(run_dir):
         version = int(checkpoint.name.removeprefix("step_"))
