@@ -3,6 +3,7 @@
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,7 @@ class KeepsVersions:
     come as files."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.names = folder, Names("")
+        self.folder, self.names, self.lock = folder, Names(""), threading.Lock()
         self._engine = EngineRecord("engine-0", client=_Notes())
 
     @contextmanager

@@ -68,7 +68,7 @@ def make(tmp_path):
     """A source over the questions a, bb, ..., of which every second one will be answered right."""
     with ExitStack() as stack:
 
-        def make(state: TrainState = FRESH, *overrides: str, token_s: float = 0.0) -> Made:
+        def make(state: TrainState = FRESH, *overrides: str) -> Made:
             rows = [
                 {"prompt": chr(97 + i) * (i + 1), "answer": token_at(i + NEW) if i % 2 else "none"}
                 for i in range(20)
@@ -76,7 +76,7 @@ def make(tmp_path):
             data = tmp_path / "prompts.jsonl"
             data.write_text("\n".join(map(json.dumps, rows)))
             (tmp_path / "recipe.toml").write_text(RECIPE_TEXT)
-            engine = stack.enter_context(FakeEngine(token_s=token_s))
+            engine = stack.enter_context(FakeEngine())
             sizes = (
                 f"data.path={data}",
                 f"data.eval_path={data}",
@@ -157,8 +157,9 @@ def test_what_no_engine_could_answer_is_asked_again_once_one_has_the_weights(mak
 
 
 def test_a_stop_ends_a_rollout_an_evaluation_and_the_wait_for_an_engine(make):
-    made = make(token_s=0.05)
+    made = make()
     made.publish(0)
+    made.engine.paused.set()  # it answers nothing before the stop is looked at
     made.stop.asked = True
     with pytest.raises(Interrupted, match="stopped before the rollout of step 1"):
         made.take(1)
