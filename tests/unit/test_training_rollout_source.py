@@ -148,12 +148,13 @@ def test_what_no_engine_could_answer_is_asked_again_once_one_has_the_weights(mak
     with pytest.raises(EngineError):
         made.take(1)
     made.engine.faults = []
-    wanted = {tuple(ids) for ids in asked(made)}
+    in_vain = {tuple(ids) for ids in asked(made)}  # not all, where the first answers came early
     made.source.recover()
     made.publish(0)
     made.source.retry()
     made.take(1)
-    assert {tuple(ids) for ids in asked(made)} == wanted
+    in_all = {tuple(ids) for ids in asked(made)}
+    assert in_vain <= in_all and len(in_all) == 4
 
 
 def test_a_stop_ends_a_rollout_an_evaluation_and_the_wait_for_an_engine(make):
