@@ -5,6 +5,7 @@ with 2. ``Unscored`` is what a response has in place of a score.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,44 @@ CAUSES = {
 """Why a response has no score, by the metric below ``reward/`` that counts it."""
 
 LONGEST_REASON = 300  # characters
+SHORTEST_SECRET = 6  # characters; a shorter one would take ordinary words along
+
+_SECRETS: set[str] = set()
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but tab and line feed
+    r"\u2028-\u202e\u2066-\u2069"  # line separators; what turns the direction of writing
+    r"\ud800-\udfff]"  # halves of characters, which no encoder takes
+)
+
+
+def keep_secret(value: str | None) -> None:
+    """Have ``printable`` leave a key out from now on, whoever quotes it."""
+    if value and len(value) >= SHORTEST_SECRET:
+        _SECRETS.add(value)
+
+
+def printable(text: str) -> str:
+    """Return text from outside so that a terminal, a log or a page can take it.
+
+    Control characters (but line ends and tabs), halves of characters and what changes the direction
+    of writing become "?"; keys given to ``keep_secret`` become "***". All text that was not
+    written here passes through this function before anybody sees it.
+    """
+    for secret in _SECRETS:
+        text = text.replace(secret, "***")
+    return _CONTROLS.sub("?", text)
 
 
 class Foreseen(Exception):
     """What a run must expect, and says in a sentence.
 
     Raised where the leading rank acts, it is raised on every rank (``runtime.megatron.on_lead``),
-    so that all of them save and end, or go on. Anything else is a mistake of ours.
+    so that all of them save and end, or go on. Anything else is a mistake of ours. Its message is
+    ``printable``, since it often quotes what came from outside.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class Interrupted(Foreseen):
@@ -71,5 +102,5 @@ class Unscored:
 
 def unscored(cause: str, why: str) -> Unscored:
     """With a reason that fits on a line of a terminal, and does nothing to it."""
-    why = "".join(c if c.isprintable() else "?" for c in " ".join(why.split()))
+    why = printable(" ".join(why.split()))
     return Unscored(cause, why if len(why) <= LONGEST_REASON else f"{why[: LONGEST_REASON - 3]}...")

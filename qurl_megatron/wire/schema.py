@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+from qurl_megatron.errors import printable
+
 Range = Callable[[Any], bool]
 LONGEST = 200  # characters of what came from outside, in a sentence
 LARGEST = 1 << 48  # of counts and sizes: the product of some of them is still an ordinary number
@@ -24,8 +26,8 @@ class Malformed(ValueError):
 
 
 def shortened(value: object) -> str:
-    """A few words of it: texts as they are, anything else as Python writes it."""
-    words = " ".join((value if isinstance(value, str) else _REPR.repr(value)).split())
+    """A few printable words of it: texts as they are, anything else as Python writes it."""
+    words = printable(" ".join((value if isinstance(value, str) else _REPR.repr(value)).split()))
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 3]}..."
 
 
