@@ -36,6 +36,11 @@ def misbehave(word, answer):
         time.sleep(1000)
     if word == "memory":
         bytearray(1 << 33)
+    if word == "forks":  # a child that goes on as if it were the worker
+        os.fork()
+    if word == "forks-to-raise":
+        if os.fork() == 0:
+            raise ValueError("in the child")
 
 '''
 FUNCTIONS = (
@@ -48,7 +53,7 @@ def score(prompt, response, answer, metadata):
         print("ready 1.0", flush=True)
         return float(len(sys.stdin.read()))
     odd = {"nan": float("nan"), "inf": -float("inf"), "none": None, "text": "0.5", "true": True,
-           "huge": 1e9, "killed": 1.0}
+           "huge": 1e9, "killed": 1.0, "forks": 7.0, "forks-to-raise": 8.0}
     return odd[response] if response in odd else float(response)
 
 def lengths(prompt, response, answer, metadata):

@@ -189,7 +189,7 @@ class _Seat:
             self._start(dropped)
             worker = self._at_work()
             worker.deadline = time.monotonic() + question.limit_s
-            worker.send(question.line.encode("ascii") + b"\n")
+            worker.send(question.line.encode("ascii"))
             try:
                 return question.read(parsed(self._hear(dropped)))
             except _Late:

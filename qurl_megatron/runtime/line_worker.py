@@ -1,4 +1,4 @@
-"""A process that answers JSON lines, and can be killed when it does not.
+"""A process that answers numbered JSON lines, and can be killed when it does not.
 
 It runs what nobody has seen before, a user's code or a check of what a model wrote, so that this
 may hang, eat memory or crash without the trainer noticing more than a missing answer.
@@ -52,11 +52,13 @@ class LineWorker:
         os.set_blocking(self._questions.fileno(), False)
         self.results = self._answers.fileno()
         self.deadline = time.monotonic() + start_s
+        self._asked = 0  # questions; each has its number, and so has the answer to it
         self._said = b""
 
-    def send(self, line: bytes) -> None:
+    def send(self, question: bytes) -> None:
         """One line, by the deadline; what does not get through has the worker miss it."""
-        rest = memoryview(line)
+        self._asked += 1
+        rest = memoryview(b"%d %s\n" % (self._asked, question))
         room = select.poll()
         room.register(self._questions, select.POLLOUT)
         # A worker that dies meanwhile: its results end, which the pool sees.
@@ -65,15 +67,19 @@ class LineWorker:
                 rest = rest[self._questions.write(rest) or 0 :]
 
     def receive(self) -> bytes | None:
-        """The next line; None where it is not whole yet, empty where the process is gone."""
+        """The answer to the last question, or what the process says of itself before the first.
+
+        Returns:
+            None where it is not whole yet; empty where the process is gone, or says anything else.
+        """
         more = os.read(self.results, 1 << 16)
         self._said += more
         if not more or len(self._said) > LINE_BYTES:
             return b""
         if not self._said.endswith(b"\n"):
             return None
-        line, self._said = self._said, b""
-        return line
+        (number, _, answer), self._said = self._said.partition(b" "), b""
+        return answer if number == b"%d" % self._asked else b""
 
     def dead(self) -> bool:
         return self.process.poll() is not None
@@ -111,18 +117,29 @@ def serve(make: Callable[[], tuple[Any, Callable[[Any], Any]]], memory_gb: float
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
 
-    def say(what: Any) -> None:
-        results.write(json.dumps(what).encode("ascii") + b"\n")
+    # The code may fork, and its child may come back here: it is never to ask or answer.
+    def part_from_the_pool() -> None:
+        os.dup2(nothing, requests.fileno())
+        os.dup2(nothing, results.fileno())
+
+    os.register_at_fork(after_in_child=part_from_the_pool)
+    worker = os.getpid()
+
+    def say(number: bytes, what: Any) -> None:
+        if os.getpid() != worker:
+            os._exit(1)
+        results.write(b"%s %s\n" % (number, json.dumps(what).encode("ascii")))
         results.flush()
 
     try:
         of_itself, answer = make()
     except ConfigError as error:
-        return say({"refused": str(error)})
-    say({"ready": of_itself})
+        return say(b"0", {"refused": str(error)})
+    say(b"0", {"ready": of_itself})
     for line in requests:
-        say(answer(json.loads(line)))
+        number, _, question = line.partition(b" ")
+        say(number, answer(json.loads(question)))

@@ -70,6 +70,13 @@ def test_what_goes_wrong_is_one_sentence_and_costs_no_other_its_answer(pool, res
     assert good.result(PATIENCE_S)["content"] == "fine 7 {} 0"
 
 
+def test_a_child_that_it_forks_never_answers_in_its_place(pool):
+    words = [word for i in range(6) for word in ("forks", f"a{i}", "forks-to-raise", f"b{i}")]
+    replies = [pool.ask([], word, "A", {}) for word in words]
+    said = [reply.result(PATIENCE_S)["content"].split()[0] for reply in replies]
+    assert said == words
+
+
 def test_what_it_prints_is_no_answer_and_what_it_reads_is_empty(pool):
     assert reply(pool, "stdin") == {"role": "user", "content": "''"}
 

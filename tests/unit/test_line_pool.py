@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from qurl_megatron.errors import Unscored
 from qurl_megatron.runtime.line_pool import Abandoned, LinePool
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -35,6 +36,40 @@ def pool_of(tmp_path, monkeypatch):
 
 def echo(pool: LinePool) -> int:
     return pool.put("7", PATIENCE_S, int).result(PATIENCE_S)
+
+
+STRAY = """
+import os, time
+from qurl_megatron.runtime.line_worker import serve
+
+pipe = os.dup(1)
+
+def answer(asked):
+    if asked < 0:
+        os.write(pipe, b"8\\n" if asked == -1 else b"0 8\\n")
+        time.sleep(0.2)
+    return asked
+
+serve(lambda: (None, answer), memory_gb=1.0)
+"""
+
+
+@pytest.mark.parametrize("stray", ["-1", "-2"])
+def test_a_line_that_answers_nothing_costs_the_worker_and_no_question(pool_of, tmp_path, stray):
+    (tmp_path / "own_echo.py").write_text(STRAY)
+    with pool_of(1) as pool:
+        assert echo(pool) == 7
+        first = pool.seats[0].worker.process.pid
+        answers = [pool.put(line, PATIENCE_S, _number) for line in (stray, "0", "1", "2")]
+        assert answers[0].result(PATIENCE_S) == Unscored("crashes", "2 workers one after the other")
+        assert [answer.result(PATIENCE_S) for answer in answers[1:]] == [0, 1, 2]
+        assert pool.seats[0].worker.process.pid != first
+
+
+def _number(said: object) -> int:
+    if type(said) is not int:
+        raise ValueError(said)
+    return said
 
 
 def test_a_worker_that_cannot_start_fails_the_pool_only_where_no_other_can(pool_of, tmp_path):

@@ -158,6 +158,15 @@ def test_each_way_to_fail_has_its_cause_and_costs_no_other_response_its_score(po
     assert (metrics["reward/timeouts"], metrics["reward/unanswered"]) == (1, 0)
 
 
+def test_a_child_that_a_reward_forks_never_answers_in_its_place(own):
+    texts = [text for i in range(8) for text in (f"{i}.5", "forks", "forks-to-raise", f"{i}.25")]
+    expected = [score for i in range(8) for score in (i + 0.5, 7.0, 8.0, i + 0.25)]
+    with RewardPool(RewardConfig(function=f"{own}:score", workers=1)) as pool:
+        grades = pool.grade(items(*texts))
+    assert grades.scores == expected
+    assert not grades.tally.failed
+
+
 def test_memory_beyond_the_limit_is_an_exception(own):
     config = RewardConfig(function=f"{own}:score", memory_gb=0.75)
     with RewardPool(config) as pool:
