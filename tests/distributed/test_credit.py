@@ -104,8 +104,17 @@ def correction(device) -> None:
     )
     # Weights min(rho, 2) of the six tokens: 2 | 1, 1 | 0.5 | 1e-6, 1e-6.
     assert plain.kept is None and scale == pytest.approx(6 / 4.500002, rel=1e-6)
+    # Those of 0 and 3 are rejected: 1, 1 | 0.5 are left.
+    criteria = dict(reject_high=3.0, veto=1e-4)
+    _, scale, _ = attach_correction(
+        ranks(device),
+        [batch],
+        AlgoConfig(objective="decoupled"),
+        CorrectionConfig(normalise=True, **criteria),
+    )
+    assert scale == pytest.approx(3 / 2.5, rel=1e-6)
     (batch,), scale, metrics = attach_correction(
-        ranks(device), [batch], AlgoConfig(), CorrectionConfig(reject_high=3.0, veto=1e-4)
+        ranks(device), [batch], AlgoConfig(), CorrectionConfig(**criteria)
     )
     assert scale == 1.0
     marks = (part.all().item() for part in batch.kept.split(batch.lengths))
