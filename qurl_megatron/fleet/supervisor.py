@@ -23,6 +23,7 @@ from qurl_megatron.fleet.membership import read_members
 from qurl_megatron.fleet.roster import Roster
 from qurl_megatron.fleet.tenancy import Tenancy
 from qurl_megatron.observe.text import how_many
+from qurl_megatron.runtime.stop import stop_comes
 
 LOOK_S = 0.25
 RETRY_S = 0.5  # between checks of an engine that gave no good answer
@@ -65,6 +66,8 @@ class Supervisor:
             engines = roster.engines()
             for engine in engines:
                 if engine.process and (death := engine.process.exited()):
+                    if stop_comes(stop):
+                        raise Interrupted("stopped while engines were waited for")
                     raise EngineError(f"{engine.name} {death}")
             if reasons := roster.refusals():
                 raise ConfigError("; ".join(reasons))

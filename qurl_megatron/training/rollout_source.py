@@ -28,6 +28,7 @@ from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.grading import graded
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
 from qurl_megatron.runtime.line_pool import Abandoned
+from qurl_megatron.runtime.stop import stop_comes
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of
@@ -187,7 +188,8 @@ class RolloutSource:
         """No engine is left: wait until one can take the weights in again.
 
         Raises:
-            EngineError: none came back, or a stop was requested meanwhile.
+            Interrupted: a stop was requested meanwhile.
+            EngineError: none came back.
         """
         self.journal.progress.phase("waiting for an engine")
         end = time.monotonic() + IN_ALL * self.config.rollout.start_limit_s
@@ -196,7 +198,10 @@ class RolloutSource:
                 self.fleet.await_recruits(timeout_s=1.0)
                 return
             except EngineError:
-                if self._stop() or not self.fleet.engines() or time.monotonic() > end:
+                hopeless = not self.fleet.engines() or time.monotonic() > end
+                if stop_comes(self._stop) if hopeless else self._stop():
+                    raise Interrupted("stopped while an engine was waited for") from None
+                if hopeless:
                     raise
 
     def fall_back(self, version: int) -> None:

@@ -50,6 +50,26 @@ def reward_workers(run: Run) -> list[int]:
     return [pid for pid, command in commands.items() if "qurl_megatron.rewards.worker" in command]
 
 
+@pytest.mark.parametrize("first", ["everybody", "engines"])
+def test_sigterm_to_every_process_of_a_run_saves_it_whoever_has_it_first(tiny, first):
+    run = Run(tiny, f"all-at-once-{first}", "rollout.max_restarts=0", "parallel.tensor=2")
+    with run.process():
+        run.wait(lambda: run.step() >= 1)
+        engines = [pid for pid in (run.engine(0), run.engine(1)) if pid]
+        everybody = [process.pid for process in run.processes()]
+        for pid in engines if first == "engines" else []:
+            os.kill(pid, signal.SIGTERM)
+        if first == "engines":
+            run.wait(lambda: run.engine(0) is None and run.engine(1) is None)
+        for pid in everybody:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        assert run.ended() == 128 + signal.SIGTERM, run.stderr()
+        assert run.left() == []
+    saved = max(int(path.name[-6:]) for path in (run.dir / "checkpoints").iterdir())
+    assert saved == run.step() >= 1
+
+
 def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_of(tiny):
     run = Run(tiny, "graded", "rollout.engines=1", "reward.kind=math", "reward.timeout_s=5")
     with run.process():

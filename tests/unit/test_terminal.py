@@ -55,19 +55,31 @@ def test_a_page_that_does_not_fit_on_the_disk_is_one_sentence():
 
 
 TWICE = """
-import os, signal
+import os, signal, sys, time
 from qurl_megatron.runtime.stop import StopRequest
+number, apart = int(sys.argv[1]), float(sys.argv[2])
 stop = StopRequest()
-for _ in range(2):
-    os.kill(os.getpid(), signal.SIGHUP)
-print(stop.signal == signal.SIGHUP)
+os.kill(os.getpid(), number)
+begun = time.monotonic()
+time.monotonic = lambda: begun + apart
+os.kill(os.getpid(), number)
+print(stop.signal == number)
 """
+
+
+@pytest.mark.parametrize(
+    "apart, code", [pytest.param(1, 0, id="seconds"), pytest.param(60, -15, id="a minute")]
+)
+def test_sigterm_repeated_at_once_is_one_request_and_later_ends_the_process(apart, code):
+    """A batch system signals the launcher, which passes it on, and the rank itself."""
+    done = subprocess.run([sys.executable, "-c", TWICE, "15", str(apart)], capture_output=True)
+    assert done.returncode == code, done.stderr
 
 
 @pytest.mark.usefixtures("hears_hangups")
 def test_a_session_that_is_closed_may_say_so_twice():
     """As it does: the shell sends one signal, the kernel another."""
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", TWICE, "1", "60"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
