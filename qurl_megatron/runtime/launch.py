@@ -124,7 +124,14 @@ def _keep_store(launcher: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # torch itself would listen on all addresses, for other users of the network to change keys.
+    listener = socket.create_server(("127.0.0.1", 0))
+    store = TCPStore(
+        *listener.getsockname(),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     with contextlib.suppress(EOFError, ConnectionError):  # it may be gone before there is a store
         launcher.send(store.port)  # which listens by now
         launcher.recv()

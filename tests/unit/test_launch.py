@@ -240,6 +240,12 @@ def test_a_taken_meeting_point_is_one_sentence(environment, monkeypatch):
 def write_environment(folder) -> int:
     dist.init_process_group("gloo")  # as the environment says
     assert dist.get_world_size() == 2
+    heard = {
+        one.laddr.ip
+        for one in psutil.net_connections("tcp")
+        if one.status == "LISTEN" and one.laddr.port == int(os.environ["MASTER_PORT"])
+    }
+    assert heard == {"127.0.0.1"}, heard
     dist.barrier()  # who leaves sooner hangs up on one that has not met all of them yet
     dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
