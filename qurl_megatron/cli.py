@@ -181,11 +181,16 @@ def serve(arguments: argparse.Namespace) -> int:
     must bring is taken from QURL_API_KEY."""
     from qurl_megatron.engines.embedded.endpoints import Speech
     from qurl_megatron.engines.embedded.endpoints import serve as run
-    from qurl_megatron.engines.starting import given_key
+    from qurl_megatron.engines.starting import API_KEY, given_key
 
-    port = arguments.port
+    port, api_key = arguments.port, given_key(os.environ)
     if port is None:
         port = 0 if arguments.port_file else 30000
+    if api_key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(
+            f"--host {arguments.host} without a key: whoever reaches it could load weights into "
+            f"this engine; set {API_KEY} here and where requests come from, or leave --host out"
+        )
     run(
         arguments.model_dir,
         scheme=arguments.scheme,
@@ -197,7 +202,7 @@ def serve(arguments: argparse.Namespace) -> int:
         cache_gb=arguments.cache_gb,
         graphs=not arguments.disable_cuda_graph,
         exit_with_stdin=arguments.exit_with_stdin,
-        api_key=given_key(os.environ),
+        api_key=api_key,
         speech=Speech(
             skip_tokenizer_init=arguments.skip_tokenizer_init,
             stream_interval=arguments.stream_interval,

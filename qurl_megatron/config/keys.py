@@ -15,6 +15,11 @@ OnResume = Literal["free", "change", "fork", "never"]
 and where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the
 run alone; never: the checkpoint's tensors have its value in them."""
 
+LARGEST = 1e9
+"""Of any number of a recipe: as seconds 32 years, and what the system's clocks can wait."""
+LARGEST_WHOLE = 1 << 53
+"""Of any whole number, which is also that of a seed."""
+
 Value = TypeVar("Value")
 
 
@@ -38,8 +43,8 @@ class Allowed:
         raise ConfigError(f"{name} must {self.words}, got {value!r}{why}")
 
 
-def at_least(low: float) -> Allowed:
-    return Allowed(lambda value: value >= low, f"be {low} or more")
+def at_least(low: float, why: str = "") -> Allowed:
+    return Allowed(lambda value: value >= low, f"be {low} or more", why)
 
 
 def positive(why: str = "") -> Allowed:
@@ -105,6 +110,10 @@ def check_keys(values: Any, name: str) -> None:
         value, allowed = getattr(values, one.name), one.metadata.get("allowed")
         if allowed is not None and not allowed.has(value):
             allowed.refuse(f"{name}.{one.name}", value)
+        if type(value) is float and not abs(value) <= LARGEST:
+            at_most_in_size(LARGEST).refuse(f"{name}.{one.name}", value)
+        if type(value) is int and abs(value) > LARGEST_WHOLE:
+            at_most_in_size(LARGEST_WHOLE).refuse(f"{name}.{one.name}", value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -447,6 +447,8 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         return float(value)
     if type(value) is not hint:
         raise ConfigError(f"{key} must be of type {hint.__name__}, got {value!r}")
+    if hint is str and "\0" in value:
+        raise ConfigError(f"{key} has a NUL character, which no name of a file has: {value!r}")
     return value
 
 

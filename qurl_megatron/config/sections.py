@@ -106,12 +106,12 @@ class OptimizerConfig(Section, name="optimizer", on_resume="change"):
     decay_to: float = key(0.0, in_interval("[0, 1]"))
     """Share of the learning rate that it falls to, and stays at."""
 
-    weight_decay: float = 0.0
+    weight_decay: float = key(0.0, at_least(0))
     """Decoupled weight decay; norms and biases are exempt."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: float = key(0.9, in_interval("[0, 1)"))
+    beta2: float = key(0.95, in_interval("[0, 1)"))
+    eps: float = key(1e-8, positive())
 
     clip_grad: float = key(1.0, positive())
     """Largest global gradient norm; larger gradients are scaled down to it."""
@@ -373,16 +373,16 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     engine_host: str = "127.0.0.1"
     """Address that engines started here listen on."""
 
-    engine_threads: int = 0
+    engine_threads: int = key(0, at_least(0))
     """CPU threads per engine; 0 shares the machine's cores evenly."""
 
-    engine_memory_gb: float = 2.0
+    engine_memory_gb: float = key(2.0, positive())
     """Key/value cache per embedded engine, in GiB."""
 
     engine_tensor: int = key(1, at_least(1))
     """Tensor-parallel size of an SGLang engine."""
 
-    engine_first_gpu: int = 0
+    engine_first_gpu: int = key(0, at_least(0))
     """GPU of the first SGLang engine; the following ones take the GPUs behind it."""
 
     engine_args: tuple[str, ...] = ()
@@ -413,7 +413,9 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     """Tokens of a response; with an environment, of all turns and of what it said between them."""
 
     temperature: float = key(
-        1.0, positive("greedy decoding is for evaluation only"), on_resume="fork"
+        1.0,
+        at_least(1e-3, "engines that are colder decode greedily, which is for evaluation only"),
+        on_resume="fork",
     )
     """Sampling temperature; the trainer divides its logits by the same number."""
 
@@ -475,10 +477,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
 
     def check(self) -> None:
         for url in self.urls:
-            require(
-                url.startswith(("http://", "https://")),
-                f"rollout.urls must be like http://host:30000, got {url!r}",
-            )
+            _check_url("rollout.urls", url, like="http://host:30000", key_in="QURL_API_KEY")
         require(
             not (self.urls and self.rendezvous),
             "rollout.urls and rollout.rendezvous both name engines; leave one of them out",
@@ -634,7 +633,12 @@ class RewardSource:
             f"{key}.key_env is for {key}.url; set that, or leave it out",
         )
         if self.url:
-            _check_url(f"{key}.url", self.url)
+            _check_url(
+                f"{key}.url",
+                self.url,
+                like="https://host:port/path",
+                key_in="an environment variable, and name that in key_env",
+            )
 
 
 def _file_of(given: str) -> str:
@@ -650,23 +654,23 @@ def _named_beside(folder: Path, given: str) -> str:
     return f"{os.path.abspath(folder / file)}:{given.rpartition(':')[2]}"
 
 
-def _check_url(key: str, url: str) -> None:
+def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
+    """
+    Args:
+        like: an example.
+        key_in: where the server's own key goes.
+    """
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises where it is no number
+        _ = parts.port  # raises where it is no port
         usable = parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:
         usable = False
-    require(usable, f"{key} must be like https://host:port/path, got {url!r}")
+    require(usable, f"{key} must be like {like}, got {url!r}")
+    holds = "a user name or a password" if "@" in parts.netloc else "a query" if parts.query else ""
     require(
-        "@" not in parts.netloc,
-        f"{key} holds a user name or a password, which recipes and logs would show; put the key "
-        "into an environment variable, and name that in key_env",
-    )
-    require(
-        not parts.query,
-        f"{key} has a query (?...), which recipes and logs would show; name an environment "
-        "variable that holds the key in key_env, and have the server take the rest from its path",
+        not holds,
+        f"{key} has {holds}, which recipes and logs would show; put the key into {key_in}",
     )
 
 
@@ -696,7 +700,7 @@ class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
     """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
     (DAPO's soft overlong punishment); 0 is off."""
 
-    overlong_penalty: float = 0.5
+    overlong_penalty: float = key(0.5, at_least(0))
     """By how much the reward has fallen at the limit, as a share of what a right answer is worth
     over a wrong one: DAPO's penalty of 1 with its rewards of 1 and -1 is 0.5."""
 
@@ -947,7 +951,7 @@ class WarmstartConfig(Section, name="warmstart", on_resume="free"):
     kv_heads: int = key(2, at_least(1))
     intermediate: int = key(384, at_least(1))
     batch: int = key(64, at_least(1))
-    lr: float = 2e-3
+    lr: float = key(2e-3, at_least(0))
     seed: int = 0
 
     def check(self) -> None:

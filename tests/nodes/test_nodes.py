@@ -36,6 +36,11 @@ def nodes(tmp_path_factory):
         pytest.skip(f"no network namespaces can be made here ({error}); they need root on Linux")
 
 
+KEY = "of-all-three-nodes"
+OURS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "QURL_API_KEY": KEY}
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("run")
@@ -68,7 +73,7 @@ def start(node: Node, command: list, environment: dict[str, str], log) -> subpro
     plain = {k: v for k, v in os.environ.items() if not k.startswith(strange)}
     return subprocess.Popen(
         node.command(*command, cwd=ROOT),
-        env={**plain, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**plain, **OURS, **environment},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -130,7 +135,7 @@ def two_steps(nodes, recipe, engine) -> str:
 
 def test_under_torchrun_two_nodes_train_with_an_engine_on_a_third(nodes, recipe, engine, two_steps):
     assert steps(recipe)[-2:] == [1, 2]
-    ask = f"import httpx; print(httpx.get('{engine}/server_info').text)"
+    ask = f"import httpx; print(httpx.get('{engine}/server_info', headers={HEADERS}).text)"
     answer = subprocess.run(
         nodes[0].command(sys.executable, "-c", ask), capture_output=True, text=True, check=True
     )

@@ -64,7 +64,22 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
         ("train.steps", "override 'train.steps' must look like section.key=value"),
         ("rollout.urls=x", "rollout.urls must be a list, got 'x'"),
-        ("rollout.temperature=0", "rollout.temperature must be positive, got 0.0; greedy decoding"),
+        ("rollout.temperature=0", "rollout.temperature must be 0.001 or more, got 0.0; engines"),
+        ("rollout.temperature=inf", "rollout.temperature must be a number of at most 10000000"),
+        ("optimizer.lr=inf", "optimizer.lr must be a number of at most 1000000000 in size, got i"),
+        ("optimizer.weight_decay=nan", "optimizer.weight_decay must be 0 or more, got nan"),
+        ("optimizer.beta1=2", "optimizer.beta1 must lie in [0, 1), got 2"),
+        ("rollout.timeout_s=1e300", "rollout.timeout_s must be a number of at most 1000000000 in"),
+        ("train.steps=99999999999999999999", "train.steps must be a number of at most 9007199254"),
+        (r'model.path="a\u0000b"', "model.path has a NUL character, which no name"),
+        (
+            "rollout.urls=['http://h:99999']",
+            "rollout.urls must be like http://host:30000, got",
+        ),
+        (
+            "rollout.urls=['http://me:pw@h:1']",
+            "rollout.urls has a user name or a password, which",
+        ),
         ("optimizer.clip_grad=nan", "optimizer.clip_grad must be positive, got nan"),
         ("train.steps=-1", "train.steps must be 0 or more, got -1"),
         ("correction.veto=1", "correction.veto must lie in [0, 1), got 1.0"),
@@ -80,7 +95,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("reward.key_env=KEY", "reward.key_env is for reward.url; set that, or leave it out"),
         ("reward.url=localhost:80", "reward.url must be like https://host:port/path, got 'localh"),
         ("reward.url=http://a:b/", "reward.url must be like https://host:port/path, got 'http://a"),
-        ("reward.url=http://me:pw@a/", "reward.url holds a user name or a password, which recipes"),
+        ("reward.url=http://me:pw@a/", "reward.url has a user name or a password, which recipes"),
         ("reward.failed=nan", "reward.failed must be a number of at most 1000000 in size, got nan"),
         ("reward.memory_gb=0", "reward.memory_gb must be positive, got 0.0"),
         ("reward.mix=1", "reward.mix must be a table of tables [reward.mix.NAME], got 1"),
@@ -283,7 +298,7 @@ def test_a_file_of_rewards_lies_beside_its_recipe_wherever_the_recipe_is_copied(
 
 
 def test_a_server_is_named_without_a_query_which_might_hold_a_key(recipe):
-    with pytest.raises(ConfigError, match=r"reward.url has a query .*key_env"):
+    with pytest.raises(ConfigError, match=r"reward.url has a query, .*key_env"):
         load(recipe, ["reward.url=http://a/score?token=secret"])
 
 

@@ -84,6 +84,16 @@ def test_an_empty_key_is_one_sentence_at_once(command, monkeypatch, capsys):
     assert said.count("\n") == 1
 
 
+def test_an_engine_for_others_needs_a_key(monkeypatch, capsys):
+    monkeypatch.delenv(API_KEY, raising=False)
+    assert main(["serve", "nowhere", "--host", "0.0.0.0", "--port", "99999"]) == 2
+    assert capsys.readouterr().err.startswith("qurl: --host 0.0.0.0 without a key: whoever")
+    monkeypatch.setenv(API_KEY, "s3cret-_=")
+    assert main(["serve", "nowhere", "--host", "0.0.0.0", "--port", "99999"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("qurl: nothing can listen at 0.0.0.0, port 99999 (bind(): port must")
+
+
 def test_a_port_that_is_taken_is_one_sentence_at_once(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -161,11 +161,11 @@ def bound(host: str, port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter: a port above 65535
         made.close()
+        why = getattr(error, "strerror", error)
         raise ConfigError(
-            f"nothing can listen at {host}, port {port} ({error.strerror}); give another "
-            "--port or --host"
+            f"nothing can listen at {host}, port {port} ({why}); give another --port or --host"
         ) from None
     return made
 
