@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import IO
 
 
-def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+def write_whole(
+    path: Path, content: str | bytes, *, sync: bool = False, private: bool = False
+) -> None:
     """Write ``path``, text as UTF-8; whoever reads it meanwhile sees the old file or the new one.
 
     Args:
         sync: have the disk hold the content before the name changes.
+        private: only this user may read it.
 
     Raises:
         OSError: the system refused; the old file is whole, and nothing is left beside it.
@@ -19,6 +22,8 @@ def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None
     aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
     try:
         with aside.open("wb") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(content.encode() if isinstance(content, str) else content)
             if sync:
                 file.flush()

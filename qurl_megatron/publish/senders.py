@@ -89,6 +89,6 @@ def run_token(run_dir: Path) -> str:
     file = run_dir / ".token"
     if not file.is_file():
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(file, secrets.token_hex(6))
+        write_whole(file, secrets.token_hex(6), private=True)
     made = f"{file.read_text(encoding='utf-8')}{run_dir.resolve()}"
-    return hashlib.blake2b(made.encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(os.fsencode(made), digest_size=6).hexdigest()

@@ -10,6 +10,7 @@ Engines that a run starts itself need none: they have a key that nobody else kno
 """
 
 import hashlib
+import os
 import secrets
 import socket
 import threading
@@ -46,7 +47,7 @@ class Owner:
             secret = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
             if not secret:
                 secret = secrets.token_hex(16)
-                write_whole(file, secret)
+                write_whole(file, secret, private=True)
         except OSError as error:
             raise ConfigError(f"{file} cannot be read or written: {error.strerror}") from None
         return Owner(_digest(f"{secret}{folder}"), f"{folder} on {socket.gethostname()}")
@@ -58,7 +59,7 @@ class Owner:
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(os.fsencode(text), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)

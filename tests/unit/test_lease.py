@@ -1,7 +1,9 @@
 """An engine belongs to one run: who gets it, who waits, who is refused, and who loses it."""
 
 import json
+import os
 import shutil
+import stat
 import threading
 import time
 
@@ -16,7 +18,7 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease
-from qurl_megatron.wire.lease import Lease, Owner
+from qurl_megatron.wire.lease import OWNER, Lease, Owner
 from tests.publishing import publish
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
@@ -263,6 +265,15 @@ def test_a_lease_is_one_runs_until_it_lapses_is_given_back_or_taken():
 def test_a_request_for_a_lease_that_is_none_is_refused(body):
     with pytest.raises(ConfigError, match="a lease needs run and label"):
         Lease().ask(body)
+
+
+def test_a_folder_whose_name_is_no_text_can_be_told_to_others(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    owner = Owner.of(folder)
+    answer = Lease().ask({"run": owner.token, "label": owner.label, "seconds": 1})
+    assert answer["label"].encode() and "/? on " in answer["label"]
+    assert stat.S_IMODE((folder / OWNER).stat().st_mode) == 0o600
 
 
 def test_a_run_is_its_folder_and_a_copy_of_that_is_another_run(tmp_path):
