@@ -55,6 +55,11 @@ class Tokenizer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"the tokenizer in {self.path} cannot be loaded: {error}") from None
 
+    def stop_ids(self) -> set[int]:
+        """Tokens at which an engine that reads the tokenizer ends a response."""
+        ids = (self._wrapped.eos_token_id, self._wrapped.get_added_vocab().get("<|eom_id|>"))
+        return {token for token in ids if token is not None}
+
     def encode(self, prompt: str | Sequence[Turn], *, chat: bool = False) -> tuple[int, ...]:
         """Ids of a prompt, with the special tokens that belong to its start.
 

@@ -15,14 +15,15 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import orjson
 
 from qurl_megatron.engines.kinds import EngineKind, kind_of
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.types import Versions, in_a_row
+from qurl_megatron.tensors.arch import StopIds
+from qurl_megatron.types import FinishReason, Versions, in_a_row
 from qurl_megatron.wire.naming import MIXED, Names
 from qurl_megatron.wire.schema import count, list_of, or_none, record, seconds, shortened, text
 
@@ -57,6 +58,7 @@ class Rules:
     names: Names  # of this run's versions
     confirmed: int | None = None  # version before the engine was asked; None: any will do
     newest: int | None = None  # that this run has published; None: nothing yet
+    stops: StopIds | None = None  # None: nobody knows what ends a response
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class Part:
     ids: np.ndarray  # int32
     log_probs: np.ndarray  # float32
     versions: Versions
-    finish: Literal["stop", "length", "abort"]
+    finish: FinishReason
     message: str = ""  # of an abort
 
 
@@ -270,8 +272,29 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
     if owners != tuple(given):
         raise BadAnswer(f"{len(triples)} log-probs do not belong to the {len(given)} tokens")
     ids, log_probs = _ids(given, rules.vocabulary), _log_probs(given_log_probs)
+    if rules.stops is not None:
+        reason = _ended(ids, reason, asked.budget, rules.stops)
     message = shortened(finish.get("message") or "")
     return Part(ids, log_probs, versions, reason, message)
+
+
+def _ended(ids: np.ndarray, reason: FinishReason, budget: int, stops: StopIds) -> FinishReason:
+    """Return why a response ended, by its tokens.
+
+    Raises:
+        BadAnswer: no sampler ends there, or goes on there.
+    """
+    for stop in stops.always:
+        if (behind := np.flatnonzero(ids[:-1] == stop)).size:
+            more = len(ids) - 1 - int(behind[0])
+            raise BadAnswer(f"{how_many(more, 'token')} behind token {stop}, which ends a response")
+    if reason == "length" and len(ids) < budget:
+        raise BadAnswer(f"it ended for its length after {len(ids)} of {budget} tokens")
+    if reason == "stop" and int(ids[-1]) not in stops.known:
+        raise BadAnswer(f"it stopped at token {ids[-1]}, which ends no response")
+    if reason == "abort" and len(ids) and int(ids[-1]) in stops.always:
+        return "stop"  # SGLang looks for an abort first
+    return reason
 
 
 def _cut_by_an_update(meta: dict, rules: Rules) -> bool:

@@ -47,6 +47,17 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.runtime import event_loop
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""Each is sent: a server fills in what a request leaves out (``--preferred-sampling-params``), and
+would then report log-probs of another distribution than the policy's."""
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 EVALUATION = 0  # the step that seeds of evaluation are made with; training steps begin with 1
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
@@ -88,7 +99,8 @@ def collect(
                     "temperature": config.temperature,
                     "max_new_tokens": config.max_new_tokens,
                     "sampling_seed": sample_seed(seed, step, prompt.index, sample),
-                    **({"top_p": top_p} if top_p < 1 else {}),
+                    **NEUTRAL,
+                    "top_p": top_p,
                 },
             )
             for sample in range(config.samples_per_prompt)
@@ -108,7 +120,7 @@ def greedy(
     turns: Turns | None = None,
 ) -> list[Sample]:
     """One greedily decoded sample per prompt, for evaluation."""
-    params = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
+    params = {"temperature": 0.0, "max_new_tokens": max_new_tokens, **NEUTRAL}
     groups = [[_Item(prompt, params)] for prompt in prompts]
     return event_loop.run(_Collection(fleet, groups, stop, finished, turns).run())
 
@@ -347,7 +359,7 @@ class _Collection:
         ]
 
         def read(content: bytes) -> list[Part | BadAnswer]:
-            rules = Rules(fleet.vocabulary, fleet.names, flight.version, fleet.newest)
+            rules = Rules(fleet.vocabulary, fleet.names, flight.version, fleet.newest, fleet.stops)
             return read_answers(content, asked, rules)
 
         return await session.generate(

@@ -30,6 +30,7 @@ from qurl_megatron.fleet.roster import Roster
 from qurl_megatron.fleet.supervisor import Supervisor
 from qurl_megatron.fleet.tenancy import Tenancy
 from qurl_megatron.observe.text import how_many
+from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.lease import Owner
 from qurl_megatron.wire.naming import Names
 
@@ -55,6 +56,7 @@ class Fleet(Roster):
         dtype: str = "bfloat16",
         log_dir: Path | str,
         vocabulary: int,
+        stops: StopIds | None = None,
         owner: Owner | None = None,
         serve_command: Sequence[str] = SERVE_COMMAND,
         api_key: str | None = None,
@@ -68,6 +70,7 @@ class Fleet(Roster):
             model_dir: Hugging Face folder that started engines load first.
             log_dir: gets ``engine-i.log`` per started engine.
             vocabulary: of the model; token ids are below it.
+            stops: what ends a response; None: that is not looked at.
             owner: the run that adopted engines are to belong to; None: one that is nobody else.
             serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
             api_key: of adopted servers; engines started here get one that is made for this run.
@@ -82,7 +85,7 @@ class Fleet(Roster):
         """
         super().__init__(config, scheme=scheme, fixed=fixed, vocabulary=vocabulary)
         owner = owner or Owner.nobody_else()
-        self.names = Names("" if fixed else owner.token)
+        self.names, self.stops = Names("" if fixed else owner.token), stops
         self._model_dir, self._dtype = model_dir, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
         self._trainer_ranks, self._text, self._stop = trainer_ranks, text, stop

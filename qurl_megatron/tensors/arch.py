@@ -6,7 +6,7 @@ worst outcome.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -303,12 +303,37 @@ def read_family(config: Mapping[str, Any]) -> Family:
 
 def read_eos(folder: str | Path) -> tuple[int, ...]:
     """Tokens that end a response; generation_config.json wins, chat models list them only there."""
-    generation = Path(folder) / "generation_config.json"
-    eos = None
-    if generation.is_file():
-        eos = read_json(generation).get("eos_token_id")
-    if eos is None:
-        eos = read_config(folder).get("eos_token_id")
+    own, generation = _eos_ids(folder)
+    return own if generation is None else generation
+
+
+@dataclass(frozen=True)
+class StopIds:
+    """Tokens that end a response."""
+
+    always: frozenset[int]  # with every engine
+    known: frozenset[int]  # with some of them: SGLang reads more files than others do
+
+
+def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopIds:
+    """
+    Args:
+        of_tokenizer: those that the model's tokenizer names.
+    """
+    own, generation = _eos_ids(folder)
+    always = frozenset(read_eos(folder))
+    return StopIds(always, always.union(own, generation or (), of_tokenizer))
+
+
+def _eos_ids(folder: str | Path) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Those of config.json, and of generation_config.json where it names any."""
+    file = Path(folder) / "generation_config.json"
+    generation = read_json(file).get("eos_token_id") if file.is_file() else None
+    own = read_config(folder).get("eos_token_id")
+    return _as_ids(own), None if generation is None else _as_ids(generation)
+
+
+def _as_ids(eos: Any) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list) else (eos,)

@@ -1,4 +1,4 @@
-"""A liar in front of a real engine: 51 answers that an engine must never give.
+"""A liar in front of a real engine: 55 answers that an engine must never give.
 
 Requests are passed on as they are, and so is what the engine says to them, but for the endpoint
 that ``play`` names, generation unless told otherwise: each answer there is spoilt by the next fault
@@ -115,6 +115,19 @@ def _emptied(answer: dict) -> None:
     answer["meta_info"].update(output_token_logprobs=[], weight_versions=[])
 
 
+def _stopped_nowhere(answer: dict) -> None:
+    answer["output_ids"][-1] = answer["meta_info"]["output_token_logprobs"][-1][1] = 5
+    answer["meta_info"]["finish_reason"] = {"type": "stop", "matched": 5}
+
+
+def _cut_short(answer: dict) -> None:
+    meta = answer["meta_info"]
+    answer["output_ids"].pop()
+    meta["output_token_logprobs"].pop()
+    meta["weight_versions"][-1]["end"] -= 1
+    meta["finish_reason"] = {"type": "length", "length": len(answer["output_ids"])}
+
+
 def _ids_swapped(answers: list[dict]) -> Reply:
     """Each answer to the request of another."""
     return sent(answers[1:] + answers[:1])
@@ -156,6 +169,12 @@ FAULTS: dict[str, Fault] = {
     "swapped": Fault(_ids_swapped, "it answers request"),
     "null": Fault(lambda a: sent([None, *a[1:]]), "malformed answer"),
     "no meta_info": _spoilt(lambda a: a.pop("meta_info"), "malformed answer .*meta_info"),
+    "half a character": _spoilt(
+        lambda a: a["meta_info"].update(id="\ud800"), r"it answers request \?, not"
+    ),
+    "500 of half a character": Fault(
+        lambda _: sent({"error": {"message": "\ud800"}}, status=500), r"answered 500: \?"
+    ),
     # Tokens.
     "id = vocabulary": _token(1 << 20, "token id 1048576 is outside the vocabulary"),
     "id -3": _token(-3, "token id -3 is outside the vocabulary"),
@@ -182,6 +201,8 @@ FAULTS: dict[str, Fault] = {
     "unknown end": _spoilt(
         lambda a: a["meta_info"].update(finish_reason={"type": "tired"}), "finish_reason tired"
     ),
+    "stopped nowhere": _spoilt(_stopped_nowhere, "it stopped at token 5, which ends no response"),
+    "cut short": _spoilt(_cut_short, "it ended for its length after|the response is empty"),
     # Whose weights.
     "another run's": _version(lambda name: "7@0f0f0f", "7@0f0f0f: another run publishes"),
     "weights before": _version(lambda name: _later(name, -1), "where it had confirmed"),

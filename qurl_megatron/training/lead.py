@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
@@ -15,7 +16,7 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.runtime.stop import StopRequest
-from qurl_megatron.tensors.arch import arch_of
+from qurl_megatron.tensors.arch import arch_of, read_stop_ids
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.rollout_file import Proximal
 from qurl_megatron.training.rollout_source import RolloutSource
@@ -85,7 +86,7 @@ def leading(
     with ExitStack() as stack:
         stack.enter_context(claimed)
         print(_engines_to_come(config, claimed.run_dir), flush=True)
-        fleet = stack.enter_context(_fleet(config, claimed.run_dir, state, stop))
+        fleet = stack.enter_context(_fleet(config, claimed.run_dir, state, stop, prompts.tokenizer))
         rewards = stack.enter_context(RewardPool(config.reward))
         turns = None
         if config.rollout.environment:
@@ -100,7 +101,9 @@ def leading(
         yield Lead(fleet, source, journal)
 
 
-def _fleet(config: RunConfig, run_dir: Path, state: TrainState, stop: StopRequest) -> Fleet:
+def _fleet(
+    config: RunConfig, run_dir: Path, state: TrainState, stop: StopRequest, tokenizer: Tokenizer
+) -> Fleet:
     described = description_of(config.model.path)
     return Fleet(
         config.rollout,
@@ -109,6 +112,7 @@ def _fleet(config: RunConfig, run_dir: Path, state: TrainState, stop: StopReques
         dtype=config.model.dtype,
         log_dir=run_dir / "logs",
         vocabulary=arch_of(described).vocab,
+        stops=read_stop_ids(described, tokenizer.stop_ids()),
         owner=Owner.of(run_dir),
         trainer_ranks=ranks_here(os.environ),
         stop=lambda: bool(stop),

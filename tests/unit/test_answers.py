@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -21,6 +22,7 @@ from qurl_megatron.fleet.answer import (
     read_answers,
     read_info,
 )
+from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.naming import MIXED, UNKNOWN_VERSION, Names
 from qurl_megatron.wire.schema import shortened
 
@@ -55,6 +57,45 @@ def test_a_token_carries_the_version_of_its_span():
     assert part.ids.tolist() == [4, 0, 1] and part.ids.dtype == np.int32
     assert part.log_probs.tolist() == [-1.0, -2.0, 0.0] and part.log_probs.dtype == np.float32
     assert part.finish == "length"
+
+
+STOPS = replace(RULES, stops=StopIds(frozenset({2, 3}), frozenset({2, 3, 9})))
+
+
+def ends(ids: list[int], reason: str, budget: int = 5) -> str:
+    answer = good_answer()
+    answer["output_ids"] = ids
+    answer["meta_info"] |= {
+        "finish_reason": {"type": reason},
+        "weight_versions": [{"version": "7@abc", "start": 0, "end": len(ids)}],
+        "output_token_logprobs": [[-1.0, token, None] for token in ids],
+    }
+    return read(answer, Asked("a", budget), STOPS).finish
+
+
+@pytest.mark.parametrize(
+    "ids, reason, message",
+    [
+        ([4, 2, 5], "stop", "1 token behind token 2, which ends a response"),
+        ([3, 4, 5, 6, 2], "length", "4 tokens behind token 3, which ends a response"),
+        ([3, 4], "abort", "1 token behind token 3"),
+        ([4], "length", "it ended for its length after 1 of 5 tokens"),
+        ([4, 2], "length", "it ended for its length after 2 of 5 tokens"),
+        ([4, 5], "stop", "it stopped at token 5, which ends no response"),
+    ],
+)
+def test_a_response_ends_where_a_sampler_ends_it(ids, reason, message):
+    with pytest.raises(BadAnswer, match=f"^{message}"):
+        ends(ids, reason)
+
+
+def test_the_ends_that_samplers_have_are_taken():
+    assert ends([4, 5, 2], "stop") == "stop"
+    assert ends([4, 9, 9], "stop") == "stop"  # which only some engines know
+    assert ends([4, 5, 6, 7, 8], "length") == "length"
+    assert ends([4, 5, 6, 7, 2], "length") == "length"  # SGLang looks at the length first
+    assert ends([4, 5], "abort") == "abort"
+    assert ends([4, 2], "abort") == "stop"  # and for an abort before that
 
 
 def test_older_sglang_tells_one_version_of_all_tokens():

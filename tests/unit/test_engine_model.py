@@ -9,7 +9,7 @@ from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch, read_arch, read_config, read_eos
+from qurl_megatron.tensors.arch import Arch, read_arch, read_config, read_eos, read_stop_ids
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
@@ -199,3 +199,6 @@ def test_generation_config_says_what_ends_a_response(tmp_path):
     assert read_eos(folder) == (1,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
     assert read_eos(folder) == (1, 5)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    stops = read_stop_ids(folder, of_tokenizer=[7])
+    assert (stops.always, stops.known) == ({5}, {1, 5, 7})  # SGLang stops at config.json's, too

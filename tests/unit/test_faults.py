@@ -12,6 +12,7 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet.client import KEPT_S, EngineClient, EngineError, deadline
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.types import Prompt
@@ -58,6 +59,7 @@ def fleet_of(*urls: str, fixed: bool = False, **changes):
         "scheme": "int8",
         "log_dir": "unused",
         "vocabulary": TINY["vocab_size"],
+        "stops": StopIds(frozenset(), frozenset()),  # the model has no token that ends a response
         "fixed": fixed,
     }
     with Fleet(config, "unused", owner=OWNER, **options) as fleet:

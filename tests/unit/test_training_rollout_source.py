@@ -173,7 +173,7 @@ def test_a_stop_ends_a_rollout_an_evaluation_and_the_wait_for_an_engine(make):
         made.take(1)
     made.engine.close()
     made.fleet.fail(made.fleet.serving()[0], "gone")
-    with pytest.raises(EngineError):
+    with pytest.raises(Interrupted, match="stopped while an engine was waited for"):
         made.source.recover()
 
 
