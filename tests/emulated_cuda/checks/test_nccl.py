@@ -527,6 +527,28 @@ def test_ranks_that_call_different_operations_are_told(tmp_path):
     passes(_different_calls, 2, tmp_path)
 
 
+def _failure_of_a_wait(rank: Rank) -> None:
+    """Whether ``wait`` or a later kernel tells is a matter of time: here ``wait`` certainly does."""
+    import torch
+    import torch.distributed as dist
+
+    device = rank.init()
+    for _ in range(3):
+        x = torch.ones(4 + rank.rank, device=device)
+        work = dist.all_reduce(x, group=dist.new_group(backend="nccl"), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        with raises(dist.DistBackendError, "different operations"):
+            work.wait()
+        torch.ones(4, device=device).add_(1)
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def test_a_failure_that_wait_tells_is_not_told_again_by_the_next_kernel(tmp_path):
+    passes(_failure_of_a_wait, 2, tmp_path)
+
+
 def _absent(rank: Rank) -> None:
     """Ranks of which one never comes, and two that share a GPU."""
     import torch

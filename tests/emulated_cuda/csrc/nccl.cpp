@@ -248,7 +248,10 @@ class NcclWork final : public c10d::Work {
     } else if (opType_ == OpType::BARRIER) {
       host_wait(done_, "torch.distributed.barrier");
     }
-    if (auto error = task_->error()) std::rethrow_exception(error);
+    if (auto error = task_->error()) {
+      forget_pending(task_);
+      std::rethrow_exception(error);
+    }
     return true;
   }
 

@@ -40,14 +40,6 @@ bool covers(const Clock& clock, const Entry& entry) {
   return stream < clock.size() && clock[stream] >= entry.time;
 }
 
-void forget(const PendingPtr& work) {
-  std::lock_guard<std::mutex> lock(table().mutex);
-  auto& all = table().entries;
-  auto is = [&](const Entry& e) { return e.work == work; };
-  all.erase(std::remove_if(all.begin(), all.end(), is), all.end());
-  held = all.size();
-}
-
 }  // namespace
 
 bool anything_pending() { return held.load(std::memory_order_relaxed) > 0; }
@@ -57,6 +49,14 @@ void put_pending(int stream, int64_t time, PendingPtr work) {
   forget_done(table());
   table().entries.push_back({stream, time, std::move(work)});
   held = table().entries.size();
+}
+
+void forget_pending(const PendingPtr& work) {
+  std::lock_guard<std::mutex> lock(table().mutex);
+  auto& all = table().entries;
+  auto is = [&](const Entry& e) { return e.work == work; };
+  all.erase(std::remove_if(all.begin(), all.end(), is), all.end());
+  held = all.size();
 }
 
 std::vector<PendingPtr> pending_in(const Clock& clock) {
@@ -73,7 +73,7 @@ void await_clock(const Clock& clock) {
     // A failure is told once: cleaning up after it must be possible.
     struct Forget {
       const PendingPtr& work;
-      ~Forget() { forget(work); }
+      ~Forget() { forget_pending(work); }
     } forget_it{work};
     work->wait();
   }

@@ -24,6 +24,8 @@ using PendingPtr = std::shared_ptr<Pending>;
 // One relaxed load, so that every kernel may ask.
 bool anything_pending();
 void put_pending(int stream, int64_t time, PendingPtr work);
+// Its failure has been told, and nobody behind it on the stream is to be told again.
+void forget_pending(const PendingPtr& work);
 std::vector<PendingPtr> pending_in(const Clock& clock);
 void await_clock(const Clock& clock);
 bool clock_done(const Clock& clock);
