@@ -126,14 +126,16 @@ def _keep_store(launcher: Connection) -> None:
 
     # torch itself would listen on all addresses, for other users of the network to change keys.
     listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
     store = TCPStore(
-        *listener.getsockname(),
+        host,
+        port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
     with contextlib.suppress(EOFError, ConnectionError):  # it may be gone before there is a store
-        launcher.send(store.port)  # which listens by now
+        launcher.send(port)  # which listens by now
         launcher.recv()
 
 
