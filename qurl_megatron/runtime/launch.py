@@ -135,7 +135,7 @@ def _keep_store(launcher: Connection) -> None:
         master_listen_fd=listener.detach(),
     )
     with contextlib.suppress(EOFError, ConnectionError):  # it may be gone before there is a store
-        launcher.send(port)  # which listens by now
+        launcher.send(store.port)  # which listens by now
         launcher.recv()
 
 

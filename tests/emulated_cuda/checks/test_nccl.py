@@ -528,7 +528,7 @@ def test_ranks_that_call_different_operations_are_told(tmp_path):
 
 
 def _failure_of_a_wait(rank: Rank) -> None:
-    """Whether ``wait`` or a later kernel tells is a matter of time: here ``wait`` certainly does."""
+    """``wait`` tells of a failure, not a kernel behind it: which of them does is else a race."""
     import torch
     import torch.distributed as dist
 
