@@ -75,7 +75,7 @@ class ConfigError(Foreseen, ValueError):
 
 
 class Unreadable(ConfigError):
-    """The system cannot read a file, which says nothing about what is in it."""
+    """A file cannot be read here, by this system or this version, and may be sound all the same."""
 
 
 @contextlib.contextmanager

@@ -459,6 +459,7 @@ class _Run:
 
     def _save(self) -> None:
         run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep
+        self._on_lead(lambda lead: lead.journal.claimed.refuse_another_folder())
         # How long it takes tells a job when it has to begin.
         timeline = self.publisher.timeline
         span = timeline.span("trainer", "save", self.state.step) if timeline else nullcontext()

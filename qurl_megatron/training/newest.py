@@ -14,7 +14,7 @@ from qurl_megatron.runtime.filesystem import wait_until_seen
 from qurl_megatron.runtime.megatron import Ranks, on_lead
 from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
 from qurl_megatron.training.whole import damage
-from qurl_megatron.weights.integrity import RECORD, FileSum, read_record, wrong_size
+from qurl_megatron.weights.integrity import RECORD, FileSum, damaged, read_record, wrong_size
 
 
 def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
@@ -55,13 +55,14 @@ def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None
     """The state and the record of a checkpoint.
 
     Raises:
-        Unreadable: the system cannot read it.
-        ConfigError: it is not what was written, by names and sizes.
+        Unreadable: the system cannot read it, or another version wrote it.
+        ConfigError: it is not what was written, by names and sizes, or by the state's bytes.
     """
-    state, record = TrainState.read(folder), read_record(folder)
-    if why := wrong_size(folder, record or {}):
+    record = read_record(folder)
+    sums = record or {}
+    if why := wrong_size(folder, sums) or damaged(folder, sums, {STATE} & sums.keys()):
         raise ConfigError(why)
-    return state, record
+    return TrainState.read(folder), record
 
 
 def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str | None:

@@ -8,6 +8,7 @@ On disk:
 """
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_t
 from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.disk import lock, write_whole
-from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.errors import ConfigError, Unreadable, reading
 from qurl_megatron.rewards.own_code import edited, named_code
 from qurl_megatron.runtime.filesystem import refusing
 
@@ -72,7 +73,8 @@ class TrainState:
     def read(checkpoint: Path) -> "TrainState":
         """
         Raises:
-            ConfigError: the file is missing, damaged or unreadable.
+            Unreadable: the system cannot read the file, or a newer version wrote it.
+            ConfigError: the file is missing or damaged.
         """
         path = checkpoint / STATE
         try:
@@ -81,9 +83,16 @@ class TrainState:
         except FileNotFoundError:
             raise ConfigError(f"{path} is missing") from None
         try:
-            state = TrainState(**json.loads(content))
+            values = dict(json.loads(content))
+            unknown = sorted(values.keys() - _KINDS)
+            state = TrainState(**{key: values[key] for key in values if key in _KINDS})
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
+        if unknown:
+            raise Unreadable(
+                f"{path} has the keys {', '.join(unknown):.200}, which this version does not know; "
+                "go on with the version that wrote them, or set train.run_dir to a new folder"
+            )
         for name, kinds in _KINDS.items():
             if type(value := getattr(state, name)) not in kinds:
                 raise ConfigError(f"{path} is damaged ({name} is {value!r:.80})")
@@ -370,6 +379,22 @@ class Claim:
         recipe = self.run_dir / RECIPE
         with refusing(recipe, key="train.run_dir"):
             write_whole(recipe, f"{HEADER}\n{to_toml(self.config)}\n{END}")
+
+    def refuse_another_folder(self) -> None:
+        """
+        Raises:
+            ConfigError: the directory is no longer the one that was claimed.
+        """
+        try:
+            same = os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.lock.name))
+        except OSError:
+            same = False
+        if not same:
+            raise ConfigError(
+                f"{self.run_dir} was renamed, deleted or replaced while the run was at work, so "
+                "nothing more is written; put it back, and the same command goes on from its "
+                "newest checkpoint"
+            )
 
     def close(self) -> None:
         self.lock.close()

@@ -9,13 +9,14 @@ speed of memory; it does not find malice.
 import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.errors import ConfigError, Unreadable, reading
 
 RECORD = "files.json"
 FORMAT = "qurl-files-1"
@@ -81,7 +82,8 @@ def read_record(folder: Path) -> dict[str, FileSum] | None:
     """The sums of a folder's files by name; None where it has no record.
 
     Raises:
-        ConfigError: the record is damaged, or cannot be read.
+        Unreadable: the system cannot read the record, or another version wrote it.
+        ConfigError: the record is damaged.
     """
     path = folder / RECORD
     try:
@@ -91,11 +93,17 @@ def read_record(folder: Path) -> dict[str, FileSum] | None:
         return None
     try:
         found = json.loads(content)
-        if found["format"] != FORMAT:
-            raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
-        return {_inside(name): _file_sum(*entry) for name, entry in found["files"].items()}
+        newer = re.fullmatch(r"qurl-files-[2-9]", found["format"])
+        if not newer:
+            if found["format"] != FORMAT:
+                raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
+            return {_inside(name): _file_sum(*entry) for name, entry in found["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error!r:.200})") from None
+    raise Unreadable(
+        f"{path} is of the format {newer[0]}, which this version does not know; read it with the "
+        "version that wrote it"
+    )
 
 
 def _inside(name: str) -> str:

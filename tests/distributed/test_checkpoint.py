@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import json
 import os
 from dataclasses import replace
 
@@ -371,6 +372,28 @@ def test_a_disk_that_fails_on_one_rank_stops_all_and_sets_nothing_aside(tmp_path
     kept = [pretend_checkpoint(tmp_path / "run", step) for step in (2, 4)]
     run_on_ranks(look_at_what_cannot_be_read, 2, "gloo", tmp_path, tmp_path / "run")
     assert folders(tmp_path / "run") == kept
+
+
+def look_at_a_newer_one(device, run, part):
+    from qurl_megatron.training.newest import newest_whole
+
+    with (
+        megatron_runtime(ParallelConfig()) as ranks,
+        pytest.raises(ConfigError, match=f"step_000004/{part} .* this version does not know"),
+    ):
+        newest_whole(run, ranks)
+
+
+@pytest.mark.parametrize("part", [STATE, RECORD])
+def test_what_a_newer_version_wrote_is_refused_and_not_set_aside(part, tmp_path):
+    older, newer = (pretend_checkpoint(tmp_path, step) for step in (2, 4))
+    text = json.loads((newer / part).read_text())
+    change = {"moments": "bfloat16"} if part == STATE else {"format": "qurl-files-2"}
+    (newer / part).write_text(json.dumps(text | change))
+    if part == STATE:
+        write_record(newer, {})  # whole
+    run_on_ranks(look_at_a_newer_one, 1, "gloo", tmp_path, tmp_path, part)
+    assert folders(tmp_path) == [older, newer]
 
 
 def begin_with_damage(device, run, damaged):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.training.state import latest
 from tests.disks import small_disk
 from tests.leftovers import Footprint
 from tests.runs import Run, make_recipe
@@ -185,6 +186,18 @@ def test_checkpoints_that_become_read_only_end_the_run_in_a_sentence(tiny):
         with again.process():
             assert again.ended() == 0, again.stderr()
         assert f"after step {kept}" in again.stdout()
+
+
+def test_a_run_whose_folder_is_renamed_ends_at_its_next_save_and_writes_no_other(tiny):
+    run = Run(tiny, "renamed", "checkpoint.every=1", "rollout.engines=1")
+    elsewhere = run.dir.with_name("elsewhere")
+    with run.process():
+        run.wait(lambda: bool(run.saved()))
+        run.dir.rename(elsewhere)
+        assert run.ended() == 2
+    assert re.match(rf"qurl: {run.dir} was renamed, deleted or replaced .*\n$", run.stderr())
+    assert not (run.dir / "checkpoints").exists()
+    assert (elsewhere / "config.toml").is_file() and latest(elsewhere)
 
 
 JUMPS = """
