@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import resource
 import sys
 import warnings
 from pathlib import Path
@@ -18,12 +19,31 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parse(_parser(), argv)
         output.lasting = arguments.run in LASTING
         try:
+            if output.lasting:
+                _allow_open_files()
             return arguments.run(arguments)
         except ConfigError as error:
             print(f"qurl: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:  # before there are ranks, which save first
             return 130
+
+
+def _allow_open_files() -> None:
+    """Raise the soft limit on open files; engines, workers and their pipes take some hundred.
+
+    Raises:
+        ConfigError: the hard limit is lower than that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < FEWEST_FILES:
+        raise ConfigError(
+            f"no more than {most} files may be open here (ulimit -Hn); raise that to "
+            f"{FEWEST_FILES} or more"
+        )
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -186,6 +206,8 @@ def serve(arguments: argparse.Namespace) -> int:
     port, api_key = arguments.port, given_key(os.environ)
     if port is None:
         port = 0 if arguments.port_file else 30000
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port {port}: ports are from 1 to 65535, and 0 takes a free one")
     if api_key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(
             f"--host {arguments.host} without a key: whoever reaches it could load weights into "
@@ -436,6 +458,7 @@ COMMANDS = {
 }
 """Each command: what it runs, and what adds its options."""
 
+OPEN_FILES, FEWEST_FILES = 65536, 256
 LASTING = (train, study, evaluate, serve)
 """They go on without a terminal: what they do is not what they print."""
 

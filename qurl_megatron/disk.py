@@ -1,10 +1,13 @@
-"""Files that appear whole, and files that one process holds at a time."""
+"""Files that appear whole, files that one process holds at a time, and JSON files from outside."""
 
 import contextlib
 import fcntl
+import json
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from qurl_megatron.errors import ConfigError, reading
 
 
 def write_whole(
@@ -33,6 +36,29 @@ def write_whole(
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds one object.
+
+    Raises:
+        Unreadable: the system cannot read it.
+        ConfigError: it is missing, or holds something else.
+    """
+    try:
+        with reading(path):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing") from None
+    try:
+        found = json.loads(content.decode())
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid JSON: its brackets nest too deeply") from None
+    except ValueError as error:  # no UTF-8, no JSON, or a number of too many digits
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(found).__name__}")
+    return found
 
 
 def lock(file: IO, how: int = fcntl.LOCK_EX) -> bool:

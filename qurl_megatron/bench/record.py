@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from qurl_megatron.disk import write_whole
+from qurl_megatron.disk import read_json, write_whole
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.observe.text import NARROW_SPACE, number
 from qurl_megatron.runtime.filesystem import refusing
-from qurl_megatron.tensors.arch import read_json
 
 SCHEMA = "qurl-bench/1"
 

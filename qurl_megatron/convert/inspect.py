@@ -8,8 +8,8 @@ from typing import Any
 from qurl_megatron.convert.anykind import AnyCheckpoint
 from qurl_megatron.convert.job import read_manifest
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
+from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import read_json
 from qurl_megatron.weights.megatron_reader import CRITIC, MegatronReader, stacked_parts
 from qurl_megatron.weights.shapes import parameter_count
 

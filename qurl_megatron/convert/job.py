@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qurl_megatron.convert.workers import ALONE, Workers
-from qurl_megatron.disk import lock, write_whole
+from qurl_megatron.disk import lock, read_json, write_whole
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import byte_size
-from qurl_megatron.tensors.arch import read_json
 from qurl_megatron.weights.integrity import FIX, damaged, read_record, wrong_size
 
 MANIFEST = "qurl_manifest.json"

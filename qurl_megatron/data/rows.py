@@ -41,6 +41,8 @@ TO_PART_OF_A_TABLE = (
     "python -c 'import pyarrow.parquet as pq; "
     'pq.write_table(pq.read_table("{whole}")[{rows}], "part.parquet")\''
 )
+MOST_ROWS = 2_000_000
+DEEPEST = 100
 EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -248,11 +250,18 @@ def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
 
     try:
         with pq.ParquetFile(path) as file:
+            if file.metadata.num_rows > MOST_ROWS:  # a few kilobytes may say millions
+                raise ConfigError(
+                    f"{name} has {file.metadata.num_rows:,} rows, and all are read and tokenized "
+                    f"before the first step; take {MOST_ROWS:,} or fewer of them"
+                )
             start = 0
             for batch in file.iter_batches():
                 for row, values in enumerate(batch.to_pylist(), start=start):
                     yield f"row {row}", values
                 start += len(batch)
+    except ConfigError:
+        raise
     # ValueError and OverflowError: of values that Python cannot hold.
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} is not a readable parquet file: {error}") from None
@@ -269,6 +278,8 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
     """The question of a row, and where prompt and answer were."""
     if not isinstance(row, dict):
         raise ConfigError(f"{place} must be an object with prompt and answer, got {row!r:.80}")
+    if _nests_deeper(row, DEEPEST):
+        raise ConfigError(f"{place} nests deeper than {DEEPEST} levels; flatten its columns")
     by_prompt, by_answer = columns.settings
     prompt_key = _key(row, columns.prompt, PROMPT_KEYS, by_prompt, place)
     answer_key, answer = "", ""
@@ -290,6 +301,15 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
         metadata.pop("metadata", None)
         metadata = {**(inner or {}), **metadata}
     return Question(text, answer, metadata, turns, place), (prompt_key, answer_key)
+
+
+def _nests_deeper(value: Any, levels: int) -> bool:
+    """Whatever writes or copies a row, in this process or a worker, walks down into it."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return levels == 0 or any(_nests_deeper(inner, levels - 1) for inner in value)
 
 
 def _key(row: dict, given: str, usual: Sequence[str], setting: str, place: str) -> str:

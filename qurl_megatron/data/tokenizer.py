@@ -52,8 +52,12 @@ class Tokenizer:
         load = PreTrainedTokenizerFast if complete else AutoTokenizer
         try:
             return load.from_pretrained(self.path)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"the tokenizer in {self.path} cannot be loaded: {error}") from None
+        except Exception as error:  # of any kind: the libraries raise what the files lead them to
+            why = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            raise ConfigError(
+                f"the tokenizer in {self.path} cannot be loaded ({why}); copy its files from the "
+                "original checkpoint"
+            ) from None
 
     def stop_ids(self) -> set[int]:
         """Tokens at which an engine that reads the tokenizer ends a response."""
@@ -143,7 +147,14 @@ class Tokenizer:
                 f"the chat template in {self._template_file} is malformed in its line "
                 f"{error.lineno}: {error.message}; copy it from the original checkpoint"
             ) from None
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+        ) as error:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
             where = f", line {lines[-1]}," if lines else ""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from qurl_megatron.engines.starting import given_key
@@ -94,16 +95,16 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         load = row.load
         if load is None:
-            made.add_row(row.url, f"[red]no answer[/]: {row.error}")
+            made.add_row(escape(row.url), f"[red]no answer[/]: {escape(row.error)}")
             continue
         made.add_row(
-            row.url,
+            escape(row.url),
             "[yellow]paused[/]" if load.paused else "[green]ok[/]",
-            load.version,
+            escape(load.version),
             str(load.running),
             str(load.waiting),
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-            load.model,
+            escape(load.model),
         )
     return made
 

@@ -23,6 +23,9 @@ FIXES = {
     errno.ENOTDIR: "a file is in the way; set {key} to another folder, or move the file",
     errno.EEXIST: "a file is in the way; set {key} to another folder, or move the file",
     errno.EISDIR: "a folder is in the way; remove it, or set {key} to another folder",
+    errno.EFBIG: "files may not be as large here; raise the limit (ulimit -f), or set {key} to "
+    "another folder",
+    errno.EMFILE: "too many files are open; raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "set {key} to a shorter name",
     errno.EIO: "the disk fails; set {key} to a folder on another",
 }
@@ -65,7 +68,9 @@ def _homeless(error: OSError, path: Path) -> bool:
 def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:
     """The sentence for what the system refused."""
     room = f"{free(path) / 1e6:.1f} MB are free; "
-    if size is not None:
+    if error.errno == errno.ENOSPC and not _has_inodes(path):
+        room = "its file system has no room for another file, however small (inodes, df -i); "
+    elif size is not None:
         room = f"{size / 1e6:.1f} MB are needed, {room}"
     elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
         room = ""
@@ -77,9 +82,17 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
 
 def free(path: Path) -> int:
     """Bytes that fit where a path lies, which need not be there yet."""
+    return shutil.disk_usage(_folder_above(path)).free
+
+
+def _has_inodes(path: Path) -> bool:
+    found = os.statvfs(_folder_above(path))
+    return found.f_files == 0 or found.f_favail > 0  # some file systems do not count them
+
+
+def _folder_above(path: Path) -> Path:
     # os.path's answer is no, not an error, for a name that no folder can have.
-    there = next(p for p in (path, *path.absolute().parents) if os.path.isdir(p))
-    return shutil.disk_usage(there).free
+    return next(p for p in (path, *path.absolute().parents) if os.path.isdir(p))
 
 
 def wait_until_seen(path: Path, why: str, *, key: str, seconds: float = CACHED_S) -> None:

@@ -5,12 +5,12 @@ that is not understood here is refused by name: a model that loads and is slight
 worst outcome.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -178,21 +178,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds one object.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(found).__name__}")
-    return found
-
-
 def arch_of(folder: str | Path) -> Arch:
     """What the ``config.json`` of a checkpoint folder describes.
 
@@ -217,7 +202,7 @@ def read_arch(config: dict[str, Any]) -> Arch:
         return _arch(config)
     except KeyError as error:
         raise ConfigError(f"config.json lacks the key {error}") from None
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError) as error:  # a list where an object belongs, or the like
         raise ConfigError(f"config.json has a value of the wrong type ({error})") from None
 
 
@@ -233,8 +218,7 @@ def _arch(config: dict[str, Any]) -> Arch:
             "config.json: quantization_config means quantized weights; "
             "give the checkpoint they were made from"
         )
-    rope = config.get("rope_parameters") or {}  # where transformers 5 moves the key
-    if any(one.get("partial_rotary_factor", 1.0) != 1.0 for one in (config, rope)):
+    if any(one.get("partial_rotary_factor", 1.0) != 1.0 for one in (config, _stretch(config))):
         raise ConfigError("config.json: partial_rotary_factor is not supported; it must be 1.0")
     if config.get("use_bidirectional_attention"):
         raise ConfigError(
@@ -258,11 +242,11 @@ def _arch(config: dict[str, Any]) -> Arch:
         head_dim=_count(config, "head_dim", hidden // heads),
         intermediate=_count(config, "intermediate_size"),
         vocab=_count(config, "vocab_size"),
-        rms_eps=config.get("rms_norm_eps", 1e-6),
+        rms_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position=_count(config, "max_position_embeddings", 2048),
-        tied=config.get("tie_word_embeddings", family.tied),
+        tied=_switch(config, "tie_word_embeddings", family.tied),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         experts=_experts(config) if family.routed else None,
@@ -278,12 +262,38 @@ def _arch(config: dict[str, Any]) -> Arch:
     return arch
 
 
+LARGEST_COUNT = 1 << 31
+"""Of layers, heads, sizes and token ids; no model comes near."""
+LARGEST_NUMBER = 1e12
+
+
 def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config[key] if default is None else config.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {key} must be a positive whole number, got {value!r}")
+    if type(value) is not int or not 1 <= value < LARGEST_COUNT:
+        raise ConfigError(
+            f"config.json: {key} must be a positive whole number below 2^31, got {value!r:.80}"
+        )
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value: Any = config[key] if default is None else config.get(key)
+    if value is None and default is not None:
+        return default
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= LARGEST_NUMBER:
+        raise ConfigError(f"config.json: {key} must be a positive number, got {value!r:.80}")
+    return float(value)
+
+
+def _switch(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise ConfigError(f"config.json: {key} must be true or false, got {value!r:.80}")
     return value
 
 
@@ -330,13 +340,19 @@ def _eos_ids(folder: str | Path) -> tuple[tuple[int, ...], tuple[int, ...] | Non
     file = Path(folder) / "generation_config.json"
     generation = read_json(file).get("eos_token_id") if file.is_file() else None
     own = read_config(folder).get("eos_token_id")
-    return _as_ids(own), None if generation is None else _as_ids(generation)
+    return (
+        () if own is None else _as_ids(own, Path(folder) / "config.json"),
+        None if generation is None else _as_ids(generation, file),
+    )
 
 
-def _as_ids(eos: Any) -> tuple[int, ...]:
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+def _as_ids(eos: Any, file: Path) -> tuple[int, ...]:
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int and 0 <= token < LARGEST_COUNT for token in ids):
+        raise ConfigError(
+            f"{file}: eos_token_id must be a token id or a list of them, got {eos!r:.80}"
+        )
+    return tuple(ids)
 
 
 def _refuse_windows(config: dict[str, Any], family: Family) -> None:
@@ -348,11 +364,11 @@ def _refuse_windows(config: dict[str, Any], family: Family) -> None:
             f"config.json: sliding_window={window} is not supported; set it to null, which changes "
             "nothing where prompt and response together are shorter"
         )
-    others = set(config.get("layer_types") or ()) - {"full_attention"}
-    if others:
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ConfigError(
-            f"config.json: layer_types {', '.join(sorted(others))} are not supported; "
-            "every layer must be full_attention"
+            f"config.json: layer_types {kinds!r:.80} are not supported; every layer must be "
+            "full_attention"
         )
 
 
@@ -372,27 +388,39 @@ def _experts(config: dict[str, Any]) -> Experts:
         count=_count(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         top_k=_count(config, "num_experts_per_tok"),
         intermediate=_count(config, "moe_intermediate_size"),
-        norm_topk_prob=config.get("norm_topk_prob", False),
+        norm_topk_prob=_switch(config, "norm_topk_prob", False),
     )
 
 
+def _stretch(config: dict[str, Any]) -> dict[str, Any]:
+    """Base and scaling, where transformers 5 writes them, or the older scaling alone."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    parameters = config.get(key) or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"config.json: {key} must be an object, got {parameters!r:.80}")
+    return parameters
+
+
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
-    """Base and scaling, from transformers 5's ``rope_parameters`` or the older two keys."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
-    if not isinstance(theta, int | float):
-        raise ConfigError(f"config.json: rope_theta must be a number, got {theta!r}")
+    parameters = _stretch(config)
+    theta = _number({"rope_theta": 10_000.0, **config, **parameters}, "rope_theta")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind == "llama3":
         names = Llama3Rope.__dataclass_fields__
         missing = [name for name in names if name not in parameters]
         if missing:
             raise ConfigError(f"config.json: rope scaling of type llama3 lacks {missing}")
-        return float(theta), Llama3Rope(**{name: parameters[name] for name in names})
+        return theta, Llama3Rope(
+            factor=_number(parameters, "factor"),
+            low_freq_factor=_number(parameters, "low_freq_factor"),
+            high_freq_factor=_number(parameters, "high_freq_factor"),
+            original_max_position_embeddings=_count(parameters, "original_max_position_embeddings"),
+        )
     raise ConfigError(f"config.json: rope_type {kind!r} is not supported; known: default, llama3")
 
 
 def _divisors(*sizes: int) -> list[int]:
-    return [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+    """Up to 1024, more ranks than split any layer."""
+    return [n for n in range(1, 1025) if all(size % n == 0 for size in sizes)]

@@ -11,12 +11,13 @@ from pathlib import Path
 import qurl_megatron
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.passes import round_up
+from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.schemes import SERVED
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import held_from_shapes
 from qurl_megatron.sizes.memory import GIB, Held, Pass
-from qurl_megatron.tensors.arch import Arch, arch_of, read_arch, read_json
+from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
 from qurl_megatron.weights.places import description_of
 from qurl_megatron.wire import SLOTS
 

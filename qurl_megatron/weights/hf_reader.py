@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import read_json
 from qurl_megatron.tensors.formats_on_disk import DTYPES
 from qurl_megatron.tensors.table import HfTensor
 from qurl_megatron.weights.ops import Op

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.tensors.arch import read_json
 
 DESCRIPTION = "hf"
 """The folder inside a Megatron checkpoint that holds config.json and the tokenizer."""
@@ -48,7 +48,9 @@ def find_torch_dist(folder: Path) -> Path | None:
         return folder
     tracker = folder / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
-        newest = tracker.read_text(encoding="utf-8").strip()
+        newest = tracker.read_bytes()[:80].decode(errors="replace").strip()
+        if newest != "release" and not newest.isdecimal():
+            raise ConfigError(f"{tracker} must hold a number, or release, got {newest!r}")
         inner = folder / (newest if newest == "release" else f"iter_{newest:0>7}")
         if not is_torch_dist(inner):
             raise ConfigError(f"{tracker} names {inner}, which is not a torch_dist checkpoint")

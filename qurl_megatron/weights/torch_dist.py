@@ -29,8 +29,8 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError, reading
-from qurl_megatron.tensors.arch import read_json
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.weights.places import METADATA
 

@@ -256,12 +256,12 @@ def test_a_config_of_another_model_beside_megatron_weights(change, message, hf, 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive whole number below 2^31, got '64'"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers must be a positive whole number"),
         ({"model_type": ["qwen2"]}, "model_type ['qwen2'] is not supported"),
-        ({"rope_parameters": [1]}, "has a value of the wrong type"),
-        ({"layer_types": 5}, "has a value of the wrong type"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
+        ({"layer_types": 5}, "layer_types 5 are not supported"),
     ],
 )
 def test_a_config_with_values_of_the_wrong_type(change, message, hf, refused):

@@ -59,8 +59,12 @@ GOOD = json.dumps(ROWS[0]) + "\n"
         (GOOD + '{"prompt": "a\\ud83d", "answer": "b"}', "line 2: the prompt has half a character"),
         (GOOD + '{"prompt": "a", "answer": "\\udc00"}', r"the answer .* \(.udc00, a surrogate"),
         (GOOD + "[" * 100_000, "line 2 is not valid JSON: its brackets nest too deeply"),
+        (
+            GOOD + '{"prompt": "a", "answer": "b", "more": ' + "[" * 600 + "]" * 600 + "}",
+            "line 2 nests deeper than 100 levels",
+        ),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_a_bad_jsonl_file_is_refused_with_its_line(tmp_path, text, complaint):
     with pytest.raises(ConfigError, match=rf"data\.path=.*a\.jsonl.*{complaint}"):
@@ -86,6 +90,12 @@ def test_a_bad_parquet_file_is_refused_with_its_column_or_row(tmp_path):
     path.write_text("no parquet")
     with pytest.raises(ConfigError, match="not a readable parquet file"):
         training_questions(DataConfig(path=str(path)))
+
+
+def test_a_small_file_of_very_many_rows_is_refused_before_they_are_read(tmp_path):
+    same = pa.repeat("1", 2_000_001)
+    with pytest.raises(ConfigError, match="has 2,000,001 rows, .* take 2,000,000 or fewer"):
+        training_questions(table(tmp_path / "a.parquet", prompt=same, answer=same))
 
 
 def test_a_missing_or_unknown_file_is_named_with_its_key(tmp_path):

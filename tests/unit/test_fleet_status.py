@@ -54,6 +54,13 @@ def test_one_silent_engine_of_two_is_shown_and_gives_exit_code_1(monkeypatch):
         assert "ok" in lines[1] and "no answer" in lines[2] and "within 1.5 s" in " ".join(lines)
 
 
+def test_a_path_that_looks_like_markup_is_shown_as_it_is():
+    with FakeEngine() as engine:
+        code, lines = shown(engine.url, f"{engine.url}/[/x]")
+    assert code == 1
+    assert "ok" in lines[1] and "/[/x]" in " ".join(lines[2:])
+
+
 @pytest.mark.parametrize(
     "url,message",
     [

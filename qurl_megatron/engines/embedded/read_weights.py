@@ -6,7 +6,6 @@ whose tensors have one slice each costs page cache, not a second copy of the mod
 unpickled.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights.places import find_torch_dist
+from qurl_megatron.weights.places import INDEX, find_torch_dist, safetensors_files
 from qurl_megatron.weights.source import open_checkpoint
 from qurl_megatron.wire.manifest import MANIFEST, Manifest, read_version
 
@@ -66,17 +65,11 @@ def _megatron_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+    indexed = (folder / INDEX).is_file()
+    paths = safetensors_files(folder) if indexed else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"{folder} has neither {MANIFEST} nor *.safetensors files")
     for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"{path} is missing, though {index.name} names it")
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield name, file.get_tensor(name)
