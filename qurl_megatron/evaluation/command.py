@@ -462,11 +462,11 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     megatron = find_torch_dist(model) is not None
     config = read_config(description_of(model))
     if ENGINE_KINDS[backend].quantizes:
-        if not megatron and config.get("quantization_config"):
-            raise ConfigError(
-                f"{model} is quantized, and embedded engines quantize by themselves: give the "
-                "checkpoint it was made from and --scheme, or --backend sglang"
-            )
+        from qurl_megatron.engines.embedded.read_weights import refuse_other_scheme, stored_scheme
+
+        if given is None and (stored := stored_scheme(model)):
+            return stored  # as it is, whatever a run's recipe says
+        refuse_other_scheme(model, wanted)
         return wanted
     if wanted not in SERVED:
         raise ConfigError(f"--scheme {wanted} is simulated by embedded engines alone")

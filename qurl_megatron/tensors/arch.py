@@ -215,13 +215,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def arch_of(folder: str | Path) -> Arch:
+def arch_of(folder: str | Path, *, quantized: bool = False) -> Arch:
     """What the ``config.json`` of a checkpoint folder describes.
+
+    Args:
+        quantized: its weights may be so.
 
     Raises:
         ConfigError: as ``read_config`` and ``read_arch``, with the file's path.
     """
     config = read_config(folder)
+    if quantized:
+        config.pop("quantization_config", None)
     try:
         return read_arch(config)
     except ConfigError as error:  # which begins with the name of the file
