@@ -327,12 +327,17 @@ def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> s
         section, name = key.split(".")[:2]
         if section == "parallel" or rules_of(SECTIONS[section])[name] != "free":
             variant[key] = f"{value:.12g}" if type(value) is float else _toml_value(value)
+    return f"runs/{variant_name(recipe.stem, variant)}"
+
+
+def variant_name(name: str, variant: typing.Mapping[str, str]) -> str:
+    """A folder's name, followed by what it is a variant by."""
     parts = [f"{key}-{_in_a_name(value)}" for key, value in sorted(variant.items())]
-    name = VARIANT.join([recipe.stem, *parts])
+    name = VARIANT.join([name, *parts])
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         name = f"{name[: LONGEST_NAME - 9]}-{digest}"
-    return f"runs/{name}"
+    return name
 
 
 def _in_a_name(value: str) -> str:

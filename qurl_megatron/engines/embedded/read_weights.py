@@ -71,7 +71,7 @@ def stored_scheme(folder: Path) -> str | None:
 
 
 def refuse_other_scheme(folder: Path, scheme: str) -> None:
-    """Raise ``ConfigError`` where a folder's weights are quantized already, and not to ``scheme``."""
+    """Raise ``ConfigError`` where a folder is quantized already, and not to ``scheme``."""
     stored = stored_scheme(folder)
     if stored not in (None, scheme):
         raise ConfigError(
