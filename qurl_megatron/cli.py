@@ -55,12 +55,12 @@ def train(arguments: argparse.Namespace) -> int:
     config = load(arguments.recipe, arguments.overrides, named_by=named_by)
     from qurl_megatron.training.start import start
 
-    return start(config, arguments.fork)
+    return start(config, arguments.fork, arguments.overrides)
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the resolved recipe, or with --env what is installed and what it changes, or with
-    --dry-run what each rank would keep in memory."""
+    """Print a recipe or that of a run's folder, resolved, or with --env what is installed and what
+    it changes, or with --dry-run what each rank would keep in memory."""
     if arguments.env:
         from qurl_megatron.runtime.env import describe
 
@@ -69,8 +69,11 @@ def show(arguments: argparse.Namespace) -> int:
         return _dry_run(arguments)
     if arguments.recipe:
         from qurl_megatron.config import load, to_toml
+        from qurl_megatron.training.footprint import check_layout
 
-        print(to_toml(load(arguments.recipe, arguments.overrides)))
+        config = load(_recipe(arguments.recipe), arguments.overrides)
+        check_layout(config)
+        print(to_toml(config))
     elif not arguments.env:
         raise ConfigError("qurl show needs a recipe, or --env")
     return 0
@@ -81,18 +84,34 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         raise ConfigError("qurl show --dry-run needs a recipe")
     from qurl_megatron.config import load
 
-    config = load(arguments.recipe, arguments.overrides)
+    config = load(_recipe(arguments.recipe), arguments.overrides)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
         from qurl_megatron.training.dry_run import dry_run, render
-        from qurl_megatron.training.inputs import describe_data
-        from qurl_megatron.training.start import check_own_code
+        from qurl_megatron.training.inputs import look_over
 
-        check_own_code(config)
+        found = look_over(config, arguments.config)
+        for mistake in found.mistakes:
+            print(f"qurl: {mistake}", file=sys.stderr, flush=True)
         print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), flush=True)
-        found = describe_data(config)  # whose mistakes stand below the table: it needs no data
-    print("\n".join(["data", *(f"  {line}" for line in found)]))
-    return 0
+    if found.data:
+        print("\n".join(["data", *(f"  {line}" for line in found.data)]))
+    return 2 if found.mistakes else 0
+
+
+def _recipe(given: Path) -> Path:
+    """A recipe, or that of the run whose folder is given.
+
+    Raises:
+        ConfigError: the folder is not that of a run.
+    """
+    from qurl_megatron.training.state import RECIPE
+
+    if not given.is_dir():
+        return given
+    if not (given / RECIPE).is_file():
+        raise ConfigError(f"{given} holds no {RECIPE}; name a recipe, or the folder of a run")
+    return given / RECIPE
 
 
 def report(arguments: argparse.Namespace) -> int:

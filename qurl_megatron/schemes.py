@@ -59,3 +59,19 @@ EXPORTED = tuple(name for name, row in SCHEMES.items() if row.stored and not row
 
 INTEGER = {name: row.largest for name, row in SCHEMES.items() if row.stored == "int8"}
 """The largest codes of those whose products are INT8's."""
+
+
+def simulation(name: str, key: str = "quant.scheme=") -> str:
+    """What is done under a simulated scheme, in a sentence; empty for others.
+
+    Args:
+        key: what names it.
+    """
+    row = SCHEMES[name]
+    if not row.simulated:
+        return ""
+    return (
+        f"{key}{name} is simulated: codes from {-row.largest:g} to {row.largest:g} are "
+        f"kept and multiplied as INT8 by the embedded engine; no engine computes in "
+        f"{name.upper()}, and nothing is smaller or faster for it"
+    )

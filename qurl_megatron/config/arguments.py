@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         ):
             what, given, there = wrong.groups()
             choices = re.findall(r"[^', ]+", there)
-            close = get_close_matches(given, choices, n=1)
+            close = get_close_matches(given.lower(), choices, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(choices)}"
             command = f"there is no {what.lower()} {given!r}"  # what is in capitals stands for one
             message = f"{command if what.isupper() else f'{what} cannot be {given!r}'}; {hint}"

@@ -4,8 +4,9 @@ A section is a frozen dataclass below ``Section``. Rules of one key stand beside
 ``key``; rules that need several keys are plain code in the section's ``check``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from qurl_megatron.errors import ConfigError
@@ -29,6 +30,12 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def did_you_mean(given: object, names: Iterable[str]) -> str:
+    """The end of a message about a misspelt name; empty where none of the names is close."""
+    close = get_close_matches(str(given).lower(), names, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 @dataclass(frozen=True)
 class Allowed:
     """The values that a key may have."""
@@ -36,11 +43,13 @@ class Allowed:
     has: Callable[[Any], bool]  # False for NaN
     words: str  # "KEY must <words>, got VALUE"
     why: str = ""  # what else the message says
+    names: tuple[str, ...] = ()  # all of them, where they are names
 
     def refuse(self, name: str, value: Any) -> NoReturn:
         """Raise ``ConfigError`` for a key's value that is none of them."""
         why = f"; {self.why}" if self.why else ""
-        raise ConfigError(f"{name} must {self.words}, got {value!r}{why}")
+        meant = did_you_mean(value, self.names)
+        raise ConfigError(f"{name} must {self.words}, got {value!r}{why}{meant}")
 
 
 def at_least(low: float, why: str = "") -> Allowed:
@@ -71,7 +80,7 @@ def at_most_in_size(largest: float) -> Allowed:
 
 def one_of(*names: str) -> Allowed:
     """For names that a table has; those that are fixed are a ``Literal``."""
-    return Allowed(lambda value: value in names, f"be one of {', '.join(names)}")
+    return Allowed(lambda value: value in names, f"be one of {', '.join(names)}", names=names)
 
 
 def key(
@@ -80,6 +89,7 @@ def key(
     *,
     on_resume: OnResume | None = None,
     not_a_list: str = "",
+    elsewhere: str = "",
 ) -> Value:
     """A field of a section.
 
@@ -87,8 +97,14 @@ def key(
         allowed: which values of its type it may have; None: all.
         on_resume: None: what the section says.
         not_a_list: what to do instead of giving a list, where one might be expected to work.
+        elsewhere: what other programs call the key.
     """
-    said = {"allowed": allowed, "on_resume": on_resume, "not_a_list": not_a_list}
+    said = {
+        "allowed": allowed,
+        "on_resume": on_resume,
+        "not_a_list": not_a_list,
+        "elsewhere": elsewhere,
+    }
     found: Any = (
         field(default_factory=default.copy, metadata=said)
         if isinstance(default, dict)

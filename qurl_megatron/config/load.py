@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 from qurl_megatron.config import sections
 from qurl_megatron.config.algorithms import ALGORITHMS
-from qurl_megatron.config.keys import Section, require, rules_of
+from qurl_megatron.config.keys import Section, did_you_mean, require, rules_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.schemes import SCHEMES
 
 VARIANT = "--"  # stands before each override in the name of a run's folder
 LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
+LISTED = 10  # keys of a section that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,12 +327,17 @@ def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> s
         section, name = key.split(".")[:2]
         if section == "parallel" or rules_of(SECTIONS[section])[name] != "free":
             variant[key] = f"{value:.12g}" if type(value) is float else _toml_value(value)
+    return f"runs/{variant_name(recipe.stem, variant)}"
+
+
+def variant_name(name: str, variant: typing.Mapping[str, str]) -> str:
+    """A folder's name, followed by what it is a variant by."""
     parts = [f"{key}-{_in_a_name(value)}" for key, value in sorted(variant.items())]
-    name = VARIANT.join([recipe.stem, *parts])
+    name = VARIANT.join([name, *parts])
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         name = f"{name[: LONGEST_NAME - 9]}-{digest}"
-    return f"runs/{name}"
+    return name
 
 
 def _in_a_name(value: str) -> str:
@@ -406,8 +412,13 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
     known = {f.name: f for f in dataclasses.fields(cls)}
     for name in values:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
+            close = [key for key, f in known.items() if f.metadata.get("elsewhere") == name]
+            close = close or get_close_matches(name, known, n=1)
+            hint = f"known: {', '.join(known)}"
+            if close:
+                hint = f"did you mean {prefix}{close[0]}?"
+            elif len(known) > LISTED and prefix.rstrip(".") in SECTIONS:
+                hint = f"`qurl show RECIPE` prints the {len(known)} keys of {prefix.rstrip('.')}"
             raise ConfigError(f"unknown {kind} {prefix}{name}; {hint}")
     arguments = {}
     for name, hint in hints.items():
@@ -431,7 +442,8 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         choices = typing.get_args(hint)
         if value not in choices:
             named = ", ".join(str(choice) for choice in choices if choice != "")
-            raise ConfigError(f"{key} must be one of {named}, got {value!r}")
+            meant = did_you_mean(value, choices)
+            raise ConfigError(f"{key} must be one of {named}, got {value!r}{meant}")
         return value
     if typing.get_origin(hint) is tuple:
         (item, _) = typing.get_args(hint)

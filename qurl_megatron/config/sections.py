@@ -152,7 +152,7 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     ``name`` fills in what its paper says; every key that the recipe gives itself wins over it.
     """
 
-    name: str = key("grpo", one_of(*ALGORITHMS))
+    name: str = key("grpo", one_of(*ALGORITHMS), elsewhere="algorithm")
     """A preset of config.algorithms: other defaults for the keys below."""
 
     objective: Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"] = "acr"

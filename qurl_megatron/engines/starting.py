@@ -1,5 +1,6 @@
 """How engines of this machine are started: what a kind is given, and what it makes of that."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,12 @@ def given_key(env: Mapping[str, str]) -> str | None:
             "unset it, or set it to the key of the engines"
         )
     return key
+
+
+def refuse_not_installed(config: RolloutConfig) -> None:
+    """Raise ``ConfigError`` where engines are to be started here that are not installed."""
+    if not (config.urls or config.rendezvous):
+        importlib.import_module(config.kind.start).refuse_not_installed(config)
 
 
 @dataclass(frozen=True)

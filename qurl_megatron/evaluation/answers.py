@@ -3,14 +3,15 @@
     OUT/aime24.samples.jsonl    the settings on the first line, then a line per response
 
 Lines are only ever added, in whole batches, so that whatever ends the process, all that is lost is
-the last batch. A file made with other settings is refused: half of one policy and half of another
-would be the accuracy of neither.
+the last batch. There may be more responses than an evaluation asks for: they are drawn one by one,
+each with a seed of its own, so the first of many are those of fewer. A file made with other
+settings is refused: half of one policy and half of another would be the accuracy of neither.
 """
 
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards.pool import Tally, way_of
 
 CODE = "code of "  # before what names code of the user's own: a setting, its checksum
+COUNT = "k"  # the setting that says how many are asked for, on which no answer depends
+DRAWING = {"temperature", "top_p", "seed"}  # settings of drawn responses, where there are any
 OPTIONAL = {"unscored", "left_out"}  # keys of a line
 Key = tuple[str, int]
 """A mode, and the number of a problem in its file."""
@@ -41,6 +44,10 @@ class GradedAnswer:
     unscored: str = ""  # why it has no score, cause and reason; its line lacks the key otherwise
     left_out: bool = False  # what the environment said next did not fit; the same
 
+    @property
+    def key(self) -> Key:
+        return self.mode, self.problem
+
 
 class AnswerFile:
     """Use from one thread at a time."""
@@ -49,42 +56,64 @@ class AnswerFile:
         """
         Args:
             settings: everything that the answers depend on; JSON can hold it.
-            responses: how many a problem has in each mode.
+            responses: how many are asked for of each problem, by mode.
 
         Raises:
             ConfigError: the file is damaged, or was made with other settings.
         """
-        self.path = path
-        self.answers: dict[Key, list[GradedAnswer]] = {}
-        self._header = json.dumps({"settings": settings}) + "\n"
+        self.path, self.responses = path, responses
+        self._lines: list[GradedAnswer] = []  # of the file, in its order
+        self._kept: dict[Key, list[GradedAnswer]] = {}  # the same, by sample, from 0 on
+        self._header = _header(settings)
         if path.exists():
-            self._load(settings, responses)
+            self._load(settings)
         else:
             self._rewrite()
 
     @property
+    def answers(self) -> dict[Key, list[GradedAnswer]]:
+        """Those that are asked for."""
+        return {
+            key: kept[: self.responses[key[0]]]
+            for key, kept in self._kept.items()
+            if key[0] in self.responses
+        }
+
+    @property
     def every(self) -> list[GradedAnswer]:
-        """All answers, by mode and problem."""
+        """Those that are asked for, by mode and problem."""
         return [one for _, found in sorted(self.answers.items()) for one in found]
 
-    def keep(self, wanted: Callable[[Key], bool]) -> None:
-        """Forget all other answers."""
-        kept = {key: answers for key, answers in self.answers.items() if wanted(key)}
-        if len(kept) < len(self.answers):
-            self.answers = kept
+    @property
+    def counts(self) -> dict[Key, int]:
+        """How many answers there are to each problem, asked for or not."""
+        return {key: len(kept) for key, kept in self._kept.items()}
+
+    def count(self, key: Key) -> int:
+        return len(self._kept.get(key, ()))
+
+    def keep(self, counts: Mapping[Key, int]) -> None:
+        """Forget all answers to a problem but so many, and all to problems that are not named."""
+        lines = [one for one in self._lines if one.sample < counts.get(one.key, 0)]
+        if len(lines) < len(self._lines):
+            self._lines, self._kept = [], {}
+            self._take(lines)
             self._rewrite()
 
     def add(self, answers: Iterable[GradedAnswer]) -> None:
-        """Whole problems; on disk when this returns."""
+        """The next ones of their problems; on disk when this returns."""
         answers = list(answers)
         self._write(self.path, "a", map(_line, answers))
         self._take(answers)
 
     def _take(self, answers: Iterable[GradedAnswer]) -> None:
         for answer in answers:
-            self.answers.setdefault((answer.mode, answer.problem), []).append(answer)
+            kept = self._kept.setdefault(answer.key, [])
+            if answer.sample == len(kept):  # else lines before it have been deleted
+                kept.append(answer)
+                self._lines.append(answer)
 
-    def _load(self, settings: Mapping[str, Any], responses: Mapping[str, int]) -> None:
+    def _load(self, settings: Mapping[str, Any]) -> None:
         refuse_answers({self.path: made_otherwise(self.path, settings)})
         *lines, rest = self.path.read_bytes().split(b"\n")
         names = {field.name for field in fields(GradedAnswer)}
@@ -93,16 +122,16 @@ class AnswerFile:
             if record.keys() | OPTIONAL != names:
                 raise ConfigError(f"{self.path} line {number} is not an answer; delete the line")
             self._take([GradedAnswer(**record)])
-        # The last batch may have been cut short, in the middle of a line or between two. A header
-        # of before there were checksums of code takes up those of now.
+        # The last batch may have been cut short, in the middle of a line. A header of before there
+        # were checksums of code, or drawn responses, takes up those of now.
+        before = settings_of(self.path)
+        self._header = _header({**settings, **{k: before[k] for k in before if k not in settings}})
         if rest or lines[0] + b"\n" != self._header.encode():
             self._rewrite()
-        self.keep(lambda key: len(self.answers[key]) == responses.get(key[0]))
 
     def _rewrite(self) -> None:
         aside = self.path.with_name(f".{self.path.name}.tmp")
-        every = (answer for answers in self.answers.values() for answer in answers)
-        self._write(aside, "w", itertools.chain([self._header], map(_line, every)))
+        self._write(aside, "w", itertools.chain([self._header], map(_line, self._lines)))
         aside.replace(self.path)
 
     def _write(self, path: Path, mode: str, lines: Iterable[str]) -> None:
@@ -132,10 +161,13 @@ def settings_of(path: Path) -> dict[str, Any]:
 def made_otherwise(path: Path, settings: Mapping[str, Any]) -> str:
     """How the answers in a file were made with other settings, for ``refuse_answers``; else empty.
 
-    Code that only one of the two has a checksum of is taken for unchanged.
+    Code that only one of the two has a checksum of is taken for unchanged, and responses are drawn
+    with any settings where none were drawn.
     """
     found, settings = settings_of(path), json.loads(json.dumps(settings))
-    unknown = {key for key in found.keys() ^ settings.keys() if key.startswith(CODE)}
+    unknown = {
+        key for key in found.keys() ^ settings.keys() if key.startswith(CODE) or key in DRAWING
+    } | {COUNT}
     changed = [
         f"{key}: {found.get(key)} there, {settings.get(key)} here"
         for key in dict.fromkeys((*found, *settings))
@@ -180,6 +212,11 @@ def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
             tally.ways[way] += 1
             tally.first.setdefault(way, why)
     return tally
+
+
+def _header(settings: Mapping[str, Any]) -> str:
+    told = {key: value for key, value in settings.items() if key != COUNT}
+    return json.dumps({"settings": told}) + "\n"
 
 
 def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron import __version__
+from qurl_megatron.config.load import variant_name
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
 from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.engines.kinds import ENGINE_KINDS
+from qurl_megatron.engines.starting import refuse_not_installed
 from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
@@ -51,7 +53,7 @@ from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
 from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
-from qurl_megatron.schemes import SERVED
+from qurl_megatron.schemes import ROLLOUT, SERVED, simulation
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Prompt
 from qurl_megatron.weights.integrity import refuse_damaged
@@ -136,6 +138,10 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     """
     defaults = defaults or Defaults()
     plans = make_plans(arguments, defaults)
+    refuse_not_installed(plans[0].rollout)
+    scheme = plans[0].scheme
+    if scheme in ROLLOUT and (simulated := simulation(scheme, "--scheme ")):
+        print(simulated, flush=True)
     reward, key = plans[0].reward, plans[0].reward_key
     check_rewards(reward, key)
     check_environment(plans[0].rollout)
@@ -268,7 +274,7 @@ def _scored(plan: EvaluationPlan, files: Sequence[AnswerFile], tally: Tally) -> 
     Args:
         tally: of what is answered meanwhile.
     """
-    before = [set(file.answers) for file in files]
+    before = [file.counts for file in files]
     yield
     scorer = plan.reward.setting
     if plan.reward_key.startswith("--"):
@@ -276,8 +282,8 @@ def _scored(plan: EvaluationPlan, files: Sequence[AnswerFile], tally: Tally) -> 
     try:
         refuse_none_scored(tally, scorer)
     except (ConfigError, RewardDown):
-        for file, keys in zip(files, before, strict=True):
-            file.keep(keys.__contains__)
+        for file, counts in zip(files, before, strict=True):
+            file.keep(counts)
         for name in ("results.json", "results.md"):
             (plan.out / name).unlink(missing_ok=True)
         raise
@@ -343,9 +349,10 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Evalua
     assert defaults.run is not None, "--before is of a run"
     base = arguments.out or defaults.run / "eval"
     first = make_plan(arguments, dataclasses.replace(defaults, model=defaults.start))
+    named = {} if arguments.out else _changed(first, arguments, defaults)
     return [
-        dataclasses.replace(first, out=base / "start"),
-        dataclasses.replace(plan, out=base / plan.model.name),
+        dataclasses.replace(first, out=base / variant_name("start", named)),
+        dataclasses.replace(plan, out=base / variant_name(plan.model.name, named)),
     ]
 
 
@@ -376,9 +383,10 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPl
     rollout = _rollout(arguments, defaults.rollout, sampling)
     scheme = "" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model)
     out = defaults.out if arguments.model is None else None
-    variant = f"-{scheme}" if rollout.kind.quantizes and scheme not in ("", "none") else ""
-    out = out or Path("runs/eval") / f"{_by_its_path(model)}{variant}"
-    return EvaluationPlan(
+    stored = "quantization_config" in read_config(description_of(model))
+    rounded = rollout.kind.quantizes and scheme not in ("", "none") and not stored
+    out = out or Path("runs/eval") / f"{_by_its_path(model)}{f'-{scheme}' if rounded else ''}"
+    plan = EvaluationPlan(
         model=model,
         rollout=rollout,
         scheme=scheme,
@@ -391,6 +399,39 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPl
         out=given("out", out),
         show=arguments.show,
     )
+    if arguments.out is None:
+        named = _changed(plan, arguments, defaults)
+        plan = dataclasses.replace(plan, out=out.with_name(variant_name(out.name, named)))
+    return plan
+
+
+def _changed(
+    plan: EvaluationPlan, arguments: argparse.Namespace, defaults: Defaults
+) -> dict[str, str]:
+    """The settings that name the results, as others' answers may not be added to theirs: those
+    which are not what they fall back to."""
+    sampling, base = plan.sampling, Defaults() if defaults.run is None else defaults
+    pairs: dict[str, tuple[Any, Any]] = {
+        "backend": (plan.rollout.backend, base.rollout.backend),
+        "chat": (plan.chat, base.chat),
+        "dtype": (plan.dtype, base.dtype),
+        "suffix": (plan.suffix, ""),
+    }
+    if arguments.max_new_tokens is not None:  # else as many as the model has room for
+        pairs["max_new_tokens"] = (sampling.max_new_tokens, base.rollout.max_new_tokens)
+    if plan.reward.described != defaults.reward.described:
+        pairs["reward"] = (arguments.reward, "")
+    if defaults.run is not None and not plan.rollout.urls:
+        pairs["scheme"] = (plan.scheme, base.scheme)
+    if sampling.k > 1:
+        pairs["temperature"] = (sampling.temperature, base.rollout.temperature)
+        pairs["top_p"] = (sampling.top_p, base.top_p)
+        pairs["seed"] = (sampling.seed, 0)
+    return {
+        key: f"{now:g}" if isinstance(now, float) else str(now)
+        for key, (now, fallback) in pairs.items()
+        if now != fallback
+    }
 
 
 def _by_its_path(model: Path) -> Path:
@@ -462,11 +503,11 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     megatron = find_torch_dist(model) is not None
     config = read_config(description_of(model))
     if ENGINE_KINDS[backend].quantizes:
-        if not megatron and config.get("quantization_config"):
-            raise ConfigError(
-                f"{model} is quantized, and embedded engines quantize by themselves: give the "
-                "checkpoint it was made from and --scheme, or --backend sglang"
-            )
+        from qurl_megatron.engines.embedded.read_weights import refuse_other_scheme, stored_scheme
+
+        if given is None and (stored := stored_scheme(model)):
+            return stored  # as it is, whatever a run's recipe says
+        refuse_other_scheme(model, wanted)
         return wanted
     if wanted not in SERVED:
         raise ConfigError(f"--scheme {wanted} is simulated by embedded engines alone")

@@ -4,18 +4,20 @@ Avg@1 is decoded greedily, Avg@k sampled; both go through ``rollout.collect``, a
 
 Embedded engines get batches that follow from the file, the settings and the number of engines
 alone, and a batch is kept whole or not at all: interrupted and resumed, an evaluation ends in the
-same bits. SGLang engines get everything at once; a problem is graded and kept as soon as it has all
-of its responses, while others are generated. Each response has a seed of its own, but the engine's
-arithmetic depends on what else is in its batch.
+same bits. Batches are of a few problems' samples 0 to 3, then 4 to 7, 8 to 15, and so on: asked for
+4 and then for 8, it ends in those of 8 at once. SGLang engines get everything at once; a problem is
+graded and kept as soon as it has all of its responses, while others are generated. Each response
+has a seed of its own, but the engine's arithmetic depends on what else is in its batch.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from typing import Any
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError, Interrupted
-from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
+from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, Key
 from qurl_megatron.evaluation.benchmarks import ProblemSet
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, Finished, collect, greedy
@@ -37,6 +39,7 @@ from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.wire.schema import count, or_none, shortened
 
 BATCH = 256  # responses of one batch of an embedded engine, about
+FIRST = 4  # samples of a problem that are drawn at once; then as many as there are, again and again
 HEALS = 3  # times in a row that engines which all failed are waited for, without one new answer
 TELL_S = 10.0  # between two lines on how far it is
 
@@ -191,9 +194,14 @@ class Evaluator:
         prompts: Sequence[Prompt],
         mode: str,
         *,
+        samples: Callable[[Prompt], Sequence[int]],
         stop: Callable[[], bool],
         finished: Finished | None,
     ) -> list[Sample]:
+        """
+        Args:
+            samples: which of a prompt's samples to draw, where they are drawn.
+        """
         if mode == "greedy":
             limit = self.sampling.max_new_tokens
             return greedy(
@@ -206,6 +214,7 @@ class Evaluator:
             seed=self.sampling.seed,
             step=EVALUATION,
             top_p=self.sampling.top_p,
+            samples=samples,
             stop=stop,
             finished=finished,
             turns=self.turns,
@@ -239,33 +248,47 @@ class _Round:
         self.told = 0.0
 
     def answer(self, prompts: Sequence[Prompt]) -> None:
-        size = len(prompts)
-        if self.evaluator.in_batches:
-            size = max(1, self.evaluator.batch // self.responses)
-        for start in range(0, len(prompts), size):
-            self._answer_batch(prompts[start : start + size])
+        if not self.evaluator.in_batches:
+            self._answer_batch(prompts, self.responses)
+            return
+        for first, last in _stretches(1 if self.mode == "greedy" else FIRST, self.responses):
+            size = max(1, self.evaluator.batch // (last - first))
+            for start in range(0, len(prompts), size):
+                batch = prompts[start : start + size]
+                self._drop_a_part(batch, last)
+                self._answer_batch(batch, min(last, self.responses))
 
-    def _answer_batch(self, batch: Sequence[Prompt]) -> None:
-        if self.evaluator.in_batches and self._missing(batch):
-            keys = {(self.mode, prompt.index) for prompt in batch}
-            self.file.keep(lambda key: key not in keys)
+    def _drop_a_part(self, batch: Sequence[Prompt], last: int) -> None:
+        """Where a batch was written in part, forget that part."""
+        counts = self.file.counts
+        keys = [self._key(prompt) for prompt in batch]
+        least = min(counts.get(key, 0) for key in keys)
+        if least < last:
+            self.file.keep({**counts, **dict.fromkeys(keys, least)})
+
+    def _answer_batch(self, batch: Sequence[Prompt], last: int) -> None:
+        """Have each problem's samples before ``last`` in the file."""
         heals = HEALS
-        while missing := self._missing(batch):
+        while missing := self._missing(batch, last):
             try:
-                self._generate(missing)
+                self._generate(missing, last)
             except EngineError as error:
-                heals = HEALS if len(self._missing(batch)) < len(missing) else heals - 1
+                heals = HEALS if len(self._missing(batch, last)) < len(missing) else heals - 1
                 if error.ours or not heals or not self.evaluator.await_engines():
                     raise
 
-    def _missing(self, batch: Sequence[Prompt]) -> list[Prompt]:
-        return [prompt for prompt in batch if (self.mode, prompt.index) not in self.file.answers]
+    def _missing(self, batch: Sequence[Prompt], last: int) -> list[Prompt]:
+        return [prompt for prompt in batch if self.file.count(self._key(prompt)) < last]
+
+    def _key(self, prompt: Prompt) -> Key:
+        return self.mode, prompt.index
 
     def _note(self, kept: Future) -> None:
         if kept.exception():
             self.failed.set()
 
-    def _generate(self, prompts: Sequence[Prompt]) -> None:
+    def _generate(self, prompts: Sequence[Prompt], last: int) -> None:
+        begun = {prompt.index: self.file.count(self._key(prompt)) for prompt in prompts}
         kept: list[Future] = []
         since = time.monotonic()
 
@@ -281,6 +304,7 @@ class _Round:
             samples = self.evaluator.generate(
                 prompts,
                 self.mode,
+                samples=lambda prompt: range(begun[prompt.index], last),
                 stop=self.failed.is_set,
                 finished=None if in_batches else hand_over,
             )
@@ -300,12 +324,14 @@ class _Round:
         """
         one = self.evaluator
         scored, grades = graded(samples, one.rewards, one.tokenizer)
+        prompts = {sample.prompt.index: sample.prompt for sample in samples}
+        numbers = {i: itertools.count(self.file.count(self._key(p))) for i, p in prompts.items()}
         self.file.add(
             GradedAnswer(
                 mode=self.mode,
                 problem=sample.prompt.index,
                 id=self.benchmark.problems[sample.prompt.index].id,
-                sample=number % self.responses,
+                sample=next(numbers[sample.prompt.index]),
                 reward=sample.reward,
                 finish=sample.finish_reason,
                 tokens=sample.written_tokens,
@@ -315,25 +341,34 @@ class _Round:
                 unscored=f"{failure.cause}: {failure.why}" if failure else "",
                 left_out=sample.left_out,
             )
-            for number, (sample, failure) in enumerate(zip(scored, grades.failures, strict=True))
+            for sample, failure in zip(scored, grades.failures, strict=True)
         )
         self._tell()
 
     def _tell(self) -> None:
         """A line on stderr, now and then and at the end."""
-        done = [found for key, found in self.file.answers.items() if key[0] == self.mode]
         total = len(self.benchmark.problems)
-        if time.monotonic() < self.told + TELL_S and len(done) < total:
+        counts = [self.file.count((self.mode, index)) for index in range(total)]
+        done = sum(count >= self.responses for count in counts)
+        if time.monotonic() < self.told + TELL_S and done < total:
             return
         self.told = time.monotonic()
-        right = sum(answer.reward for found in done for answer in found)
-        share = right / (len(done) * self.responses)
+        rewards = [one.reward for one in self.file.every if one.mode == self.mode]
+        share = sum(rewards) / len(rewards)
         print(
-            f"{self.benchmark.name}, {self.mode}: {len(done)} of {total} problems, "
+            f"{self.benchmark.name}, {self.mode}: {done} of {total} problems, "
             f"mean reward {share:.3f} so far",
             file=sys.stderr,
             flush=True,
         )
+
+
+def _stretches(first: int, count: int) -> Iterator[tuple[int, int]]:
+    """From 0 to ``first``, then each as long as all before it, until ``count`` is reached."""
+    start, end = 0, first
+    while start < count:
+        yield start, end
+        start, end = end, 2 * end
 
 
 def model_files(folder: Path) -> str:

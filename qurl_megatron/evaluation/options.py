@@ -77,8 +77,8 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
     which.add_argument(
         "--scheme",
         choices=schemes,
-        help="format an embedded engine rounds the weights to (default none); SGLang takes what "
-        "the folder holds",
+        help="format an embedded engine rounds the weights to (default none); a folder that is "
+        "quantized is taken as it is, and so is any by SGLang",
     )
     which.add_argument("--dtype", choices=("bfloat16", "float32"), help="default bfloat16")
     which.add_argument("--engines", type=int, metavar="N", help="engines to start (default 1)")

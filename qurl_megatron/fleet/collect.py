@@ -75,12 +75,14 @@ def collect(
     step: int,
     stop: Callable[[], bool] | None = None,
     top_p: float = 1.0,
+    samples: Callable[[Prompt], Sequence[int]] | None = None,
     finished: Finished | None = None,
     turns: Turns | None = None,
 ) -> list[Sample]:
     """``samples_per_prompt`` samples for every prompt, prompt-major; several threads may call it.
 
     Args:
+        samples: which of a prompt's samples to draw; None: all of them.
         top_p: share of the probability that tokens are drawn from. For evaluation alone: below 1
             the log-probs are not those of what was sampled.
         finished: called with the samples of each prompt when the last of them is there.
@@ -103,7 +105,7 @@ def collect(
                     "top_p": top_p,
                 },
             )
-            for sample in range(config.samples_per_prompt)
+            for sample in (samples(prompt) if samples else range(config.samples_per_prompt))
         ]
         for prompt in prompts
     ]

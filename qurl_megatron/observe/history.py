@@ -6,8 +6,6 @@ import numpy as np
 
 from qurl_megatron.observe.sinks import Record
 
-METRICS_FILE = "metrics.jsonl"  # in a run's folder
-
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values, equally long and not empty."""
 

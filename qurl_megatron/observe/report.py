@@ -11,7 +11,7 @@ import numpy as np
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import drawing, lanes, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
-from qurl_megatron.observe.history import METRICS_FILE, History
+from qurl_megatron.observe.history import History
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import Picture
@@ -24,7 +24,7 @@ from qurl_megatron.observe.samples import (
     read_samples,
     visible,
 )
-from qurl_megatron.observe.sinks import Record, read_metrics
+from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.text import NARROW_SPACE, duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
 

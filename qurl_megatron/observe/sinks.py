@@ -22,6 +22,8 @@ from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.growing import Growing
 from qurl_megatron.observe.samples import Example, as_text, visible
 
+METRICS_FILE = "metrics.jsonl"  # in a run's folder
+
 
 class Sink(Protocol):
     """Takes the metrics of one step; several calls for one step add to each other."""
@@ -216,8 +218,13 @@ def _by_tag(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
 
 
 def read_metrics(path: Path | str) -> list[Record]:
-    """Every record of a metrics file, in the order written; a torn last line is left out."""
+    """Every record of a metrics file, in the order written; a torn last line is left out.
+
+    Args:
+        path: the file, or the folder of the run that wrote it.
+    """
     path = Path(path)
+    path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; it is written by `qurl train`")
     records = [record for _, record in _parsed_lines(path)]

@@ -66,6 +66,7 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
     if arguments.network_gbps:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
     models = find_models(config, arguments.config)
+    models.policy.refuse_without_engine(f"model.path={config.model.path}: ")
     constants = constants_of(gpu, config.quant.scheme)
     mean = arguments.mean_tokens
     if arguments.measured:

@@ -158,7 +158,7 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
         found = unscored("exceptions", last_line(error))
     else:
         if len(values) == len(items):
-            return [as_score(value) for value in values]
+            return [_as_score(value) for value in values]
         count = "more" if len(values) > len(items) else len(values)
         found = unscored("invalid", f"{count} scores for {len(items)} responses")
     if len(items) == 1:
@@ -169,6 +169,15 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
         for part in (items[:half], items[half:])
         for score in call(function, part, batched=batched)
     ]
+
+
+def _as_score(value: Any) -> Score:
+    """``as_score``, also of verl's dict, which has the score beside what else verl logs."""
+    if not isinstance(value, dict):
+        return as_score(value)
+    if "score" not in value:
+        return unscored("invalid", "a dict without a 'score'")
+    return as_score(value["score"])
 
 
 def last_line(error: BaseException) -> str:

@@ -261,6 +261,7 @@ def check_model(config: RunConfig) -> Arch:
             "once, makes it"
         )
     arch = check_checkpoint("model.path", Path(config.model.path), fix=fix)
+    arch.refuse_without_engine(f"model.path={config.model.path}: ")
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
     return arch
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 from qurl_megatron.config import load
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.history import METRICS_FILE, History
-from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.observe.history import History
+from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
 from qurl_megatron.study.plan import Cell, Study
 from qurl_megatron.training.state import refuse_other_run
 

@@ -6,7 +6,7 @@ worst outcome.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,7 +81,7 @@ class Experts:
 class Arch:
     """Sizes and switches of one decoder.
 
-    The embedded engine refuses a model whose value is not the default; what it computes has none.
+    Engines generate with no model whose value is not the default; what they compute has none.
     """
 
     family: str
@@ -113,6 +113,28 @@ class Arch:
     @property
     def queries_per_group(self) -> int:
         return self.heads // self.kv_heads
+
+    def refuse_without_engine(self, key: str = "") -> None:
+        """Raise ``ConfigError`` where no engine generates with such a model.
+
+        Args:
+            key: what names the model, for the message.
+        """
+        words = {
+            "zero_centred_norm": "zero-centred norms",
+            "activation": f"{self.activation} gates",
+            "embedding_scale": "scaled embeddings",
+        }
+        unserved = [
+            words.get(switch.name, switch.name)
+            for switch in fields(self)
+            if switch.default is not MISSING and getattr(self, switch.name) != switch.default
+        ]
+        if unserved:
+            raise ConfigError(
+                f"{key}no engine generates with {self.family} models yet, which have "
+                f"{', '.join(unserved)}; take a Llama, Mistral, Qwen2 or Qwen3 model"
+            )
 
     def check_parallel(
         self,
@@ -178,13 +200,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def arch_of(folder: str | Path) -> Arch:
+def arch_of(folder: str | Path, *, quantized: bool = False) -> Arch:
     """What the ``config.json`` of a checkpoint folder describes.
+
+    Args:
+        quantized: its weights may be so.
 
     Raises:
         ConfigError: as ``read_config`` and ``read_arch``, with the file's path.
     """
     config = read_config(folder)
+    if quantized:
+        config.pop("quantization_config", None)
     try:
         return read_arch(config)
     except ConfigError as error:  # which begins with the name of the file

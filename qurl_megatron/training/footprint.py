@@ -13,11 +13,12 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.data.passes import round_up
 from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.schemes import SERVED
+from qurl_megatron.schemes import SERVED, simulation
 from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import held_from_shapes
 from qurl_megatron.sizes.memory import GIB, Held, Pass
 from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
+from qurl_megatron.training.too_long import longest_prompt
 from qurl_megatron.weights.places import description_of
 from qurl_megatron.wire import SLOTS
 
@@ -164,7 +165,7 @@ def check_division(config: RunConfig, models: Models) -> None:
         ConfigError: policy or critic do not divide over the training ranks, or Megatron does not
             compute them so.
     """
-    _check_division(config, models.policy)
+    check_policy_division(config, models.policy)
     if models.critic:
         try:
             _check_division(config, models.critic)
@@ -176,6 +177,39 @@ def _check_division(config: RunConfig, arch: Arch) -> None:
     parallel = config.parallel
     arch.check_parallel(parallel.tensor, parallel.pipeline)
     arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
+
+
+def check_policy_division(config: RunConfig, arch: Arch) -> None:
+    """``check_division``, of the policy alone."""
+    _check_division(config, arch)
+    tensor = config.engine_tensor
+    if not engine_divides(arch, tensor):
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor} does not divide the model's "
+            f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
+        )
+
+
+def check_layout(config: RunConfig) -> None:
+    """``check_division``, as far as it takes a moment: of models whose sizes are known.
+
+    Raises:
+        ConfigError: as ``check_division``; a config.json that is there cannot be read.
+    """
+    path, made = Path(config.model.path), config.warmstart
+    if made.steps and not path.exists():
+        sizes = {
+            "model_type": "qwen2",
+            "hidden_size": made.hidden,
+            "intermediate_size": made.intermediate,
+            "num_hidden_layers": made.layers,
+            "num_attention_heads": made.heads,
+            "num_key_value_heads": made.kv_heads,
+            "vocab_size": 1,  # known when there is a tokenizer; nothing is divided by it
+        }
+        check_division(config, Models(path, read_arch(sizes), None))
+    elif path.exists() or _shipped(path).is_file():
+        check_division(config, find_models(config))
 
 
 def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
@@ -248,7 +282,7 @@ def _find(key: str, model_path: str, given: Path | None) -> Path:
         folder = description_of(folder)
         arch_of(folder)  # tells what is wrong with it
         return folder / "config.json"
-    shipped = SHAPES / folder.name / "config.json"
+    shipped = _shipped(folder)
     if not shipped.is_file():
         known = ", ".join(sorted(p.name for p in SHAPES.glob("*/")))
         raise ConfigError(
@@ -256,6 +290,11 @@ def _find(key: str, model_path: str, given: Path | None) -> Path:
             f"(but {known}); name the model's config.json with --config"
         )
     return shipped
+
+
+def _shipped(model_path: Path) -> Path:
+    """The config.json that ships for a model of that name, where one does."""
+    return SHAPES / model_path.name / "config.json"
 
 
 def _pass(config: RunConfig, longest: int) -> Pass:
@@ -321,11 +360,6 @@ def engine_divides(arch: Arch, tensor: int) -> bool:
 
 def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> EngineFootprint:
     tensor = config.rollout.engine_tensor
-    if not engine_divides(arch, tensor):
-        raise ConfigError(
-            f"rollout.engine_tensor={tensor} does not divide the model's "
-            f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
-        )
     colocated = config.rollout.colocate
     free = memory.engine_free(gpu, trainer if colocated else None)
     itemsize = config.model.itemsize
@@ -374,12 +408,16 @@ def _notes(run: Footprint, longest: int) -> list[str]:
             f"an engine rank has room for {run.engine.tokens(config.quant.scheme)} tokens, one "
             f"prompt and response may take {longest}"
         )
-    if longest > run.arch.max_position:
+    most = longest_prompt(config.rollout, run.arch)
+    if most is not None and 0 < most < config.data.max_prompt_tokens:
         notes.append(
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than "
-            f"max_position_embeddings={run.arch.max_position}: raise it in the model's config.json,"
-            " or engines will refuse such prompts"
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the "
+            f"{run.arch.max_position} tokens that the model takes (max_position_embeddings): a run "
+            f"refuses prompts of more than {most} tokens; lower data.max_prompt_tokens to {most}, "
+            "which leaves them out, or lower rollout.max_new_tokens"
         )
+    if simulated := simulation(config.quant.scheme):
+        notes.append(simulated)
     if 0 < config.train.max_tokens < longest:
         notes.append(
             f"train.max_tokens={config.train.max_tokens} is less than one prompt and response of "

@@ -5,6 +5,8 @@ tokenizer, before it loads the model; under torchrun or srun that rank does both
 once. ``qurl show --dry-run`` does both, the second where there is a tokenizer.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from qurl_megatron.config import RunConfig
@@ -12,12 +14,52 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
+from qurl_megatron.engines.starting import refuse_not_installed
+from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import how_many
+from qurl_megatron.rewards import check_rewards
 from qurl_megatron.tensors.arch import arch_of
+from qurl_megatron.training.footprint import find_models
 from qurl_megatron.training.state import TrainState
-from qurl_megatron.training.too_long import longest_prompt
+from qurl_megatron.training.too_long import longest_prompt, refuse_endless_responses
 from qurl_megatron.weights.places import description_of
+
+
+@dataclass(frozen=True)
+class LookedOver:
+    """What is known of a run before it starts."""
+
+    mistakes: list[str]  # with each of which it would not
+    data: list[str]  # what is said of the data, a sentence each
+
+
+def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
+    """Check all that ``qurl train`` refuses before it loads a model, but for layouts.
+
+    Args:
+        model_config: as of ``find_models``.
+
+    Raises:
+        ConfigError: there is no config.json to check against.
+    """
+    arch = find_models(config, model_config).policy
+    data: list[str] = []
+    checks = (
+        partial(arch.refuse_without_engine, f"model.path={config.model.path}: "),
+        partial(refuse_endless_responses, config.rollout, arch),
+        partial(refuse_not_installed, config.rollout),
+        partial(check_rewards, config.reward),
+        partial(check_environment, config.rollout),
+        lambda: data.extend(describe_data(config)),
+    )
+    mistakes = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            mistakes.append(str(error))
+    return LookedOver(list(dict.fromkeys(mistakes)), data)
 
 
 def check_files(config: RunConfig) -> dict[str, DataFile]:

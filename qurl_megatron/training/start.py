@@ -10,7 +10,7 @@ from pathlib import Path
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import DataFile
-from qurl_megatron.engines.starting import given_key
+from qurl_megatron.engines.starting import given_key, refuse_not_installed
 from qurl_megatron.environments import check_environment
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics, wandb_package
@@ -20,7 +20,9 @@ from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.muster import mustered
 from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
+from qurl_megatron.schemes import simulation
 from qurl_megatron.tensors.arch import arch_of, read_arch
+from qurl_megatron.training.footprint import check_policy_division
 from qurl_megatron.training.inputs import check_files, doubts
 from qurl_megatron.training.state import (
     TrainState,
@@ -28,16 +30,18 @@ from qurl_megatron.training.state import (
     refuse_other_run,
     relatives,
     tell_done,
+    tell_of_left_out,
 )
 from qurl_megatron.training.too_long import refuse_endless_responses
 from qurl_megatron.weights.places import description_of
 
 
-def start(config: RunConfig, fork: Path | None = None) -> int:
+def start(config: RunConfig, fork: Path | None = None, given: Sequence[str] = ()) -> int:
     """Train, in this process under torchrun or srun, else on ranks started here.
 
     Args:
         fork: new run directory, to begin with the newest checkpoint of the one in ``config``.
+        given: overrides of this command.
 
     Returns:
         0 when all steps are done; 128 + n after a clean stop on signal n, or where signal n killed
@@ -55,8 +59,11 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         config = replace(config, train=replace(config.train, run_dir=str(fork)))
     path = Path(config.model.path)
     if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
-        if source is None and _already_done(config, _changes(config)):
-            return 0
+        if source is None:
+            with suppress(ConfigError):  # which the next check raises
+                tell_of_left_out(config, given)
+            if _already_done(config, _changes(config)):
+                return 0
         _check(config)
     if not path.exists() and (placed or not config.warmstart.steps):
         raise ConfigError(_missing(config))
@@ -86,7 +93,8 @@ def _refuse_impossible(config: RunConfig) -> None:
         from qurl_megatron.training.warmstart import shape_of
 
         arch = read_arch(shape_of(config.data, config.warmstart))
-    arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
+    arch.refuse_without_engine(f"model.path={config.model.path}: ")
+    check_policy_division(config, arch)
     refuse_endless_responses(config.rollout, arch)
 
 
@@ -102,6 +110,8 @@ def _check(config: RunConfig) -> dict[str, DataFile]:
     files = check_files(config)
     for remark in doubts(config, files):
         print(remark, flush=True)
+    if simulated := simulation(config.quant.scheme):
+        print(simulated, flush=True)
     _check_own(config)
     return files
 
@@ -117,19 +127,11 @@ def _begin(source: Path | None, config: RunConfig) -> None:
 
 def _check_own(config: RunConfig) -> None:
     """What the recipe names beside data and model is there, and can be called."""
-    check_own_code(config)
-    if config.observe.wandb_project:
-        wandb_package()
-
-
-def check_own_code(config: RunConfig) -> None:
-    """The recipe's reward and environment are there, and can be called.
-
-    Raises:
-        ConfigError: they are not, or cannot.
-    """
     check_rewards(config.reward)
     check_environment(config.rollout)
+    refuse_not_installed(config.rollout)
+    if config.observe.wandb_project:
+        wandb_package()
 
 
 def _missing(config: RunConfig) -> str:

@@ -279,6 +279,37 @@ def tell_done(
     print(f"report: {run_dir / 'report.html'}", flush=True)
 
 
+def tell_of_left_out(config: RunConfig, given: Sequence[str]) -> None:
+    """Tell which settings the run was last started with and this command does not give.
+
+    Args:
+        given: overrides of this command.
+    """
+    run_dir = Path(config.train.run_dir)
+    named = {override.partition("=")[0].strip() for override in given}
+    left_out = [
+        one
+        for one in _changes_since(run_dir, config)
+        if not any(f"{name}.".startswith(f"{one.key}.") for name in named)
+    ]
+    if left_out:
+        before = ", ".join(f"{one.key}={one.before}" for one in left_out)
+        now = ", ".join(str(one.now) for one in left_out)
+        print(
+            f"{run_dir} was last started with {before}, which neither this command nor its recipe "
+            f"gives: now {now}",
+            flush=True,
+        )
+
+
+def _changes_since(run_dir: Path, config: RunConfig) -> list[Change]:
+    """Settings that are not those of the run in the directory; none where no run has begun."""
+    recipe = run_dir / RECIPE
+    with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
+        begun = latest(run_dir) is not None
+    return changes(recipe_of(run_dir), config) if begun and recipe.is_file() else []
+
+
 def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
     """Settings that are not those of the run in the directory, all of which may change.
 
@@ -287,12 +318,7 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
     Raises:
         ConfigError: some may not, as they would make it another run.
     """
-    recipe = run_dir / RECIPE
-    with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
-        begun = latest(run_dir) is not None
-    if not begun or not recipe.is_file():
-        return []
-    found = changes(recipe_of(run_dir), config)
+    found = _changes_since(run_dir, config)
     if other := refused(found):
         fork = ""
         if not refused(other, fork=True):

@@ -71,6 +71,7 @@ def test_what_stands_behind_two_dashes_is_left_as_it_is():
         ("report RUN more", "qurl: unexpected: more; `qurl report --help` says what it takes"),
         ("serve M a.b=1", "qurl: unexpected: a.b=1; `qurl serve --help` says what it takes"),
         ("serve M --scheme int9", "qurl serve: --scheme cannot be 'int9'; did you mean int8?"),
+        ("serve M --scheme INT8", "qurl serve: --scheme cannot be 'INT8'; did you mean int8?"),
         ("train", "qurl train: missing: recipe; `qurl train --help` says what it takes"),
         ("bench lss", "qurl bench: there is no benchmark 'lss'; did you mean loss?"),
         ("study S --ouy O", "qurl study: there is no option --ouy; did you mean --out?"),

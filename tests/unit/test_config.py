@@ -6,6 +6,7 @@ import pytest
 
 from qurl_megatron.config import changes, from_elsewhere, load, refused, to_toml
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.schemes import simulation
 
 RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[rollout]\nsamples_per_prompt = 8\n'
 
@@ -59,6 +60,11 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("qant.scheme=int8", "unknown section qant; did you mean quant?"),
         ("quant.scheme=int3", "one of none, int8, fp8, int6, int5, int4, got 'int3'"),
         ("quant.scheme=false", "one of none, int8, fp8, int6, int5, int4, got False"),
+        ("quant.scheme=INT8", "int5, int4, got 'INT8'; did you mean 'int8'?"),
+        ("algo.objective=ACR", "acr, icepop, got 'ACR'; did you mean 'acr'?"),
+        ("algo.name=GRPO", "cispo, got 'GRPO'; did you mean 'grpo'?"),
+        ("algo.algorithm=dapo", "unknown key algo.algorithm; did you mean algo.name?"),
+        ("algo.xyz=1", "unknown key algo.xyz; `qurl show RECIPE` prints the 29 keys of algo"),
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
@@ -117,6 +123,14 @@ def test_mistakes_name_key_value_and_fix(recipe, override, message):
         load(recipe, [override])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_scheme_that_no_engine_computes_in_says_what_is_done_instead():
+    assert simulation("int4") == (
+        "quant.scheme=int4 is simulated: codes from -7 to 7 are kept and multiplied as INT8 by the "
+        "embedded engine; no engine computes in INT4, and nothing is smaller or faster for it"
+    )
+    assert simulation("int8") == simulation("none") == ""
 
 
 def test_both_sides_round_logits_or_neither(recipe):

@@ -19,6 +19,7 @@ from qurl_megatron.sizes import memory
 from qurl_megatron.sizes.buffers import lay_out
 from qurl_megatron.sizes.memory import GIB, Pass
 from qurl_megatron.tensors.arch import read_arch
+from qurl_megatron.training import start
 from qurl_megatron.training.dry_run import dry_run, render
 from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.warmstart import warmstart
@@ -247,6 +248,83 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     Path("x.jsonl").write_text('{"text": "1 + 1", "answer": "2"}\n')
     assert main([*command, "--config", str(shape)]) == 2
     assert "x.jsonl line 1 has no prompt or problem or question" in capsys.readouterr().err
+
+
+EXPERTS = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32},
+    **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
+    recipe(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    mistaken = ["rollout.backend=sglang", "rollout.sglang_python=no", "reward.function=no.py:near"]
+    given = ["show", str(tmp_path / "recipe.toml"), f"model.path={tmp_path}", *mistaken]
+    both = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "qurl_megatron.cli", *given, "--dry-run"]
+    done = subprocess.run(
+        command, env=both, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 2
+    assert [line.split(" ")[1].partition("=")[0] for line in lines[:4]] == [
+        "model.path", "rollout.sglang_python", "reward.function", "data.path",
+    ]  # fmt: skip
+    assert "no engine generates with qwen3_moe models yet, which have experts; take" in lines[0]
+    assert "qwen3_moe, 0." in lines[4]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train"], ["plan", "--gpus", "8", "--gpu", "h100"], ["show", "--dry-run"]],
+    ids=lambda words: words[0],
+)
+def test_a_model_that_no_engine_serves_is_refused_before_anything_loads(
+    command, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    recipe(tmp_path, text='[rollout]\nmax_new_tokens = 8\nbackend = "sglang"\n')
+    monkeypatch.setattr(start, "refuse_not_installed", lambda config: None)
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    given = [f"model.path={tmp_path}", data_in(tmp_path), "train.run_dir=run"]
+    assert main([*command, "recipe.toml", *given]) == 2
+    said = f"model.path={tmp_path}: no engine generates with qwen3_moe models yet, which have exp"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.tensor=3", "model.path=no/model"], "parallel.tensor=3 does not divide"),
+        (["parallel.pipeline=3", "model.path=no/model"], "parallel.pipeline=3 does not divide"),
+        (["parallel.tensor=16", "model.path=no/Qwen2.5-14B", "warmstart.steps=0"], "=16 does not"),
+        (["parallel.tensor=3", "model.path=no/Unknown", "warmstart.steps=0"], ""),
+    ],
+)
+def test_plain_show_refuses_what_does_not_divide_where_sizes_are_known(overrides, message, capsys):
+    code = main(["show", str(ROOT / "launch/recipes/quickstart.toml"), *overrides])
+    error = capsys.readouterr().err
+    assert (code, message in error) == ((2, True) if message else (0, error == ""))
+
+
+def test_show_takes_the_folder_of_a_run(tmp_path, capsys):
+    quick = str(ROOT / "launch/recipes/quickstart.toml")
+    assert main(["show", quick, "optimizer.lr=3e-4"]) == 0
+    resolved = capsys.readouterr().out
+    assert main(["show", str(tmp_path)]) == 2
+    assert "holds no config.toml; name a recipe, or the folder of a run" in capsys.readouterr().err
+    (tmp_path / "config.toml").write_text(resolved)
+    assert main(["show", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == resolved
+
+
+def test_prompts_and_responses_beyond_the_models_context_get_advice_that_works(tmp_path):
+    small = recipe(tmp_path, "data.max_prompt_tokens=131072", "rollout.max_new_tokens=1024")
+    [note] = [note for note in footprint(small, find_models(small)).notes if "data." in note]
+    assert "lower data.max_prompt_tokens to 130048, which leaves them out, or lower roll" in note
+    assert "config.json" not in note
 
 
 def data_in(folder: Path) -> str:

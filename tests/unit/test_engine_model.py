@@ -3,14 +3,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from qurl_megatron.convert.job import run
+from qurl_megatron.convert.quantized_export import to_quantized
 from qurl_megatron.engines.embedded.decoder import Decoder
+from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant.export import FORMATS
 from qurl_megatron.tensors.arch import Arch, read_arch, read_config, read_eos, read_stop_ids
 from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.weights.source import open_checkpoint
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
 from tests.unit.engine_models import (
@@ -122,6 +129,60 @@ def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
     assert (updated.output_ids, updated.log_probs) == (expected.output_ids, expected.log_probs)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "fmt"),
+    [(s, f) for f, schemes in FORMATS.items() for s in schemes if s != "fp8_block"],
+)
+def test_a_quantized_folder_is_served_as_it_is(scheme, fmt, tmp_path):
+    """The codes and scales of the engine are those that our own export has written."""
+    plain = write_model(tmp_path / "plain", model_type="qwen3", head_dim=16)
+    out = tmp_path / "out"
+    run(to_quantized(open_checkpoint(plain), out, scheme=scheme, fmt=fmt))
+    engine = load_engine(out, scheme=scheme, dtype="float32", cache_gb=0.01, device="cpu")
+    stored = load_file(next(out.glob("*.safetensors")))
+    for name, slot in engine.decoder.slots.items():
+        written = stored[name]
+        if name.endswith("_scale"):
+            assert written.dtype == torch.float32
+            written = written.reshape(-1, 1)
+        if scheme == "fp8" and is_quantized(name):
+            written = written.to(slot.target.dtype)  # without FP8 hardware wide, the same values
+        assert torch.equal(slot.target, written), name
+    of_plain = load_engine(plain, scheme=scheme, dtype="float32", cache_gb=0.01, device="cpu")
+    given, expected = (sequence(range(2, 30), 8, seed=1) for _ in range(2))
+    finish(engine, given)
+    finish(of_plain, expected)
+    assert (given.output_ids, given.log_probs) == (expected.output_ids, expected.log_probs)
+    other = "fp8" if scheme == "int8" else "int8"
+    with pytest.raises(ConfigError, match=f"holds weights of scheme {scheme}, not {other}; give"):
+        load_engine(out, scheme=other, dtype="float32", cache_gb=0.01, device="cpu")
+
+
+def test_what_others_write_in_bf16_or_as_a_vector_is_read_and_half_a_block_is_not(tmp_path):
+    folder = write_model(tmp_path / "m")
+    decoder = engine_for(folder, scheme="int8").decoder
+    tensors = published_tensors(random_tensors(folder, 0), "int8")
+    theirs = {
+        name: one.to(torch.bfloat16).flatten() if name.endswith("_scale") else one
+        for name, one in tensors.items()
+    }
+    save_file(theirs, folder / "model.safetensors")
+    read, _ = read_weights(folder, decoder)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(read[f"{name}_scale"], theirs[f"{name}_scale"].float()[:, None])
+    save_file({**theirs, name: torch.zeros(32, 48)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{name} is torch.float32 where other layers are quant"):
+        read_weights(folder, decoder)
+
+
+def test_a_folder_in_squares_is_refused_by_name(tmp_path):
+    folder = write_model(tmp_path / "m")
+    squares = {"quantization_config": FORMATS["sglang"]["fp8_block"].config}
+    (folder / "config.json").write_text(json.dumps({**TINY, **squares}))
+    with pytest.raises(ConfigError, match="m holds weights of scheme fp8_block, which embedded en"):
+        load_engine(folder, scheme="fp8", dtype="bfloat16", cache_gb=0.01, device="cpu")
+
+
 def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):
     folder = write_model(tmp_path / "m")
     decoder = engine_for(folder).decoder
@@ -168,12 +229,12 @@ def test_a_config_that_asks_for_more_is_refused_by_name(changes, key, tmp_path):
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": 16,
             },
-            "does not serve qwen3_moe models: it has no experts;",
+            "no engine generates with qwen3_moe models yet, which have experts; take",
         ),
         (
             {"model_type": "gemma", "head_dim": 8},
-            "does not serve gemma models: it has no zero-centred norms, gelu_tanh gates, "
-            "scaled embeddings;",
+            "no engine generates with gemma models yet, which have zero-centred norms, gelu_tanh "
+            "gates, scaled embeddings; take a Llama, Mistral, Qwen2 or Qwen3 model",
         ),
     ],
 )
@@ -190,7 +251,7 @@ def test_a_switch_that_the_engine_has_not_heard_of_is_refused():
 
     same = NewerArch(**vars(read_arch(TINY)))
     Decoder(same, "int8", torch.float32, CPU)
-    with pytest.raises(ConfigError, match="it has no logit_cap;"):
+    with pytest.raises(ConfigError, match="which have logit_cap;"):
         Decoder(replace(same, logit_cap=30.0), "int8", torch.float32, CPU)
 
 

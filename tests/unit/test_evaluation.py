@@ -6,9 +6,11 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +24,12 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
 from qurl_megatron.evaluation.benchmarks import Problem, ProblemSet, read_benchmarks
-from qurl_megatron.evaluation.command import evaluate, make_plan, make_plans
+from qurl_megatron.evaluation.command import EvaluationPlan, evaluate, make_plan, make_plans
 from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 from qurl_megatron.evaluation.evaluate import as_prompts, fingerprint
 from qurl_megatron.evaluation.options import Defaults, add_options
-from qurl_megatron.fleet.collect import sample_seed
+from qurl_megatron.fleet.collect import NEUTRAL, sample_seed
+from qurl_megatron.quant.export import quantization_config
 from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 
 # Estimates.
@@ -302,25 +305,41 @@ def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):
     path = tmp_path / "aime.samples.jsonl"
     given = answers_of({"greedy": [[1.0], [0.0]], "sampled": [[1.0, 0.0], [0.0, 0.0]]})
     modes = {"greedy": 1, "sampled": 2}
-    file = AnswerFile(path, {"k": 2}, modes)
+    file = AnswerFile(path, {"limit": 2}, modes)
     for found in given.values():
         file.add(found)
-    assert AnswerFile(path, {"k": 2}, modes).answers == given
+    assert AnswerFile(path, {"limit": 2}, modes).answers == given
 
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])  # in the middle of the last response
-    again = AnswerFile(path, {"k": 2}, modes)
-    assert again.answers == {k: v for k, v in given.items() if k != ("sampled", 1)}
-    again.add(given["sampled", 1])
+    again = AnswerFile(path, {"limit": 2}, modes)
+    assert again.answers == {**given, ("sampled", 1): given["sampled", 1][:1]}
+    again.add(given["sampled", 1][1:])
     assert path.read_bytes() == whole
-    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))  # between two responses
-    assert ("sampled", 1) not in AnswerFile(path, {"k": 2}, modes).answers
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-2]))  # between two problems
+    assert AnswerFile(path, {"limit": 2}, modes).count(("sampled", 1)) == 0
 
-    with pytest.raises(ConfigError, match=r"other settings \(k: 2 there, 3 here; new: None there"):
-        AnswerFile(path, {"k": 3, "new": 1}, modes)
+    with pytest.raises(ConfigError, match=r"other settings \(limit: 2 there, 3 here; new: None th"):
+        AnswerFile(path, {"limit": 3, "new": 1}, modes)
     path.write_bytes(whole.replace(b'"mode"', b'"mode', 1))
     with pytest.raises(ConfigError, match=r"aime\.samples\.jsonl line 2 is damaged"):
-        AnswerFile(path, {"k": 2}, modes)
+        AnswerFile(path, {"limit": 2}, modes)
+
+
+def test_how_many_are_asked_for_is_no_setting_and_what_draws_none_has_none(tmp_path):
+    path = tmp_path / "aime.samples.jsonl"
+    given = answers_of({"greedy": [[1.0]], "sampled": [[1.0, 0.0, 1.0]]})
+    drawn = {"limit": 9, "temperature": 0.6, "seed": 0}
+    AnswerFile(path, {"k": 1, "limit": 9}, {"greedy": 1}).add(given["greedy", 0])
+    AnswerFile(path, {"k": 3, **drawn}, {"greedy": 1, "sampled": 3}).add(given["sampled", 0])
+    assert AnswerFile(path, {"k": 2, **drawn}, {"greedy": 1, "sampled": 2}).answers == {
+        ("greedy", 0): given["greedy", 0], ("sampled", 0): given["sampled", 0][:2],
+    }  # fmt: skip
+    whole = path.read_bytes()
+    assert AnswerFile(path, {"k": 1, "limit": 9}, {"greedy": 1}).answers.keys() == {("greedy", 0)}
+    assert path.read_bytes() == whole and json.loads(whole.splitlines()[0]) == {"settings": drawn}
+    with pytest.raises(ConfigError, match=r"other settings \(temperature: 0.6 there, 1.0 here\)"):
+        AnswerFile(path, {"k": 3, **drawn, "temperature": 1.0}, {"greedy": 1, "sampled": 3})
 
 
 def test_each_way_in_which_an_environment_failed_is_named():
@@ -397,7 +416,7 @@ def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
     assert sorted(length for length, _ in asked) == sorted([*range(2, 8)] * 4)
     greedy = [params for _, params in asked if params["temperature"] == 0]
     drawn = [params for _, params in asked if params["temperature"] == 0.6]
-    assert greedy == [{"temperature": 0.0, "max_new_tokens": 4}] * 6
+    assert greedy == [{**NEUTRAL, "temperature": 0.0, "max_new_tokens": 4}] * 6
     assert all(p["top_p"] == 0.95 and p["max_new_tokens"] == 4 for p in drawn)
     assert {p["sampling_seed"] for p in drawn} == {
         sample_seed(5, 0, problem, sample) for problem in range(6) for sample in range(3)
@@ -630,6 +649,80 @@ def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_p
         planned("--step", "4", "--model", str(model))
 
 
+@pytest.mark.parametrize("embedded", [True, False])
+def test_more_samples_are_added_to_fewer_and_end_as_if_asked_for_at_once(
+    embedded, bench, model, tmp_path, capsys
+):
+    with FakeEngine(embedded=embedded) as engine:
+
+        def asked(out: str, k: int) -> list[int]:
+            """Seeds of the samples that were drawn."""
+            engine.calls.clear()
+            assert run(bench, model, tmp_path / out, *urls(engine), "--k", str(k)) == 0
+            found = json.loads((tmp_path / out / "results.json").read_text())
+            assert found["benchmarks"]["ladder"]["sampled"]["k"] == found["settings"]["k"] == k
+            return [
+                params["sampling_seed"]
+                for body in engine.bodies("/generate")
+                for params in body["sampling_params"]
+                if "sampling_seed" in params
+            ]
+
+        at_once = asked("whole", 8)
+        few, added = asked("out", 4), asked("out", 8)
+        assert sorted(few + added) == sorted(at_once) and len(few) == len(added) == 24
+        if embedded:  # in the same batches, too
+            assert few + added == at_once
+        assert responses(tmp_path / "out") == responses(tmp_path / "whole")
+        assert asked("out", 4) == asked("out", 2) == []
+        assert len(responses(tmp_path / "out")) == 6 * 9
+        assert len(asked("out", 11)) == 6 * 3
+    assert "settings" not in capsys.readouterr().err
+
+
+def test_results_are_named_by_settings_that_are_not_the_usual_ones(bench, model, tmp_path):
+    after = tmp_path / "step_000004"
+    shutil.copytree(model, after)
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none", "int8"))
+    theirs = Defaults(
+        run=Path("run"), model=after, start=model, out=Path("run/eval", after.name), scheme="int8"
+    )
+
+    def names(line: str) -> list[str]:
+        plans = make_plans(parser.parse_args([str(bench), *line.split()]), theirs)
+        return [str(plan.out.relative_to("run/eval")) for plan in plans]
+
+    for usual in ("", "--k 4", "--temperature 0.6", "--k 1 --temperature 1 --seed 3", "--show 9"):
+        assert names(usual) == ["step_000004"], usual
+    assert names("--temperature 1 --seed 3") == ["step_000004--seed-3--temperature-1"]
+    assert names("--scheme none --chat") == ["step_000004--chat-True--scheme-none"]
+    assert names("--before --max-new-tokens 9 --reward exact") == [
+        "start--max_new_tokens-9--reward-exact", "step_000004--max_new_tokens-9--reward-exact",
+    ]  # fmt: skip
+    assert names("--reward math") == ["step_000004"]
+    [plan] = make_plans(parser.parse_args([str(bench), "--top-p", "0.5", "--out", "mine"]), theirs)
+    assert plan.out == Path("mine")
+
+
+def test_a_quantized_folder_is_evaluated_as_it_is(bench, model, tmp_path):
+    shutil.copytree(model, tmp_path / "out-int8")
+    stored = {"quantization_config": quantization_config("int8", "compressed-tensors", ["lm_head"])}
+    (tmp_path / "out-int8/config.json").write_text(json.dumps(stored))
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none", "int8", "fp8"))
+
+    def planned(*options: str, **run: Any) -> EvaluationPlan:
+        given = [str(bench), "--model", str(tmp_path / "out-int8"), *options]
+        return make_plan(parser.parse_args(given), Defaults(**run))
+
+    assert planned().scheme == planned("--scheme", "int8").scheme == "int8"
+    assert planned().out.name == "out-int8"  # nothing is rounded here
+    assert planned(run=tmp_path, scheme="fp8", model=model).scheme == "int8"
+    with pytest.raises(ConfigError, match="out-int8 holds weights of scheme int8, not fp8; give"):
+        planned("--scheme", "fp8")
+
+
 def test_models_of_one_name_have_folders_of_their_own(bench, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser()
@@ -660,7 +753,8 @@ def test_answers_of_others_are_refused_before_an_engine_starts(bench, model, tmp
     _, after = make_plans(asked("--k", "2"), theirs)
     after.out.mkdir(parents=True)
     AnswerFile(after.out / "ladder.samples.jsonl", {"problems": "", **after.settings}, {})
-    with pytest.raises(ConfigError, match=r"step_000004/lad.* other settings \(.*k: 2 there, 3 h"):
+    other = r"step_000004--max_new_tokens-4/lad.* other settings \(problems:  there, \w+ here\)"
+    with pytest.raises(ConfigError, match=other):
         evaluate(asked("--k", "3"), theirs)
     served = {k: v for k, v in after.settings.items() if k != "model_files"} | {"served": ["x @ 1"]}
     (after.out / "ladder.samples.jsonl").unlink()
@@ -672,7 +766,7 @@ def test_answers_of_others_are_refused_before_an_engine_starts(bench, model, tmp
     (tmp_path / "step_000004/more").write_text("of other weights")
     with pytest.raises(ConfigError, match=r"other\.samples\.jsonl holds answers of another mod"):
         evaluate(asked("--k", "2"), theirs)
-    assert "evaluating" not in capsys.readouterr().out and not [*tmp_path.glob("eval/start")]
+    assert "evaluating" not in capsys.readouterr().out and not [*tmp_path.glob("eval/start*")]
 
 
 def test_all_answers_of_others_are_named_at_once(bench, model, tmp_path):
@@ -693,12 +787,12 @@ def test_all_answers_of_others_are_named_at_once(bench, model, tmp_path):
         plan.out.mkdir(parents=True)
         AnswerFile(plan.out / file, {"problems": problems, **plan.settings}, {})
     own.write_text("def score(**given): return 0.0")
-    (tmp_path / "eval/start/other.samples.jsonl").write_text('{"settings": {"model_files": ""}}\n')
+    (plans[0].out / "other.samples.jsonl").write_text('{"settings": {"model_files": ""}}\n')
     with pytest.raises(ConfigError) as error:
         evaluate(arguments, theirs)
     assert re.fullmatch(
-        rf"\S+/start/{file} and \S+/step_000004/{file} hold answers made with other settings "
-        rf"\(code of {own}:score: \w+ there, \w+ here\); \S+/start/other.samples.jsonl holds "
+        rf"{plans[0].out}/{file} and {plans[1].out}/{file} hold answers made with other settings "
+        rf"\(code of {own}:score: \w+ there, \w+ here\); {plans[0].out}/other.samples.jsonl holds "
         r"answers of another model than \S+ is now; undo that to go on with them, give another "
         "--out, or delete these files",
         str(error.value),
@@ -778,6 +872,17 @@ def test_a_mistake_is_one_sentence(options, message, bench, model, tmp_path, cap
     assert run(bench, model, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1, error
+
+
+def test_engines_that_are_not_installed_are_missed_before_anything_is_read(
+    bench, model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where no .venv-sglang is
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    assert run(bench, model, tmp_path / "out", "--backend", "sglang") == 2
+    out, error = capsys.readouterr()
+    assert "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here" in error
+    assert out == "" and not (tmp_path / "out").exists()
 
 
 def test_without_a_model_there_is_nothing_to_evaluate(bench, capsys):

@@ -152,7 +152,7 @@ def _remeasured(run_dir, step, *, metric="eval/accuracy"):
 
 def test_nothing_joins_what_was_measured_under_another_reward(tmp_path):
     run_dir = _remeasured(write_fake_run(tmp_path / "run", 60), 30)
-    history = History(read_metrics(run_dir / "metrics.jsonl"))
+    history = History(read_metrics(run_dir))  # the folder does as well as the file in it
     parts = [steps.tolist() for steps, _ in history.stretches("eval/accuracy")]
     assert parts == [[0, 10, 20, 30], [40, 50, 60]]
     parts = [steps.tolist() for steps, _ in history.stretches("reward/mean")]

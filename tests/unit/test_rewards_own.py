@@ -213,6 +213,14 @@ def test_one_response_does_not_spoil_the_others_of_its_call(own):
     assert together == pytest.approx([1.02, 2.02, 3.01])  # two calls
 
 
+def test_a_dict_like_verls_is_its_score():
+    verl = {"score": 0.5, "acc": True, "pred": "7"}
+    assert call(lambda **fields: verl, items("a"), batched=False) == [0.5]
+    assert call(lambda **fields: [verl, 1.0], items("a", "b"), batched=True) == [0.5, 1.0]
+    found = call(lambda **fields: {"acc": 1.0}, items("a"), batched=False)
+    assert found == [Unscored("invalid", "a dict without a 'score'")]
+
+
 def test_too_few_values_are_no_scores(own):
     found = call(find_function("k", f"{own}:short"), items("a", "b", "c"), batched=True)
     assert found == [1.0, 1.0, 1.0]  # alone, each has the one value that comes

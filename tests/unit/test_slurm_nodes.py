@@ -435,13 +435,15 @@ def test_without_time_for_it_nothing_is_asked(slurm, tmp_path):
     assert not (tmp_path / "called").exists()
 
 
-def test_slurm_is_asked_about_the_job_without_the_nodes_and_those_before(slurm, tmp_path, capfd):
+def test_slurm_is_asked_about_the_job_without_the_nodes_and_those_before(
+    slurm, tmp_path, capfd, monkeypatch
+):
     folder.put(
         tmp_path / "slurm/job.sbatch", "#SBATCH --nodes=1\n#SBATCH hetjob\n#SBATCH --nodes=2"
     )
     slurm("scontrol", 'case "$2" in hostnames) echo b9;; *) echo ExcNodeList=b9; esac')
     slurm("sbatch", "cat > asked; grep -q exclude=a1,b9 asked")
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     examination.refuse_exclusion(tmp_path, 5, ["a1"])
     assert (tmp_path / "asked").read_text().count("#SBATCH --exclude=a1,b9\n#SBATCH --nodes=") == 2
     slurm("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")

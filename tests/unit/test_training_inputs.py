@@ -9,6 +9,7 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.data.rows import Question
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.schemes import simulation
 from qurl_megatron.training.inputs import check_files, describe_data, doubts, read_prompts
 from qurl_megatron.training.warmstart import build_tokenizer
 
@@ -139,6 +140,14 @@ def test_chats_are_refused_before_a_model_without_a_template_is_made(recipe, cap
             refuses(load(recipe, ["data.chat=true"]))
     assert main(["train", str(recipe)]) == 2 and not Path("model").exists()
     check_files(load(recipe, ["warmstart.steps=0"]))
+
+
+def test_a_simulated_scheme_is_said_to_be_one_at_start_and_by_a_dry_run(recipe, capsys):
+    given = ["warmstart.steps=0", "quant.scheme=int4"]
+    assert main(["train", str(recipe), *given]) == 2  # for the model alone
+    assert simulation("int4") in capsys.readouterr().out.splitlines()
+    assert main(["show", str(recipe), "--dry-run", "quant.scheme=int4"]) == 0
+    assert f"note: {simulation('int4')}" in capsys.readouterr().out.splitlines()
 
 
 def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):

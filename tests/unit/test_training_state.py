@@ -34,6 +34,7 @@ from qurl_megatron.training.state import (
     recipe_of,
     scored,
     stopped,
+    tell_of_left_out,
 )
 from tests.disks import fill, small_disk
 from tests.unit.test_damaged_files import RECIPE_TEXT
@@ -116,6 +117,19 @@ def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
     same = load(tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=2"])
     assert _already_done(same, _changes(same))
     assert "is below" not in capsys.readouterr().out
+
+
+def test_an_override_of_the_last_command_that_this_one_leaves_out_is_told(tmp_path, capsys):
+    (tmp_path / "recipe.toml").write_text(RECIPE_TEXT)
+    place = f"train.run_dir={tmp_path}/run"
+    claim(tmp_path / "run", load(tmp_path / "recipe.toml", [place, "optimizer.lr=3e-4"])).close()
+    checkpoint(tmp_path / "run", 2)
+    for given in ([place], [place, "optimizer.lr=1e-3"], [place, "optimizer.lr=3e-4"]):
+        tell_of_left_out(load(tmp_path / "recipe.toml", given), given)
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/run was last started with optimizer.lr=0.0003, which neither this command nor "
+        "its recipe gives: now 1e-06\n"
+    )
 
 
 @pytest.fixture

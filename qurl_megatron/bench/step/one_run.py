@@ -11,9 +11,9 @@ from pathlib import Path
 
 from qurl_megatron.bench.energy import Meter
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.history import METRICS_FILE, History
+from qurl_megatron.observe.history import History
 from qurl_megatron.observe.hours import accepted
-from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
 from qurl_megatron.observe.timeline import overlap, read_timeline
 
 PHASES = ("rollout", "reward", "score", "train", "publish")

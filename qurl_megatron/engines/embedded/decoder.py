@@ -9,7 +9,7 @@ sides.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class Decoder:
     def __init__(self, arch: Arch, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
         if scheme not in SCHEMES:
             raise ConfigError(f"scheme must be one of {list(SCHEMES)}, got {scheme!r}")
-        _refuse_unserved(arch)
+        arch.refuse_without_engine()
         self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
         self.largest_code = CODES.get(scheme)
         self.slots: dict[str, Slot] = {}
@@ -240,22 +240,3 @@ class Decoder:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.slots[name] = Slot(tensor, FLOATS)
         return tensor
-
-
-def _refuse_unserved(arch: Arch) -> None:
-    says = {
-        "zero_centred_norm": "zero-centred norms",
-        "activation": f"{arch.activation} gates",
-        "embedding_scale": "scaled embeddings",
-    }
-    unserved = [
-        says.get(switch.name, switch.name)
-        for switch in fields(arch)
-        if switch.default is not MISSING and getattr(arch, switch.name) != switch.default
-    ]
-    if unserved:
-        raise ConfigError(
-            f"the embedded engine does not serve {arch.family} models: it has no "
-            f"{', '.join(unserved)}; "
-            "name servers that do in rollout.urls"
-        )

@@ -34,7 +34,7 @@ from qurl_megatron.engines.embedded.engine import Engine
 from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.openai import models, parse_completion
 from qurl_megatron.engines.embedded.protocol import Generation, RequestLimits, parse_generate
-from qurl_megatron.engines.embedded.read_weights import read_weights
+from qurl_megatron.engines.embedded.read_weights import read_weights, refuse_other_scheme
 from qurl_megatron.engines.embedded.stream import Bell, Stream, StreamProgress
 from qurl_megatron.engines.embedded.text_codec import TextCodec
 from qurl_megatron.engines.embedded.thread import EngineInfo, EngineThread
@@ -134,12 +134,17 @@ def load_engine(
     device: str = "auto",
     graphs: bool = True,
 ) -> Engine:
-    """Engine with the weights of a Hugging Face folder or a Megatron checkpoint."""
+    """Engine with the weights of a Hugging Face folder, quantized or not, or a Megatron checkpoint.
+
+    Raises:
+        ConfigError: the weights are not of a model, a kind or a scheme that the engine computes.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    arch = arch_of(description_of(model_dir))
+    refuse_other_scheme(model_dir, scheme)
+    arch = arch_of(description_of(model_dir), quantized=True)
     decoder = Decoder(arch, scheme, DTYPES[dtype], torch.device(device))
     tensors, _ = read_weights(model_dir, decoder)
     decoder.load(tensors)

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant.export import read_quantization
+from qurl_megatron.schemes import ROLLOUT
+from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights.places import INDEX, find_torch_dist, safetensors_files
+from qurl_megatron.weights.places import (
+    INDEX,
+    description_of,
+    find_torch_dist,
+    safetensors_files,
+)
 from qurl_megatron.weights.source import open_checkpoint
 from qurl_megatron.wire.manifest import MANIFEST, Manifest, read_version
 
@@ -44,6 +52,36 @@ def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int
     tensors = _from_hugging_face(_collect(found(folder), folder), decoder)
     decoder.check(tensors)
     return tensors, None
+
+
+def stored_scheme(folder: Path) -> str | None:
+    """The scheme of a folder whose weights are quantized already; None: they are not.
+
+    Raises:
+        ConfigError: they are quantized in a way that no embedded engine computes.
+    """
+    try:
+        found = read_quantization(read_config(description_of(folder)))
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    if found is None:
+        return None
+    if found[0] not in ROLLOUT:
+        raise ConfigError(
+            f"{folder} holds weights of scheme {found[0]}, which embedded engines do not compute; "
+            "quantize the checkpoint they were made from to int8 or fp8, or have SGLang serve them"
+        )
+    return found[0]
+
+
+def refuse_other_scheme(folder: Path, scheme: str) -> None:
+    """Raise ``ConfigError`` where a folder is quantized already, and not to ``scheme``."""
+    stored = stored_scheme(folder)
+    if stored not in (None, scheme):
+        raise ConfigError(
+            f"{folder} holds weights of scheme {stored}, not {scheme}; give --scheme {stored}, or "
+            "the checkpoint they were made from"
+        )
 
 
 def _collect(named: Iterable[tuple[str, Tensor]], source: object) -> dict[str, Tensor]:
@@ -76,13 +114,28 @@ def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _from_hugging_face(found: dict[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
-    """Drop what a tied model repeats, take FP16 as FP32, quantize what is not quantized yet."""
+    """Drop what a tied model repeats, take FP16 as FP32, quantize what is not quantized yet.
+
+    Raises:
+        ConfigError: some layers of the block are quantized already, and others are not.
+    """
     tensors = {}
+    of_block = [name for name in found if is_quantized(name)]
+    floats = [
+        name for name in of_block if found[name].is_floating_point() and found[name].itemsize > 1
+    ]
+    if 0 < len(floats) < len(of_block):
+        raise ConfigError(
+            f"{floats[0]} is {found[floats[0]].dtype} where other layers are quantized; the engine "
+            "computes all layers of a block alike, so quantize all of them or none"
+        )
     for name, tensor in found.items():
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.arch.tied):
             continue
         if tensor.dtype is torch.float16:
             tensor = tensor.float()
+        if name.endswith(".weight_scale"):  # others write it in BF16, or as a vector
+            tensor = tensor.float().reshape(-1, 1)
         quantize_it = decoder.scheme != "none" and is_quantized(name)
         if quantize_it and tensor.dtype in FLOATS:
             # Imported here: an engine that only ever receives published versions needs no

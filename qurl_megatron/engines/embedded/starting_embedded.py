@@ -2,12 +2,17 @@
 
 import os
 
+from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.starting import Launch, Start
 
 # How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
 # decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its
 # time slice, and the whole team waits for it. This value costs nothing on a quiet machine.
 SPIN_COUNT = "30000"
+
+
+def refuse_not_installed(config: RolloutConfig) -> None:
+    """They are part of this package."""
 
 
 def launches(start: Start) -> list[Launch]:

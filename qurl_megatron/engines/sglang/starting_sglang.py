@@ -14,6 +14,14 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.weights.places import description_of
 
 
+def refuse_not_installed(config: RolloutConfig) -> None:
+    """
+    Raises:
+        ConfigError: no Python with SGLang is there.
+    """
+    sglang_python(config.sglang_python)
+
+
 def launches(start: Start) -> list[Launch]:
     """One per port file.
 
