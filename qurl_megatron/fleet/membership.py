@@ -21,6 +21,7 @@ Part = TypeVar("Part")
 class Member:
     url: str
     api_key_file: Path | None
+    place: str = ""  # file, or file and line, of its entry
 
     def api_key(self) -> str | None:
         """
@@ -35,12 +36,20 @@ class Member:
             raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
 
 
-def read_members(rendezvous: Path, wrong: Callable[[ConfigError], None]) -> dict[str, Member]:
+class WrongEntry(ConfigError):
+    """An entry that is malformed or cannot be read; whose it was is not known."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def read_members(rendezvous: Path, wrong: Callable[[WrongEntry], None]) -> dict[str, Member]:
     """The engines offered now, by URL; none where there is nothing yet.
 
     Args:
-        wrong: gets an error for each entry that is malformed or cannot be read; names it. (A writer
-            may be in the middle of it: ask again before believing it.)
+        wrong: gets an error for each such entry. (A writer may be in the middle of it: ask again
+            before believing it.)
 
     Raises:
         ConfigError: a file of JSON lines cannot be read.
@@ -49,7 +58,7 @@ def read_members(rendezvous: Path, wrong: Callable[[ConfigError], None]) -> dict
     def read(act: Callable[..., Part | None], *where: object) -> Part | None:
         try:
             return act(*where)
-        except ConfigError as error:
+        except WrongEntry as error:
             wrong(error)
             return None
 
@@ -74,7 +83,7 @@ def _text(file: Path) -> str | None:
     except FileNotFoundError:  # not written yet, or its engine has just left
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"rendezvous {file} cannot be read: {error}") from None
+        raise WrongEntry(f"rendezvous {file} cannot be read: {error}", str(file)) from None
 
 
 def _member(where: str, text: str, folder: Path) -> Member:
@@ -83,11 +92,11 @@ def _member(where: str, text: str, folder: Path) -> Member:
         given = {key: entry.get(key) for key in _MEMBER} if schema.record(entry) else entry
         given = schema.fields(given, _MEMBER)
     except schema.Malformed as error:
-        raise ConfigError(
-            f'rendezvous {where} is not {{"url": ..., "api_key_file": ...}}: {error}'
+        raise WrongEntry(
+            f'rendezvous {where} is not {{"url": ..., "api_key_file": ...}}: {error}', where
         ) from None
     key_file = given["api_key_file"]
-    return Member(given["url"].rstrip("/"), None if key_file is None else folder / key_file)
+    return Member(given["url"].rstrip("/"), key_file and folder / key_file, where)
 
 
 _MEMBER: dict[str, schema.Range] = {

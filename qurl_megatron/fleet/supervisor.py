@@ -19,7 +19,7 @@ from pathlib import Path
 from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
 from qurl_megatron.fleet.engine_record import EngineRecord
-from qurl_megatron.fleet.membership import read_members
+from qurl_megatron.fleet.membership import WrongEntry, read_members
 from qurl_megatron.fleet.roster import Roster
 from qurl_megatron.fleet.tenancy import Tenancy
 from qurl_megatron.observe.text import how_many
@@ -42,6 +42,7 @@ class Supervisor:
         self._roster, self._config, self._tenancy = roster, roster.config, tenancy
         self._rendezvous = Path(self._config.rendezvous) if self._config.rendezvous else None
         self._complaints: list[str] = []  # about the rendezvous as it is, each said once
+        self._places: dict[str, str] = {}  # by URL, where its entry in the rendezvous was
         self._absent: dict[str, float] = {}  # by URL, when an engine was first missed there
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -244,12 +245,13 @@ class Supervisor:
     def _meet(self, rendezvous: Path) -> None:
         """Who is new at the rendezvous, and who is gone from it."""
         roster = self._roster
-        wrong: list[Exception] = []  # or half written: it is read again with the next look
+        entries: list[WrongEntry] = []  # or half written: each is read again with the next look
         try:
-            members = read_members(rendezvous, wrong.append)
+            members = read_members(rendezvous, entries.append)
         except ConfigError as error:  # who is there is not known, nor who is gone
             self._complain([error])
             return
+        wrong: list[Exception] = [*entries]
         known = {engine.url: engine for engine in roster.engines()}
         roster.barred &= members.keys()
         for url, member in members.items():
@@ -258,8 +260,11 @@ class Supervisor:
                     roster.adopt(member, member.api_key() or roster.api_key)
                 except (ConfigError, EngineError) as error:
                     wrong.append(error)
+        self._places |= {url: member.place for url, member in members.items()}
+        unreadable = {entry.place for entry in entries}
+        gone = {url for url in known.keys() - members if self._places.get(url) not in unreadable}
         now = time.monotonic()
-        self._absent = {url: self._absent.get(url, now) for url in known.keys() - members}
+        self._absent = {url: self._absent.get(url, now) for url in gone}
         for url, since in self._absent.items():
             if now >= since + ABSENT_S:  # a file that is being rewritten is empty for a moment
                 roster.withdraw(known[url])

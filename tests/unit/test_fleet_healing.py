@@ -23,7 +23,7 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import collect, greedy
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.membership import read_members
+from qurl_megatron.fleet.membership import WrongEntry, read_members
 from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from tests.publishing import publish
@@ -486,7 +486,7 @@ def test_engines_come_and_go_with_the_rendezvous(tmp_path):
 
 def test_a_file_of_lines_offers_engines_too_and_its_mistakes_are_named(tmp_path):
     file = tmp_path / "engines.jsonl"
-    wrong: list[ConfigError] = []
+    wrong: list[WrongEntry] = []
     assert read_members(file, wrong.append) == {}
     file.write_text('{"url": "http://a:1/"}\n\n{"url": "http://b:2", "api_key_file": "k"}\n')
     a, b = read_members(file, wrong.append).values()
@@ -552,6 +552,22 @@ def test_a_wrong_entry_of_the_rendezvous_keeps_nobody_from_coming_or_going(
             wait_until(lambda: [engine.url for engine in fleet.engines()] == [second.url])
             told = [event["message"] for event in fleet.drain()[0]]
             assert sum(complaint in message for message in told) == 1
+
+
+def test_an_engine_whose_own_entry_is_malformed_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "ABSENT_S", 0.0)
+    entry = tmp_path / "first.json"
+    with FakeEngine() as first, FakeEngine() as second:
+        entry.write_text(json.dumps({"url": first.url}))
+        config = RolloutConfig(rendezvous=str(tmp_path), **QUICK)
+        with Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96) as fleet:
+            entry.write_text('{"url": ')
+            (tmp_path / "second.json").write_text(json.dumps({"url": second.url}))
+            wait_until(lambda: len(fleet.engines()) == 2)  # so the malformed one was seen
+            seen = first.looks
+            wait_until(lambda: first.looks > seen + 2)
+            assert [engine.url for engine in fleet.engines()] == [first.url, second.url]
+            assert any("first.json is not" in one["message"] for one in fleet.drain()[0])
 
 
 def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_path):
