@@ -18,13 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from qurl_megatron.fused import has_kernels_for
 
-# Bytes of one float32 scratch buffer. On a CPU it should stay in a core's own cache (with 8 MiB it
-# takes 1.5 times as long); on a GPU it should be large enough to hide the launches.
+# Bytes of one float32 scratch buffer. On a CPU it should stay in a core's own cache; on a GPU it
+# should be large enough to hide the launches.
 SCRATCH_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 # Far below what float32 can add to a sum of at least 1 (exp(-60) = 9e-27), so clamping there
 # changes no result. It keeps 0 * inf = nan out of the entropy of columns masked with -inf, and
-# exp() out of the subnormal range, where it is 40 times slower on a CPU.
+# exp() out of the subnormal range, where it is far slower on a CPU.
 _FLOOR = -60.0
 # Stands for the maximum of a shard that has no finite logit, so that -inf - max stays -inf.
 _LOWEST = -1e30

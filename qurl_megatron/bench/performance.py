@@ -66,7 +66,7 @@ A cell is the median, half of the interquartile range after ±, the share that i
 limit in brackets, and after → what was predicted, by the formulas as of the record: today's
 `qurl plan` may say something else. What the limits are stands under each table.
 Cases marked * cannot be compared with others; why stands below, too.
-[performance-notes.md](performance-notes.md) explains what moved these figures, and what did not.
+[performance-notes.md](performance-notes.md) sets these figures beside what was aimed at.
 """
 
 

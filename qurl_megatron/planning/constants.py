@@ -199,7 +199,7 @@ class Constants:
     disk: float = _constant(
         10 * GB,
         "bytes/s for all",
-        "estimate of a shared file system, as in docs/performance-notes.md",
+        "estimate of a shared file system",
     )
     rollout_over: float = _constant(
         1.0, "times this model", "--measured: what a run's rollouts took over their prediction"
@@ -250,7 +250,7 @@ CPU_SAYS: dict[str, tuple[float, str]] = {
         0.54,
         f"{_STEPS}, scores and updates by layout: small passes, norms and SwiGLU",
     ),
-    "attention": (0.2, "docs/performance-notes.md: 3 to 5 % of a training rank's time"),
+    "attention": (0.2, "estimate: 3 to 5 % of a training rank's time"),
     "layer_launch": (
         1.1e-3,
         f"{_STEPS}: scores and updates; 50 to 70 operators, more for each prompt shared",

@@ -168,10 +168,16 @@ def _section(name: str, one: Mapping[str, Any]) -> str:
     if undone:
         facts += f" {NOTHING} in a whole row: not run."
     facts += f" {_about_the_times(one.get('timed'))}"
-    lines = [f"### {one['title']}", "", facts, "", *_table(_merged(rows), _setting)]
+    columns = [
+        column
+        for column, (key, _, _) in COLUMNS.items()
+        if any(row[key] is not None for row in rows)
+    ]
+    lines = [f"### {one['title']}", "", facts, "", *_table(_merged(rows), _setting, columns)]
     members = [row for row in rows if row["family"] == LOSS]
     if len(members) > len({row["scheme"] for row in members}):
-        lines += ["", f"{LOSS}, one by one:", "", *_table([[row] for row in members], _label)]
+        alone = [[row] for row in members]
+        lines += ["", f"{LOSS}, one by one:", "", *_table(alone, _label, columns)]
     return "\n".join(lines) + "\n"
 
 
@@ -194,9 +200,11 @@ def _merged(rows: Iterable[Row]) -> list[list[Row]]:
     return merged
 
 
-def _table(rows: Sequence[Sequence[Row]], label: Callable[[Sequence[Row]], str]) -> list[str]:
-    head = ["Rollouts", "Setting", *COLUMNS]
-    lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
+def _table(
+    rows: Sequence[Sequence[Row]], label: Callable[[Sequence[Row]], str], columns: Sequence[str]
+) -> list[str]:
+    head = ["Rollouts", "Setting", *columns]
+    lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * len(columns)}"]
     for members in rows:
         scheme = members[0]["scheme"]
         shown = ["unquantized" if scheme == "none" else scheme.upper(), label(members)]
@@ -204,7 +212,7 @@ def _table(rows: Sequence[Sequence[Row]], label: Callable[[Sequence[Row]], str])
             _passed(members)
             if key == "update_passed"
             else _range([row[key] for row in members], write)
-            for key, _, write in COLUMNS.values()
+            for key, _, write in map(COLUMNS.__getitem__, columns)
         ]
         lines.append(f"| {' | '.join(shown)} |")
     return lines

@@ -26,8 +26,8 @@ from qurl_megatron.observe.text import how_many
 
 BEYOND = 1e4
 """A ratio that quantization does not explain. The largest that were measured with honest engines
-(docs/results/study.md) are 1.8 at 8 bits and, of a policy that drifted away uncorrected at 4 bits,
-1090; but an engine that reports -90 where it had -0.1 gives exp(90)."""
+are 7.7 at 8 bits (docs/mismatch.md) and 1090 at 4 simulated bits (docs/results/study.md); but an
+engine that reports -90 where it had -0.1 gives exp(90)."""
 
 
 class BeyondRounding:

@@ -1,4 +1,5 @@
-"""Real pretrained weights: SmolLM2-135M, out of its pip package, is the same model in Megatron."""
+"""Pretrained weights: SmolLM2-135M of its pip package (4 bits, dequantized) is the same model in
+Megatron."""
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_the_tools_take_real_weights_there_and_back(smollm2, tmp_path):
 
 
 def check_codes(weights: HfReader, plain: HfReader, folded: HfReader) -> None:
-    """Folding moves no INT8 code but at ties, which BF16 weights are full of: 0.1 % of them."""
+    """Folding moves no INT8 code but at ties, which these weights are full of: 0.1 % of them."""
     moved = count = 0
     for name in filter(is_quantized, weights.names()):
         before, after = plain.whole(name), folded.whole(name)

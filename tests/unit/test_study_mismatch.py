@@ -11,6 +11,7 @@ from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.text import plus_minus
 from qurl_megatron.study import mismatch_page
 from qurl_megatron.study.finished import groups, read_results, to_json
 from qurl_megatron.study.mismatch_page import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
@@ -198,6 +199,18 @@ def test_corrections_of_the_loss_share_one_row_and_have_their_own_below():
         "| INT8 | TIS | 3·10⁻⁵ | 1.20 | – | 1.009 ± 0.002 | 2 |",
         "| INT8 | ACR | 3·10⁻⁵ | 1.25 | – | 0.99 ± 0.07 | 2.50 |",
     ]
+
+
+def test_a_mean_is_not_rounded_further_than_its_spread_allows():
+    assert plus_minus(0.5282, 0.5282, 1.0776) == "0.5 ± 1.1"
+    assert plus_minus(0.98, 1.02, 0.067) == "0.98 to 1.02 ± 0.07"
+
+
+def test_a_column_that_no_run_measured_is_left_out():
+    made = hand_made(row("int8", LOSS, "TIS", kl_mean=3e-5, rho_max=1.2, step_seconds=2.0))
+    lines = rendered({"mismatch_x.json": made}).splitlines()
+    assert lines[4] == "| Rollouts | Setting | KL | Largest ρ | Step, s |"
+    assert lines[6] == "| INT8 | Correct the loss: TIS | 3·10⁻⁵ | 1.20 | 2 |"
 
 
 def test_one_correction_in_place_of_all_has_its_name_and_no_second_table():

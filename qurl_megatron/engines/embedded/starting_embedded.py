@@ -6,8 +6,8 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.starting import Launch, Start
 
 # How long an OpenMP thread spins before it sleeps. The default, several milliseconds, makes
-# decoding up to 20 times slower where others compete for the cores: the spinning thread uses up its
-# time slice, and the whole team waits for it. This value costs nothing on a quiet machine.
+# decoding much slower where others compete for the cores: the spinning thread uses up its time
+# slice, and the whole team waits for it.
 SPIN_COUNT = "30000"
 
 
