@@ -7,8 +7,7 @@ more request for what follows on all of it.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from threading import Event
+from dataclasses import dataclass
 
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.environments import EnvironmentPool
@@ -26,14 +25,14 @@ class Said:
     ids: tuple[int, ...]  # of the latter
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turns:
     """What conversations need: who answers, and how text becomes ids."""
 
     pool: EnvironmentPool
     tokenizer: Tokenizer
     chat: bool  # prompts that are text are user turns of the chat template
-    told: Event = field(default_factory=Event)  # that the model cannot see some text; once
+    unread: int = 0  # messages with text that the tokenizer has no token for, so far
 
     @property
     def most(self) -> int:
@@ -68,11 +67,11 @@ class Turns:
                 f"the tokenizer in {self.tokenizer.path} has no token for any part of its message "
                 f"{reply['content']!r:.80}",
             )
-        unread = not self.told.is_set() and self.tokenizer.unread(reply["content"])
-        if unread:
-            self.told.set()
-            say(
-                "rollout.environment says text that the tokenizer has no token for, which the "
-                f"model cannot see: first {unread[:20]!r} in {reply['content'][:40]!r}"
-            )
+        if word := self.tokenizer.unread(reply["content"]):
+            self.unread += 1
+            if self.unread == 1:
+                say(
+                    "rollout.environment says text that the tokenizer has no token for, which the "
+                    f"model cannot see: first {word[:20]!r} in {reply['content'][:40]!r}"
+                )
         return Said(({"role": "assistant", "content": response}, reply), ids)

@@ -260,8 +260,9 @@ class RolloutSource:
         metrics |= draft.metrics()
         # Ahead admits no batch too early, and no engine serves less than what it confirmed.
         assert metrics["sync/staleness"].value <= rollout.max_staleness
-        if rollout.environment:
+        if self._turns:
             metrics |= conversation_metrics(samples)
+            metrics["environment/unread"] = Max(self._turns.unread)
         quantized = from_quantized(samples, config.quant.scheme, self._unquantized_since)
         metrics["rollout/quantized"] = Max(float(quantized))
         metrics |= draft.graded.metrics()

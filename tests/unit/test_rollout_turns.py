@@ -188,13 +188,18 @@ def test_what_the_model_cannot_read_of_an_environment_is_said_once_and_is_no_mes
 
     def samples(name):
         with talking(folder, name) as turns, fleet_of(engine(), max_new_tokens=40) as fleet:
-            return gather(fleet, replace(turns, tokenizer=Tokenizer(tmp_path)), PROMPTS[:2])
+            turns.tokenizer = Tokenizer(tmp_path)
+            answered = gather(fleet, turns, PROMPTS[:2])
+        unread.append(turns.unread)
+        return answered
 
+    unread: list[int] = []
     assert all(one.failure is None for one in samples("Repeats"))
     assert capsys.readouterr().out == ""
     assert all(one.failure is None and not one.written.all() for one in samples("Half"))
     said = "has no token for, which the model cannot see: first 'h\xe9' in 'w1 h\xe9'\n"
     assert capsys.readouterr().out.count(said) == 1
+    assert unread[0] == 0 and unread[1] >= 4
     for one in samples("Foreign"):
         assert one.failure.cause == "invalid" and one.written.all()
         assert f"{tmp_path} has no token for any part of its message 'h\xe9'" in one.failure.why
