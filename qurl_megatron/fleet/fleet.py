@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS
@@ -57,6 +57,7 @@ class Fleet(Roster):
         log_dir: Path | str,
         vocabulary: int,
         stops: StopIds | None = None,
+        facts: dict[str, Any] | None = None,
         owner: Owner | None = None,
         serve_command: Sequence[str] = SERVE_COMMAND,
         api_key: str | None = None,
@@ -71,6 +72,7 @@ class Fleet(Roster):
             log_dir: gets ``engine-i.log`` per started engine.
             vocabulary: of the model; token ids are below it.
             stops: what ends a response; None: that is not looked at.
+            facts: ``tensors.arch.facts_of`` the model, which adopted engines are compared with.
             owner: the run that adopted engines are to belong to; None: one that is nobody else.
             serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
             api_key: of adopted servers; engines started here get one that is made for this run.
@@ -85,6 +87,7 @@ class Fleet(Roster):
         """
         super().__init__(config, scheme=scheme, fixed=fixed, vocabulary=vocabulary)
         owner = owner or Owner.nobody_else()
+        self.facts = facts
         self.names, self.stops = Names("" if fixed else owner.token), stops
         self._model_dir, self._dtype = model_dir, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)

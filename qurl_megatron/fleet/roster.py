@@ -8,7 +8,8 @@ for whoever asks.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.starting import API_KEY
@@ -19,6 +20,7 @@ from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.membership import Member
 from qurl_megatron.observe.clock import now
 from qurl_megatron.wire.message import LOADER
+from qurl_megatron.wire.schema import shortened
 
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
 RELIABLE = 3  # versions served in a row, each until the next, for which restarts are forgotten
@@ -55,6 +57,8 @@ class Roster:
         """URLs of engines that have left for good, and are not to be adopted again."""
         self.on_leave: Callable[[EngineRecord], None] = lambda engine: None
         """Called with every adopted engine that leaves."""
+        self.facts: dict[str, Any] | None = None
+        """``tensors.arch.facts_of`` the model whose weights are published; None: nobody knows."""
         self.run_key = secrets.token_urlsafe(32)
         """API key of the engines that are started here."""
         self.api_key: str | None = None
@@ -291,6 +295,15 @@ class Roster:
             engine.state = "ready" if empty or self.version is not None else "serving"
             engine.version, engine.reason = None, ""
             self.note("restarted" if engine.restarts else "started", engine, f"at {engine.url}")
+
+    def other_facts(self, computes: Mapping[str, Any] | None) -> str:
+        """Return where an engine's model differs from that of the run; "" where it does not, or the
+        engine does not say."""
+        return ", ".join(
+            f"{name} is {shortened(computes[name])} there and {shortened(here)} here"
+            for name, here in (self.facts or {}).items()
+            if computes and name in computes and computes[name] != here
+        )
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:
         return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)

@@ -46,7 +46,15 @@ class Tenancy:
             verdict = client.lease(self._owner, LEASE_S, take_over=take_over, timeout_s=ANSWER_S)
             if verdict is None or verdict.granted:
                 engine.ours = verdict is not None
-                return
+        if verdict is None or verdict.granted:
+            if verdict and (others := roster.other_facts(verdict.computes)):
+                roster.leave(
+                    engine,
+                    "gave up",
+                    f"{engine.url} computes another model than this run trains: {others}; start it "
+                    "on a folder with this run's config.json and generation_config.json",
+                )
+            return
         before, engine.leased_s = engine.leased_s, verdict.left_s
         if before is None or verdict.left_s <= before:
             raise EngineError(

@@ -6,7 +6,7 @@ worst outcome.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -360,6 +360,21 @@ def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopI
     own, generation = _eos_ids(folder)
     always = frozenset(read_eos(folder))
     return StopIds(always, always.union(own, generation or (), of_tokenizer))
+
+
+def facts_of(folder: str | Path) -> dict[str, Any]:
+    """What the files of a model have engines compute, as JSON has it: sizes and switches by their
+    names in ``Arch``, and what ends a response.
+
+    Two models of equal tensors may differ in these alone.
+
+    Raises:
+        ConfigError: as ``arch_of``.
+    """
+    sizes = asdict(arch_of(folder))
+    for name in ("family", "max_position"):  # all else follows from the one; the other is a limit
+        del sizes[name]
+    return {**sizes, "eos_token_id": sorted(read_eos(folder))}
 
 
 def _eos_ids(folder: str | Path) -> tuple[tuple[int, ...], tuple[int, ...] | None]:

@@ -16,7 +16,7 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.runtime.place import ranks_here
 from qurl_megatron.runtime.stop import StopRequest
-from qurl_megatron.tensors.arch import arch_of, read_stop_ids
+from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.rollout_file import Proximal
 from qurl_megatron.training.rollout_source import RolloutSource
@@ -112,6 +112,7 @@ def _fleet(
         dtype=config.model.dtype,
         log_dir=run_dir / "logs",
         vocabulary=arch_of(described).vocab,
+        facts=facts_of(described),
         stops=read_stop_ids(described, tokenizer.stop_ids()),
         owner=Owner.of(run_dir),
         trainer_ranks=ranks_here(os.environ),

@@ -6,6 +6,9 @@ minute; a run that asks meanwhile cannot tell a dead run from a living one, so i
 lease to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run
 is the same run and gets its engines at once.
 
+With its answer the engine says what its model computes, for the run to compare: weights of equal
+shapes load into another model as well.
+
 Engines that a run starts itself need none: they have a key that nobody else knows.
 """
 
@@ -22,7 +25,7 @@ from typing import Any
 
 from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.wire.schema import flag, seconds, shortened, text
+from qurl_megatron.wire.schema import flag, or_none, record, seconds, shortened, text
 
 ENDPOINT = "/qurl_lease"
 OWNER = ".owner"  # in a run's folder: what its token is made from
@@ -69,6 +72,7 @@ class LeaseVerdict:
     granted: bool
     label: str  # of the run that has it
     left_s: float  # until the lease of that run lapses, unless it is renewed
+    computes: dict[str, Any] | None = None  # ``tensors.arch.facts_of`` its model, where it says
 
     @staticmethod
     def read(answer: dict) -> "LeaseVerdict":
@@ -79,16 +83,23 @@ class LeaseVerdict:
         granted: Any
         left: Any
         granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
-        if not (flag(granted) and text(label) and seconds(left)):
+        computes = answer.get("computes")
+        if not (flag(granted) and text(label) and seconds(left) and or_none(record)(computes)):
             raise ValueError(f"a malformed answer to a request for a lease: {shortened(answer)}")
-        return LeaseVerdict(granted, shortened(label), float(left))
+        return LeaseVerdict(granted, shortened(label), float(left), computes)
 
 
 class Lease:
     """The engine's end. Its methods may be called from any thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+    def __init__(
+        self, computes: dict[str, Any] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            computes: ``tensors.arch.facts_of`` the engine's model; None: it cannot say.
+        """
+        self._computes, self._clock, self._lock = computes, clock, threading.Lock()
         self._run, self._label, self._until = "", "", 0.0
 
     def ask(self, body: Any) -> dict[str, Any]:
@@ -115,4 +126,5 @@ class Lease:
                 "granted": self._run == run,
                 "label": self._label,
                 "left_s": max(0.0, self._until - now),
+                "computes": self._computes,
             }

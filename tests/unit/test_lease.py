@@ -15,11 +15,13 @@ from qurl_megatron.fleet import supervisor, tenancy
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease
 from qurl_megatron.wire.lease import OWNER, Lease, Owner
 from tests.publishing import publish
+from tests.unit.engine_models import write_model
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5, 6), "", "") for i in range(4)]
@@ -33,7 +35,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(tenancy, "RENEW_S", 0.1)
 
 
-def fleet_of(*engines: FakeEngine, owner: Owner, fixed: bool = False, **options) -> Fleet:
+def fleet_of(
+    *engines: FakeEngine, owner: Owner, fixed: bool = False, facts=None, **options
+) -> Fleet:
     urls = tuple(engine.url for engine in engines)
     config = RolloutConfig(urls=urls, samples_per_prompt=1, max_new_tokens=4, **options)
     return Fleet(
@@ -44,6 +48,7 @@ def fleet_of(*engines: FakeEngine, owner: Owner, fixed: bool = False, **options)
         vocabulary=96,
         owner=owner,
         fixed=fixed,
+        facts=facts,
     )
 
 
@@ -61,6 +66,33 @@ def test_an_engine_of_a_run_that_lives_is_refused_in_a_sentence_that_names_it():
         assert "\n" not in str(error.value)
         assert len(collect(first, PROMPTS, first.config, seed=0, step=0)) == 4
         assert engine.version == "1@aa"
+
+
+@pytest.mark.parametrize(
+    "change", [{"rope_theta": 1e6}, {"eos_token_id": [1, 5]}, {"rope_scaling": {"factor": 8.0}}]
+)
+def test_an_engine_that_computes_another_model_is_refused_by_what_differs(tmp_path, change):
+    facts = facts_of(write_model(tmp_path))
+    with FakeEngine() as same, FakeEngine() as other:
+        same.lease = Lease(json.loads(json.dumps(facts)))
+        other.lease = Lease(json.loads(json.dumps(facts | change)))
+        with fleet_of(same, owner=ONE, facts=facts):
+            pass
+        with fleet_of(other, owner=ONE):  # a run that knows no facts compares none
+            pass
+        (name,) = change
+        refusal = rf"{other.url} computes another model .*: {name} is .* there and .* here; start"
+        with (
+            pytest.raises(ConfigError, match=refusal) as error,
+            fleet_of(same, other, owner=ONE, facts=facts),
+        ):
+            pass
+        assert str(error.value).count(" here") == 1
+        wait_until(lambda: other.lease.ask(_asking(OTHER))["granted"])  # it was given back
+
+
+def _asking(owner: Owner) -> dict:
+    return {"run": owner.token, "label": owner.label, "seconds": 0}
 
 
 def test_a_run_that_ended_leaves_its_engines_to_the_next_at_once():

@@ -42,7 +42,7 @@ from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
-from qurl_megatron.tensors.arch import arch_of, read_eos
+from qurl_megatron.tensors.arch import arch_of, facts_of, read_eos
 from qurl_megatron.weights.places import description_of
 from qurl_megatron.wire.lease import ENDPOINT, Lease
 from qurl_megatron.wire.message import LOADER, message_in
@@ -230,7 +230,7 @@ class _Handlers:
         self._updating = asyncio.Lock()
         self._open = False  # a session for weights
         self._end = UpdateEnd(EmbeddedWeights(worker.engine))
-        self._lease = Lease()
+        self._lease = Lease(facts_of(folder))
         self._bell: Bell | None = None
 
     async def health(self, request: Request) -> Response:

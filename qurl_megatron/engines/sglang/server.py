@@ -32,6 +32,7 @@ from qurl_megatron.engines.sglang import cpu_layers
 from qurl_megatron.engines.sglang.command_line import server_arguments
 from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.wire.lease import ENDPOINT, Lease
 
 cpu_layers.install()
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # One entry a rank is demanded; only the kernels that are not there would bind to it.
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * args.tp_size))
     args.resolve_once()
-    app.add_route(ENDPOINT, leases(), methods=["POST"])
+    app.add_route(ENDPOINT, leases(args.model_path), methods=["POST"])
     try:
         launch_server(
             args,
@@ -80,9 +81,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         _end_children()
 
 
-def leases() -> Callable[[Request], Awaitable[Response]]:
+def leases(model_path: str) -> Callable[[Request], Awaitable[Response]]:
     """The endpoint that keeps the engine's lease."""
-    lease = Lease()
+    try:
+        facts = facts_of(model_path)
+    except ConfigError:  # on a hub, or a model that no run trains
+        facts = None
+    lease = Lease(facts)
 
     async def ask(request: Request) -> Response:
         try:
