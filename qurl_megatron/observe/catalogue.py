@@ -137,6 +137,7 @@ GROUPS: dict[str, MetricGroup] = {
             "rho_std": Known("spread of the ratio over tokens"),
             "rho_deviation": Known("mean distance of the ratio from 1"),
             "rho_beyond": Known("tokens whose ratio no quantization explains"),
+            "tokens": Known("tokens that engines sampled and the policy scored"),
             "ess": _share("effective sample size of the ratios"),
             "chi2_token": Known("mean squared ratio of tokens, less 1"),
             "chi2_sequence": Known("mean squared product of ratios of a response, less 1"),

@@ -40,7 +40,7 @@ from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.runtime.filesystem import refusal, refusing
 from qurl_megatron.training.finite import Growth
-from qurl_megatron.training.mismatch import BeyondRounding
+from qurl_megatron.training.mismatch import Alarms
 from qurl_megatron.training.rollout_file import Proximal, path_of, write_rollouts
 from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stopped
 from qurl_megatron.types import Sample
@@ -69,7 +69,7 @@ class Journal:
         self._measured_since = {
             f"{name}/measured_since": float(step) for name, step in state.measured_since.items()
         }
-        self._growth, self._beyond = Growth(weight_norm), BeyondRounding()
+        self._growth, self._mismatch = Growth(weight_norm), Alarms()
         self._last = state  # with the newest score
         self._refused: ConfigError | None = None
         resume = state.step + 1 if state.step else 0
@@ -152,8 +152,8 @@ class Journal:
         if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
             lr = self.config.optimizer.lr
             self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
-        if beyond := self._beyond.noticed(metrics):
-            self.alarm("rollout", beyond, step)
+        if mismatch := self._mismatch.noticed(metrics):
+            self.alarm("rollout", mismatch, step)
 
     def keep_examples(
         self, step: int, kept: Mapping[int, Sample], advantages: Mapping[int, float]

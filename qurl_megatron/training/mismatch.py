@@ -6,6 +6,7 @@ engine and trainer is here; docs/algorithms.md says which of our names is which 
 Shapes: N = response tokens of a microbatch, R = its responses that have any.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -30,39 +31,88 @@ are 7.7 at 8 bits (docs/mismatch.md) and 1090 at 4 simulated bits (docs/results/
 engine that reports -90 where it had -0.1 gives exp(90)."""
 
 
-class BeyondRounding:
-    """Notices steps with ratios beyond ``BEYOND``: the first, the second, the fourth, ...
+FAR = 1.0
+"""Mean size of a step's log ratios that quantization does not explain. The quickstart's model at 4
+bits, trained uncorrected with ten times its learning rate until it had collapsed, came to 0.46."""
+
+MARGIN, ERRORS, FEWEST = 0.05, 6.0, 1000
+"""By how much the mean ratio of a step may differ from 1, plus so many standard errors; and the
+fewest tokens that can tell.
+
+Whatever the two policies are, a token sampled from one has a mean ratio of 1, so the sum of these
+differences is a martingale, and its error follows from the spread of tokens alone. With heavy tails
+too few tokens miss the largest ratios, and with them the mean and its error come out too small: of
+log ratios with a deviation of 2, far beyond ``FAR``, 1,000 tokens are 7 errors away at most. Groups
+that are chosen by their rewards (``algo.dynamic_sampling``) may move it by some hundredths."""
+
+
+class Alarms:
+    """Sentences on what no honest engine does, at the first, second, fourth, ... such step.
 
     Whatever is wrong tends to be wrong in every step, and one sentence for each says no more.
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps = dict.fromkeys(_ALARMS, 0)
 
     def noticed(self, metrics: Mapping[str, float]) -> str | None:
-        """A sentence, where it is due.
+        """Return the gravest that applies to a step, where it is due.
 
         Args:
             metrics: of one step, all ranks together.
         """
-        tokens = int(metrics.get(_COUNT, 0))
-        if not tokens:
+        if not metrics.get(_TOKENS):
             return None
-        self._steps += 1
-        if self._steps.bit_count() > 1:  # not a power of two
-            return None
-        have, their = ("has", "its") if tokens == 1 else ("have", "their")
-        return (
-            f"{how_many(tokens, 'token')} {have} more than {BEYOND:.0f} times the probability that "
-            f"{their} engine reported, the largest ratio is {metrics['rollout/rho_max']:.3g}: "
-            "quantization does not explain that, so an engine reports wrong log-probs or has other "
-            "weights than this run publishes; train.save_rollouts=true shows which tokens, "
-            "guard.rho_above with guard.action=halt ends a run after guard.patience such steps in "
-            "a row"
-        )
+        for alarm in _ALARMS:
+            if sentence := alarm(metrics):
+                self._steps[alarm] += 1
+                return sentence if self._steps[alarm].bit_count() == 1 else None  # a power of two
+        return None
 
 
-_COUNT = "rollout/rho_beyond"
+def _beyond(metrics: Mapping[str, float]) -> str | None:
+    tokens = int(metrics[_COUNT])
+    if not tokens:
+        return None
+    have, their = ("has", "its") if tokens == 1 else ("have", "their")
+    return (
+        f"{how_many(tokens, 'token')} {have} more than {BEYOND:.0f} times the probability that "
+        f"{their} engine reported, the largest ratio is {metrics['rollout/rho_max']:.3g}: "
+        "quantization does not explain that, so an engine reports wrong log-probs or has other "
+        "weights than this run publishes; train.save_rollouts=true shows which tokens, "
+        "guard.rho_above with guard.action=halt ends a run after guard.patience such steps in "
+        "a row"
+    )
+
+
+def _far(metrics: Mapping[str, float]) -> str | None:
+    mean = metrics["rollout/log_prob_diff_abs"]
+    if mean <= FAR:
+        return None
+    return (
+        f"the log ratio of a token is {mean:.3g} on average (rollout/log_prob_diff_abs), and "
+        f"quantization explains none above {FAR:g}: an engine computes another model than this run "
+        "trains, or has other weights than it publishes; compare the config.json that the engines "
+        "read with that of model.path"
+    )
+
+
+def _biased(metrics: Mapping[str, float]) -> str | None:
+    tokens, mean = metrics[_TOKENS], metrics["rollout/rho_mean"]
+    error = metrics["rollout/rho_std"] / math.sqrt(tokens)
+    if tokens < FEWEST or abs(mean - 1) <= MARGIN + ERRORS * error:
+        return None
+    return (
+        f"the mean ratio of the {tokens:.0f} tokens is {mean:.3g}, with an error of {error:.2g}, "
+        "and it is 1 for an engine that reports the probabilities it samples from, however its "
+        "weights are rounded: an engine samples with settings of its own "
+        "(--preferred-sampling-params), or reports log-probs without the temperature "
+        "(SGLANG_RETURN_ORIGINAL_LOGPROB)"
+    )
+
+
+_ALARMS = (_beyond, _far, _biased)
+_COUNT, _TOKENS = "rollout/rho_beyond", "rollout/tokens"
 
 
 def mismatch(
@@ -98,6 +148,7 @@ def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metr
         "rollout/kl_k3": _mean(k3(behaviour, proximal)),
         **_mean_and_extremes("rollout/rho", rho),
         _COUNT: Sum((rho > BEYOND).sum().item()),
+        _TOKENS: Sum(float(len(rho))),
         "rollout/rho_std": _std(rho),
         "rollout/rho_deviation": _mean((rho - 1).abs()),
         "rollout/ess": EffectiveSampleSize(

@@ -1,13 +1,14 @@
 """What is logged about the gap between the quantized and the full-precision policy."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from qurl_megatron.algo import owners_of
 from qurl_megatron.observe import merge, values
-from qurl_megatron.training.mismatch import BeyondRounding, mismatch
+from qurl_megatron.training.mismatch import Alarms, mismatch
 
 
 def measure(rho_of_responses, proximal_of_responses, cap=2.0):
@@ -38,6 +39,7 @@ def test_every_metric_by_hand():
         "ess": 5.25**2 / (3 * 17.0625),
         "chi2_token": (16 + 1 + 0.0625) / 3 - 1,
         "rho_beyond": 0,
+        "tokens": 3,
         "truncated_weight_fraction": 1 / 3,
         "low_weight_fraction": 1 / 3,
         "log_prob_diff_abs": 4 * log2 / 3,
@@ -72,10 +74,10 @@ def test_every_metric_by_hand():
 
 
 def test_ratios_that_rounding_does_not_explain_are_counted_and_told_of_less_and_less_often():
-    sane = values(measure([[1090.0, 1.0]], [[0.5, 0.2]]))  # the largest of honest four bits
+    sane = values(measure([[1090.0, *[1.0] * 9]], [[0.5] * 10]))  # the largest of honest four bits
     wrong = values(measure([[math.exp(9.3), 1.0], [2e5]], [[0.5, 0.2], [0.4]]))
     assert (sane["rollout/rho_beyond"], wrong["rollout/rho_beyond"]) == (0, 2)
-    told = BeyondRounding()
+    told = Alarms()
     said = [told.noticed(metrics) for metrics in [sane, wrong, wrong, sane, *[wrong] * 7]]
     # Of eleven steps nine are bad, and of those the first, the second, the fourth and the eighth
     # are told of.
@@ -87,12 +89,63 @@ def test_ratios_that_rounding_does_not_explain_are_counted_and_told_of_less_and_
         "which tokens, guard.rho_above with guard.action=halt ends a run after "
         "guard.patience such steps in a row"
     )
-    [one] = [BeyondRounding().noticed(values(measure([[2e4]], [[0.5]])))]
+    [one] = [Alarms().noticed(values(measure([[2e4]], [[0.5]])))]
     assert one.startswith("1 token has more than 10000 times the probability that its engine")
 
 
 def test_a_batch_without_tokens_has_no_ratio_to_tell_of():
-    assert BeyondRounding().noticed({}) is None
+    assert Alarms().noticed({}) is None
+
+
+def test_a_step_whose_tokens_are_another_models_is_told_of():
+    far = values(measure([[math.exp(1.2), math.exp(-1.2)] * 600], [[0.1, 0.1] * 600]))
+    assert (
+        Alarms()
+        .noticed(far)
+        .startswith(
+            "the log ratio of a token is 1.2 on average (rollout/log_prob_diff_abs), and quantization "
+            "explains none above 1: "
+        )
+    )
+    near = values(measure([[math.exp(0.9), math.exp(-2)] + [1.0] * 1200], [[0.1] * 1202]))
+    assert Alarms().noticed(near) is None
+
+
+def sampled(behaviour, proximal, tokens, reported=None):
+    """Metrics of tokens drawn from one distribution, with the log-probs that an engine reports."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.multinomial(behaviour, tokens, replacement=True, generator=generator)
+    reported = behaviour if reported is None else reported
+    owners = torch.zeros(tokens, dtype=torch.int64)
+    return values(mismatch(proximal.log()[ids], reported.log()[ids], owners, 1, cap=2.0))
+
+
+LOGITS = torch.linspace(0, 3, 30, dtype=torch.float64)
+COOL, PLAIN = (LOGITS / 0.6).softmax(0), LOGITS.softmax(0)
+
+
+def test_log_probs_of_another_distribution_than_the_sampled_one_are_told_of():
+    said = Alarms().noticed(sampled(COOL, COOL, 5000, reported=PLAIN))
+    assert re.match(r"the mean ratio of the 5000 tokens is 1\.\d+, with an error of 0\.\d+, ", said)
+    assert "(SGLANG_RETURN_ORIGINAL_LOGPROB)" in said
+    # Tokens of the upper part alone, each with its probability among these.
+    nucleus = torch.where(PLAIN > 0.04, PLAIN, 0.0)
+    assert "is 0." in Alarms().noticed(sampled(nucleus / nucleus.sum(), PLAIN, 5000))
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.4, 0.7])
+@pytest.mark.parametrize("tokens", [20, 1500, 50_000])
+def test_an_honest_engine_is_not_accused_however_noisy_it_is(noise, tokens):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        errors = torch.randn(len(LOGITS), generator=generator, dtype=torch.float64)
+        quantized = (LOGITS + noise * errors).softmax(0)
+        assert Alarms().noticed(sampled(quantized, PLAIN, tokens)) is None
+
+
+def test_few_tokens_say_nothing_of_their_mean():
+    assert Alarms().noticed(values(measure([[0.8] * 900], [[0.5] * 900]))) is None
+    assert Alarms().noticed(values(measure([[0.8] * 1000], [[0.5] * 1000]))) is not None
 
 
 def random_batch(lengths):
@@ -120,6 +173,7 @@ def test_merging_microbatches_and_ranks_equals_measuring_everything_at_once():
 def test_policies_that_agree_have_no_mismatch():
     proximal, _, owners = random_batch([4, 6])
     measured = values(mismatch(proximal, proximal, owners, 2, cap=2.0))
+    assert measured.pop("rollout/tokens") == 10
     ones = {"rho_mean", "rho_max", "rho_min", "ess", "mult_prob_error", "prob_correlation"}
     ones |= {f"rho_{level}_{x}" for level in ("sequence", "geometric") for x in ("mean", "max")}
     for name, value in measured.items():
@@ -135,7 +189,7 @@ def test_without_tokens_there_is_no_extreme_and_nothing_to_average():
     nothing = torch.zeros(0)
     metrics = mismatch(nothing, nothing, torch.zeros(0, dtype=torch.int64), 2, cap=2.0)
     measured = values(metrics)
-    assert measured.pop("rollout/rho_beyond") == 0
+    assert measured.pop("rollout/rho_beyond") == measured.pop("rollout/tokens") == 0
     assert all(math.isnan(value) for value in measured.values())
     assert not any(name.endswith(("_max", "_min")) for name in metrics)
 
