@@ -32,8 +32,34 @@ LOWEST = -104.0
 """The log of the smallest float32 is -103.3: a token less likely than that has probability 0 in
 every sampler there is, so whoever reports it has not sampled it."""
 
+UNUSED = 16
+"""Tokens of its room that an engine may leave free where it cuts a response, as SGLang does."""
+
 TOKEN_BYTES, ANSWER_BYTES = 512, 1 << 16
 """More than any answer needs per token, and beside its tokens; SGLang sends about 50 per token."""
+
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""Each is sent: a server fills in what a request leaves out (``--preferred-sampling-params``), and
+would then report log-probs of another distribution than the policy's."""
+ASKED_FOR = {
+    "temperature",
+    "max_new_tokens",
+    "sampling_seed",
+    *NEUTRAL,
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "stream_interval",
+}
+"""What a server may prefer: requests name it, or it changes the text alone, which nobody reads."""
 
 _MALFORMED = (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
@@ -48,6 +74,7 @@ class Asked:
 
     rid: str
     budget: int  # tokens
+    given: int = 0  # tokens before the response
 
 
 @dataclass(frozen=True)
@@ -59,6 +86,7 @@ class Rules:
     confirmed: int | None = None  # version before the engine was asked; None: any will do
     newest: int | None = None  # that this run has published; None: nothing yet
     stops: StopIds | None = None  # None: nobody knows what ends a response
+    longest_input: int | None = None  # as ``read_longest_input`` says
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +108,8 @@ class Info:
     tp: int
     loaders: tuple[str, ...] | None  # custom weight loaders; None: it does not say
     scheme: str | None  # of the weights it takes; None: it does not say
+    longest_input: int | None = None  # tokens; None: it does not say
+    resamples: str = ""  # settings by which it samples from another distribution than it is asked
 
 
 @dataclass(frozen=True)
@@ -166,7 +196,36 @@ def read_info(info: dict) -> Info:
     scheme = info.get("scheme")
     if not or_none(text)(scheme):
         raise BadAnswer(f"scheme {shortened(scheme)} is not a name")
-    return Info(kind_of(info.get("engine")), tp, tuple(loaders or ()) if said else None, scheme)
+    return Info(
+        kind_of(info.get("engine")),
+        tp,
+        tuple(loaders or ()) if said else None,
+        scheme,
+        read_longest_input(info),
+        _resamples(info),
+    )
+
+
+def _resamples(info: dict) -> str:
+    """Return the settings of an SGLang server that change what it samples from, whatever a request
+    asks for; "" where there are none.
+
+    Raises:
+        BadAnswer: it says nonsense.
+    """
+    preferred = info.get("preferred_sampling_params")
+    if text(preferred):  # older servers say what they were given
+        preferred = parsed(preferred.encode())
+    thresholds = {
+        name: info[name]
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+        if info.get("speculative_algorithm") and info.get(name) not in (None, 1.0)
+    }
+    if not or_none(record)(preferred):
+        raise BadAnswer(f"preferred_sampling_params {shortened(preferred)} are no object")
+    left = {name: x for name, x in (preferred or {}).items() if x and name not in ASKED_FOR}
+    settings = {**({"preferred_sampling_params": left} if left else {}), **thresholds}
+    return ", ".join(f"{name} = {shortened(value)}" for name, value in settings.items())
 
 
 def read_longest_input(info: dict) -> int | None:
@@ -273,13 +332,17 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
         raise BadAnswer(f"{len(triples)} log-probs do not belong to the {len(given)} tokens")
     ids, log_probs = _ids(given, rules.vocabulary), _log_probs(given_log_probs)
     if rules.stops is not None:
-        reason = _ended(ids, reason, asked.budget, rules.stops)
+        full = rules.longest_input is None or asked.given + len(ids) >= rules.longest_input - UNUSED
+        reason = _ended(ids, reason, len(ids) if full else asked.budget, rules.stops)
     message = shortened(finish.get("message") or "")
     return Part(ids, log_probs, versions, reason, message)
 
 
-def _ended(ids: np.ndarray, reason: FinishReason, budget: int, stops: StopIds) -> FinishReason:
+def _ended(ids: np.ndarray, reason: FinishReason, least: int, stops: StopIds) -> FinishReason:
     """Return why a response ended, by its tokens.
+
+    Args:
+        least: tokens at which it can have ended for its length.
 
     Raises:
         BadAnswer: no sampler ends there, or goes on there.
@@ -288,8 +351,8 @@ def _ended(ids: np.ndarray, reason: FinishReason, budget: int, stops: StopIds) -
         if (behind := np.flatnonzero(ids[:-1] == stop)).size:
             more = len(ids) - 1 - int(behind[0])
             raise BadAnswer(f"{how_many(more, 'token')} behind token {stop}, which ends a response")
-    if reason == "length" and len(ids) < budget:
-        raise BadAnswer(f"it ended for its length after {len(ids)} of {budget} tokens")
+    if reason == "length" and len(ids) < least:
+        raise BadAnswer(f"it ended for its length after {len(ids)} of {least} tokens")
     if reason == "stop" and int(ids[-1]) not in stops.known:
         raise BadAnswer(f"it stopped at token {ids[-1]}, which ends no response")
     if reason == "abort" and len(ids) and int(ids[-1]) in stops.always:

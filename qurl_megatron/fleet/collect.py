@@ -32,6 +32,7 @@ import numpy as np
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import Interrupted, Unscored
 from qurl_megatron.fleet.answer import (
+    NEUTRAL,
     Asked,
     BadAnswer,
     Part,
@@ -47,17 +48,6 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.runtime import event_loop
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
-NEUTRAL = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-}
-"""Each is sent: a server fills in what a request leaves out (``--preferred-sampling-params``), and
-would then report log-probs of another distribution than the policy's."""
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 EVALUATION = 0  # the step that seeds of evaluation are made with; training steps begin with 1
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
@@ -357,11 +347,19 @@ class _Collection:
     async def _fly(self, flight: _Flight, session: Session) -> list[Part | BadAnswer]:
         fleet, requests = self.fleet, [item.request() for item in flight.items]
         asked = [
-            Asked(f"{flight.rid}{index}", item.budget) for index, item in enumerate(flight.items)
+            Asked(f"{flight.rid}{index}", item.budget, len(ids))
+            for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True))
         ]
 
         def read(content: bytes) -> list[Part | BadAnswer]:
-            rules = Rules(fleet.vocabulary, fleet.names, flight.version, fleet.newest, fleet.stops)
+            rules = Rules(
+                fleet.vocabulary,
+                fleet.names,
+                flight.version,
+                fleet.newest,
+                fleet.stops,
+                flight.engine.longest_input,
+            )
             return read_answers(content, asked, rules)
 
         return await session.generate(

@@ -41,6 +41,7 @@ class EngineRecord:
     process: EngineProcess | None = None  # None: adopted, not ours to start or end
     kind: EngineKind = UNKNOWN
     tp: int = 1
+    longest_input: int | None = None  # tokens that it can continue; None: it does not say
     state: State = "starting"
     version: int | None = None  # of the weights it confirmed
     reason: str = ""  # why it is stale or gone

@@ -289,8 +289,16 @@ class Roster:
                 "quant.scheme to its own",
             )
             return
+        if not self.fixed and info.resamples:
+            self.leave(
+                engine,
+                "gave up",
+                f"{engine.url} samples from another distribution than this run trains on, by its "
+                f"own {info.resamples}; start it without",
+            )
+            return
         with self.lock:
-            engine.kind, engine.tp = info.kind, info.tp
+            engine.kind, engine.tp, engine.longest_input = info.kind, info.tp, info.longest_input
             empty = engine.process is not None and engine.kind.starts_empty and not self.fixed
             engine.state = "ready" if empty or self.version is not None else "serving"
             engine.version, engine.reason = None, ""

@@ -52,6 +52,7 @@ class FakeEngine:
         self.api_key = api_key
         self.loaders = ("qurl_megatron.engines.sglang.loader.load",)  # as an embedded engine says
         self.stop_every = 0  # positions: where a sequence ends by itself
+        self.room = 0  # tokens of prompt and response, which SGLang cuts there; 0: any number
         self.faults: list[str] = []
         self.update_fault = ""  # "refuse" | "hang" | "lie": says yes, serves the old version
         self.deaf = threading.Event()  # nothing at all is answered while it is set
@@ -121,6 +122,7 @@ class FakeEngine:
             "model_path": "fake",
             "weight_version": "default",
             "internal_states": states,
+            **({"max_req_input_len": self.room - 4} if self.room else {}),
         }
 
     def v1_loads(self) -> dict:
@@ -216,7 +218,7 @@ class FakeEngine:
             if self.closing.is_set() or fault == "nothing" or self._aborts([sequence]):
                 sequence.finish = "abort"
             else:
-                sequence.extend(self.version, self.stop_every)
+                sequence.extend(self.version, self.stop_every, self.room)
                 self.generated += 1
 
     def _aborts(self, sequences: list["_Sequence"]) -> bool:
@@ -230,12 +232,12 @@ class _Sequence:
         self.versions: list[str] = []
         self.finish = ""
 
-    def extend(self, version: str, stop_every: int) -> None:
+    def extend(self, version: str, stop_every: int, room: int) -> None:
         self.ids.append(token_at(len(self.prompt) + len(self.ids)))
         self.versions.append(version)
         if stop_every and (len(self.prompt) + len(self.ids)) % stop_every == 0:
             self.finish = "stop"
-        elif len(self.ids) == self.limit:
+        elif len(self.ids) == self.limit or len(self.prompt) + len(self.ids) == room:
             self.finish = "length"
 
     def answer(self) -> dict:

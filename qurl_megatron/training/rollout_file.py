@@ -62,7 +62,7 @@ def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) ->
     Args:
         samples: of one step, [R].
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not a run's folder that was renamed meanwhile
     aside = path.with_suffix(".tmp")
     try:
         with aside.open("w", encoding="utf-8") as file:

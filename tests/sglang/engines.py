@@ -82,7 +82,14 @@ class Server:
     """One SGLang server of the test's own, with an API key."""
 
     def __init__(
-        self, model: Path, case: Case, folder: Path, *, empty: bool = False, text: bool = False
+        self,
+        model: Path,
+        case: Case,
+        folder: Path,
+        *,
+        empty: bool = False,
+        text: bool = False,
+        extra: Sequence[str] = (),
     ) -> None:
         self.case = case
         self.key = secrets.token_hex(16)
@@ -98,6 +105,7 @@ class Server:
             api_key=self.key,
             empty=empty,
             text=text,
+            extra=extra,
         )
         folder.mkdir()
         with self.log.open("wb") as out:

@@ -59,10 +59,10 @@ def test_a_token_carries_the_version_of_its_span():
     assert part.finish == "length"
 
 
-STOPS = replace(RULES, stops=StopIds(frozenset({2, 3}), frozenset({2, 3, 9})))
+STOPS = replace(RULES, stops=StopIds(frozenset({2, 3}), frozenset({2, 3, 9})), longest_input=100)
 
 
-def ends(ids: list[int], reason: str, budget: int = 5) -> str:
+def ends(ids: list[int], reason: str, budget: int = 5, given: int = 7, rules=STOPS) -> str:
     answer = good_answer()
     answer["output_ids"] = ids
     answer["meta_info"] |= {
@@ -70,7 +70,7 @@ def ends(ids: list[int], reason: str, budget: int = 5) -> str:
         "weight_versions": [{"version": "7@abc", "start": 0, "end": len(ids)}],
         "output_token_logprobs": [[-1.0, token, None] for token in ids],
     }
-    return read(answer, Asked("a", budget), STOPS).finish
+    return read(answer, Asked("a", budget, given), rules).finish
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,15 @@ def test_the_ends_that_samplers_have_are_taken():
     assert ends([4, 5, 6, 7, 2], "length") == "length"  # SGLang looks at the length first
     assert ends([4, 5], "abort") == "abort"
     assert ends([4, 2], "abort") == "stop"  # and for an abort before that
+
+
+def test_a_response_that_fills_the_engine_ends_for_its_length():
+    for tokens in (90, 95, 98):  # SGLang keeps a few tokens free, more or fewer by its version
+        assert ends([4, 5, 6], "length", given=tokens - 3) == "length"
+    with pytest.raises(BadAnswer, match="^it ended for its length after 3 of 5 tokens"):
+        ends([4, 5, 6], "length", given=60)
+    # Where an engine does not say how much it takes, nobody knows.
+    assert ends([4], "length", rules=replace(STOPS, longest_input=None)) == "length"
 
 
 def test_older_sglang_tells_one_version_of_all_tokens():
@@ -340,9 +349,24 @@ def test_what_an_engine_is(said, expected):
     assert (info.kind.name, info.tp, info.loaders, info.scheme) == expected
 
 
+def test_settings_that_change_what_is_sampled_are_named():
+    harmless = {"top_p": 0.9, "temperature": 0.6, "no_stop_trim": True, "ignore_eos": False}
+    for said in (None, {}, "{}", harmless, json.dumps(harmless)):
+        assert read_info({"preferred_sampling_params": said}).resamples == ""
+    preferred = {"preferred_sampling_params": {**harmless, "logit_bias": {"5": 1.0}}}
+    assert read_info(preferred).resamples == (
+        "preferred_sampling_params = {'logit_bias': {'5': 1.0}}"
+    )
+    loose = {"speculative_accept_threshold_acc": 0.9}
+    assert read_info(loose).resamples == ""  # nothing is speculated
+    loose["speculative_algorithm"] = "EAGLE"
+    assert read_info(loose).resamples == "speculative_accept_threshold_acc = 0.9"
+
+
 @pytest.mark.parametrize(
     "info",
     [
+        *({"preferred_sampling_params": value} for value in (1, [], "[", "[1]")),
         *({"tp_size": value} for value in (-1, 2.0, "2", True, [1], 10**9)),
         *({"custom_weight_loader": value} for value in (1, [1], {"a": 1}, ["a", None])),
         *({"scheme": value} for value in (1, ["int8"])),

@@ -386,6 +386,15 @@ def test_silence_during_a_publication_is_not_held_against_an_engine():
         assert "failed" not in [name for _, name in events(fleet)]
 
 
+def test_an_engine_that_samples_by_settings_of_its_own_is_refused():
+    with FakeEngine() as engine:
+        info = engine.server_info() | {"preferred_sampling_params": {"regex": "[0-9]+"}}
+        engine.server_info = lambda: info
+        refusal = f"{engine.url} samples from another distribution .*'regex': .*start it without"
+        with pytest.raises(ConfigError, match=refusal):
+            adopted(engine).__enter__()
+
+
 @pytest.mark.parametrize(
     "embedded, said, start",
     [

@@ -13,6 +13,7 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy, sample_seed
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 from qurl_megatron.types import Prompt
 from tests.names import unanswered
@@ -30,8 +31,18 @@ def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
     with ExitStack() as stack:
         for engine in engines:
             stack.callback(engine.close)
+        every = engines[0].stop_every
+        ends = range(every, 51, every) if every else ()
+        stops = frozenset(token_at(end - 1) for end in ends)
         fleet = stack.enter_context(
-            Fleet(config, "unused", scheme="none", log_dir="unused", vocabulary=96)
+            Fleet(
+                config,
+                "unused",
+                scheme="none",
+                log_dir="unused",
+                vocabulary=96,
+                stops=StopIds(stops, stops),
+            )
         )
         if version is not None:
             publish(fleet, version)
@@ -322,6 +333,17 @@ def test_before_anything_is_published_weights_have_the_version_minus_one():
     with fleet_of(FakeEngine(), version=None) as fleet:
         [sample] = greedy(fleet, PROMPTS[:1], 3)
         assert sample.versions == ((-1, 3),)
+
+
+def test_a_response_that_an_engine_has_no_room_for_is_cut_and_the_engine_stays():
+    made = FakeEngine()
+    made.room = 6
+    with fleet_of(made) as fleet:
+        samples = gather(fleet, PROMPTS[:3])
+        assert [engine.state for engine in fleet.engines()] == ["serving"]
+    for sample in samples:
+        assert len(sample.prompt.input_ids) + len(sample.response_ids) == 6
+        assert sample.finish_reason == "length"
 
 
 def test_seeds_are_stable_and_differ():

@@ -103,8 +103,8 @@ def test_a_step_whose_tokens_are_another_models_is_told_of():
         Alarms()
         .noticed(far)
         .startswith(
-            "the log ratio of a token is 1.2 on average (rollout/log_prob_diff_abs), and quantization "
-            "explains none above 1: "
+            "the log ratio of a token is 1.2 on average (rollout/log_prob_diff_abs), and "
+            "quantization explains none above 1: "
         )
     )
     near = values(measure([[math.exp(0.9), math.exp(-2)] + [1.0] * 1200], [[0.1] * 1202]))

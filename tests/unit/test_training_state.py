@@ -416,3 +416,19 @@ def test_who_asked_for_what_cannot_be_is_not_told_to_start_again(status, step, k
     error = _ending(EngineError("7 + 100000 tokens > 1024", status=status), step)
     assert type(error) is kind
     assert str(error).startswith(f"7 + 100000 tokens > 1024; {then}")
+
+
+def test_a_folder_that_is_not_the_one_of_the_lock_any_more_is_refused(config, tmp_path):
+    with claim(tmp_path / "run", config) as claimed:
+        claimed.refuse_another_folder()
+        (tmp_path / "run").rename(tmp_path / "other")
+        refusal = "run was renamed, deleted or replaced while the run was at work"
+        with pytest.raises(ConfigError, match=refusal):
+            claimed.refuse_another_folder()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / ".lock").touch()  # of another run that has begun there
+        with pytest.raises(ConfigError, match=refusal):
+            claimed.refuse_another_folder()
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "other").rename(tmp_path / "run")
+        claimed.refuse_another_folder()
