@@ -214,7 +214,7 @@ def _resamples(info: dict) -> str:
         BadAnswer: it says nonsense.
     """
     preferred = info.get("preferred_sampling_params")
-    if text(preferred):  # older servers say what they were given
+    if isinstance(preferred, str):  # older servers say what they were given
         preferred = parsed(preferred.encode())
     thresholds = {
         name: info[name]
