@@ -6,6 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qurl_megatron.fleet.answer import NEUTRAL
+from qurl_megatron.tensors.arch import facts_of
+from qurl_megatron.wire.lease import Owner
 from tests.sglang.engines import PROMPTS, Case, Server, checkpoints, servers
 from tests.waiting import PATIENCE_S
 
@@ -34,6 +36,8 @@ def test_log_probs_are_of_what_is_sampled_from_whatever_the_server_was_given(tmp
     with servers(start) as (server,):
         info = server.client.info()
         assert info.resamples == "" and info.longest_input
+        verdict = server.client.lease(Owner("aa", "this test"), 0, timeout_s=PATIENCE_S)
+        assert verdict.computes == facts_of(version.folder)
         params = {"temperature": TEMPERATURE, "max_new_tokens": 12, "ignore_eos": True, **NEUTRAL}
         answers = server.client.generate(PROMPTS, params)
     model = AutoModelForCausalLM.from_pretrained(version.folder, dtype=torch.float32)

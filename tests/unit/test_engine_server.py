@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from qurl_megatron.engines.embedded import engine
 from qurl_megatron.engines.embedded.endpoints import bound
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.lease import ENDPOINT
 from qurl_megatron.wire.message import LOADER, Message, payload
 from tests.unit.engine_models import (
     LiveServer,
@@ -52,6 +54,11 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 def outputs(live) -> list:
     answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": GREEDY}).json()
     return answer["output_ids"]
+
+
+def test_with_its_lease_an_engine_says_what_its_model_computes(live, folder):
+    body = {"run": "aa", "label": "this test", "seconds": 0, "take_over": False}
+    assert live.post(ENDPOINT, body).json()["computes"] == facts_of(folder)
 
 
 def test_a_single_prompt_gets_one_object_of_sglangs_shape(live):
