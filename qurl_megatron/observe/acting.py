@@ -26,9 +26,8 @@ def what_acted(history: History, algo: Mapping[str, Any]) -> str:
         if active := _mean(history, "acr/active_fraction"):
             rescued = percent(_mean(history, "acr/rescued_fraction"))
             return (
-                f"ACR acted: it widened the clip range of {percent(active)} of the tokens, and "
-                f"{rescued} train that TIS would have clipped (C = {cap:g}; importance weights: "
-                f"{largest})"
+                f"ACR acted: a wider clip range for {percent(active)} of the tokens, {rescued} "
+                f"rescued from TIS's (C = {cap:g}, largest importance weight {number(ratio)})"
             )
         if ratio <= cap:
             return f"ACR never acted: no importance weight above C = {cap:g} ({largest})"
@@ -42,7 +41,7 @@ def what_acted(history: History, algo: Mapping[str, Any]) -> str:
         return f"TIS never acted: no importance weight above C = {cap:g} ({largest})"
     if objective == "icepop":
         if left_out := _mean(history, "correction/banded_fraction"):
-            return f"IcePop acted: {percent(left_out)} of the tokens left out ({largest} weight)"
+            return f"IcePop acted: {percent(left_out)} of the tokens left out ({largest})"
         return f"IcePop never acted: no importance weight outside its band ({largest})"
     if objective == "decoupled":
         return f"every token is weighted by its probability ratio, without a cap ({largest})"

@@ -166,7 +166,7 @@ def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str
     """Points; in a long run, the band from the lowest to the highest of each stretch."""
     if len(steps) <= MAX_POINTS:
         style: dict[str, Any] = dict(marker="o", ms=4.4, mew=0, ls="none")
-        axes.plot(steps, values, color=color, alpha=0.55, zorder=2, **style)
+        axes.plot(steps, values, color=color, alpha=0.75, zorder=2, **style)
         return
     starts = _stretches(len(steps), MAX_POINTS)
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
