@@ -53,6 +53,7 @@ def measured(page: str, folder: Path) -> list[dict]:
         ],
         capture_output=True,
         text=True,
+        timeout=300,
     )
     found = re.search('<pre id="flaws">(.+?)</pre>', done.stdout)
     assert found, done.stderr
@@ -73,6 +74,11 @@ def page(tmp_path_factory) -> str:
     names = ("lane", "name", "step", "start", "end")
     lines = [json.dumps(dict(zip(names, span, strict=True))) + "\n" for span in spans]
     (run_dir / "timeline.jsonl").write_text("".join(lines))
+    example = {
+        "step": 40, "of": "train", "index": 7, "prompt": "word " * 200 + "x" * 200, "answer": "4",
+        "response": "", "tokens": 1, "finish": "stop", "reward": 0.0, "advantage": -0.5,
+    }  # fmt: skip
+    (run_dir / "samples.jsonl").write_text(json.dumps(example) + "\n")
     return write_report(run_dir).read_text()
 
 
