@@ -6,7 +6,7 @@ TRITON := .triton$(OTHER)
 BIN := $(VENV)/bin
 
 .PHONY: quickstart test test-emulated test-nodes test-slurm test-slurm-slice
-.PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu bench-gpu unchanged lint
+.PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu bench-gpu unchanged pictures lint
 
 quickstart: $(VENV)/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
@@ -92,6 +92,9 @@ bench-gpu:  ## decoding at 7B to 32B, the loss at TP 1 to 8, quantizing, and the
 
 unchanged: $(VENV)/installed  ## does this checkout compute what COMMIT does? 10 minutes
 	$(BIN)/python -m tests.unchanged $(COMMIT)
+
+pictures: $(VENV)/installed  ## draw docs/images anew, 2 minutes; needs Chromium
+	$(BIN)/python docs/images/draw.py
 
 lint: $(VENV)/installed  ## style, format and types; a minute, and seconds when it is run again
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -21,15 +21,16 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from qurl_megatron.observe.catalogue import unit
-from qurl_megatron.observe.history import History
-from qurl_megatron.observe.panels import COLORS, Line, Picture, describe
-from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten
+from qurl_megatron.observe.history import History, Series
+from qurl_megatron.observe.panels import COLORS, Line, Picture
+from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten, reading
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType  # older releases have none
 
 MAX_POINTS = 160  # a longer series is thinned; keeps the page small and the picture clear
 MAX_BARS = 60
+MEASURED = 8  # points that are drawn as they are; more are smoothed
 STYLE: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none",
     "svg.hashsalt": "qurl",  # the same run gives the same bytes
@@ -89,38 +90,83 @@ def picture_svg(picture: Picture, history: History, *, wide: bool = False) -> st
     return for_html(file.getvalue(), key, name)
 
 
+def describe(picture: Picture, history: History) -> str:
+    """What the picture shows, in words, for those who do not see it."""
+    parts = []
+    for line in picture.present(history):
+        steps, values = drawn(picture, line, history)
+        first, last = reading(line.metric, values[0]), reading(line.metric, values[-1])
+        largest = reading(line.metric, history.newest(line.metric)[1].max())
+        parts.append(
+            f"{line.label}{history.since(line.metric)}: {first} at step {steps[0]:.0f}, "
+            f"{last} at step {steps[-1]:.0f}, largest measured {largest}"
+        )
+    return "; ".join(parts)
+
+
+def drawn(picture: Picture, line: Line, history: History) -> Series:
+    """The newest stretch of a line as the picture draws it, so that text can quote its ends."""
+    steps, values = history.newest(line.metric)
+    if picture.log and (values > 0).any():
+        steps, values = steps[values > 0], values[values > 0]
+    if picture.stacked and len(steps) > MAX_BARS:
+        starts = _stretches(len(steps), MAX_BARS)
+        return _means(steps, starts), _means(values, starts)
+    return steps, _course(picture, line, values)
+
+
+def _course(picture: Picture, line: Line, values: np.ndarray) -> np.ndarray:
+    """What a line goes through."""
+    as_measured = line.rings or picture.stacked
+    return values if as_measured else smooth(values, log=picture.log)
+
+
+def how_drawn(picture: Picture, history: History) -> str:
+    """A few words on what was done to the measured values, "" where they are drawn as they are."""
+    lengths = [
+        len(history.newest(line.metric)[0]) for line in picture.present(history) if not line.rings
+    ]
+    longest = max(lengths, default=0)
+    if picture.stacked:
+        return "means of neighbouring steps" if longest > MAX_BARS else ""
+    if longest <= MEASURED:
+        return ""
+    return "line smoothed, " + ("dots as measured" if longest <= MAX_POINTS else "band as measured")
+
+
 def draw_lines(axes: Axes, picture: Picture, history: History) -> None:
-    """A smoothed line over the faint measured points, for each metric."""
+    """A smoothed line over the measured points, for each metric."""
     for line in picture.present(history):
         for steps, values in history.stretches(line.metric):
             if picture.log:
                 steps, values = steps[values > 0], values[values > 0]
             if len(steps):
-                _draw_line(axes, line, steps, values, log=picture.log)
+                _draw_line(axes, line, steps, values, _course(picture, line, values))
     axes.margins(y=0.1)
     if picture.from_zero and not picture.log:
         low, high = axes.dataLim.intervaly
         axes.set_ylim(min(0.0, 1.12 * low), 1.12 * high if high > 0 else 0.01)
 
 
-def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *, log: bool) -> None:
+def _draw_line(
+    axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, course: np.ndarray
+) -> None:
     color = COLORS[line.color]
     if line.rings:
         style: dict[str, Any] = dict(marker="o", ms=6.5, mfc=COLORS["paper"])
         axes.plot(steps, values, color=color, lw=1.2, mew=1.8, zorder=4, **style)
         return
-    smoothed = smooth(values, log=log)
-    if smoothed is not values:
+    if course is not values:
         _draw_measured(axes, steps, values, color)
     dot = "o" if len(steps) == 1 else None
-    axes.plot(*thin(steps, smoothed), color=color, lw=1.9, marker=dot, zorder=3)
+    axes.plot(*thin(steps, course), color=color, lw=1.9, marker=dot, zorder=3)
 
 
 def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str) -> None:
-    """Faint points; in a long run, the band from the lowest to the highest of each stretch."""
+    """Points; in a long run, the band from the lowest to the highest of each stretch."""
     if len(steps) <= MAX_POINTS:
-        style: dict[str, Any] = dict(marker="o", ms=3.6, mew=0, ls="none")
-        axes.plot(steps, values, color=color, alpha=0.34, zorder=2, **style)
+        style: dict[str, Any] = dict(marker="o", ms=4.4, mew=0, ls="none")
+        axes.plot(steps, values, color=color, alpha=0.75, zorder=2, **style)
         return
     starts = _stretches(len(steps), MAX_POINTS)
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
@@ -175,9 +221,9 @@ def sparkline(values: np.ndarray, width: int = 96, height: int = 20) -> str:
 def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
     """Gaussian average over neighbouring points: it does not lag behind, as a running one does.
 
-    Up to 8 points come back as they are. On a log scale the average is geometric.
+    Up to ``MEASURED`` points come back as they are. On a log scale the average is geometric.
     """
-    if len(values) <= 8:
+    if len(values) <= MEASURED:
         return values
     sigma = max(1.0, len(values) / 40)
     reach = min(math.ceil(3 * sigma), len(values) - 1)

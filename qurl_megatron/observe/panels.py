@@ -5,7 +5,6 @@ scale, and how to read them. ``drawing`` draws them.
 from dataclasses import dataclass
 
 from qurl_megatron.observe.history import History
-from qurl_megatron.observe.text import reading
 
 COLORS = {  # Okabe and Ito's palette, which colour-blind readers tell apart, darkened for lines
     "blue": "#0072b2",
@@ -68,6 +67,10 @@ class Picture:
         if line.metric not in history:
             return False
         return not self.log or bool((history.series(line.metric)[1] > 0).any())
+
+    def zero(self, history: History) -> bool:
+        """True where all of its lines are 0 at every step, and there is nothing to look at."""
+        return not any(history.series(line.metric)[1].any() for line in self.present(history))
 
 
 SECTIONS: dict[str, tuple[Picture, ...]] = {
@@ -147,9 +150,10 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         Picture(
             "kl",
             "KL of behaviour from proximal policy",
-            (Line("rollout/kl_k1", "k1", "blue"), Line("rollout/kl_k3", "k3", "orange")),
+            (Line("rollout/kl_k3", "k3", "blue"),),
             "How far the quantized policy that samples is from the full-precision one that trains, "
-            "per token. In the paper it grows from 0.002 to 0.025 before training collapses.",
+            "per token, by the estimator k3 (ρ − 1 − log ρ, which is never negative). In the paper "
+            "it grows from 0.002 to 0.025 before training collapses.",
             "Figs. 3 (a), 4 (b)",
         ),
         Picture(
@@ -323,16 +327,3 @@ def pictures(history: History) -> dict[str, list[Picture]]:
         for name, section in SECTIONS.items()
     }
     return {name: section for name, section in found.items() if section}
-
-
-def describe(picture: Picture, history: History) -> str:
-    """What the picture shows, in words, for those who do not see it."""
-    parts = []
-    for line in picture.present(history):
-        steps, values = history.newest(line.metric)
-        first, last = reading(line.metric, values[0]), reading(line.metric, values[-1])
-        parts.append(
-            f"{line.label}{history.since(line.metric)}: {first} at step {steps[0]}, "
-            f"{last} at step {steps[-1]}, largest {reading(line.metric, values.max())}"
-        )
-    return "; ".join(parts)

@@ -1,6 +1,8 @@
 """How far the run is: a live display in a terminal, one line per step in a log file.
 
-step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s
+step 12/60  reward 0.412  clip 0.3 %  k3 1.2e-3  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s
+
+A name that does not explain itself is explained once, above the first line that has it.
 """
 
 import os
@@ -22,13 +24,20 @@ FIELDS: dict[str, Callable[[float], str]] = {
     "eval/accuracy": lambda value: f"eval {percent(value)}",
     "eval/reward": lambda value: f"eval {value:.3f}",
     "policy/clip_fraction": lambda value: f"clip {percent(value)}",
-    "rollout/kl_k1": lambda value: f"kl {scientific(value)}",
+    "rollout/kl_k3": lambda value: f"k3 {scientific(value)}",
     "quant/code_flip_rate": lambda value: f"flips {percent(value)}",
     "throughput/rollout_tokens_per_s": lambda value: f"{value:.0f} tok/s",
     "time/step": duration,
 }
 """What a step's line shows, in this order; a metric that the step lacks is left out, as is one that
 has nothing to say."""
+
+LEGEND = {
+    "policy/clip_fraction": "clip: share of tokens that clipping cuts off",
+    "rollout/kl_k3": "k3: KL of the sampling from the trained policy, per token",
+    "quant/code_flip_rate": "flips: share of quantized weights whose code changed with the step",
+}
+"""Names of ``FIELDS`` that do not explain themselves."""
 
 ETA_STEPS = 20  # recent steps that the remaining time is estimated from
 
@@ -61,6 +70,7 @@ class Progress:
         self._metrics: dict[str, float] = {}
         self._intervals: deque[float] = deque(maxlen=ETA_STEPS)
         self._phase = ""
+        self._explained: set[str] = set()  # names of LEGEND
         self._started = self._phase_started = self._step_started = clock()
         self._live = None
 
@@ -105,19 +115,23 @@ class Progress:
                 metrics = {**metrics, "time/step": self._intervals[-1]}
         self._step_started, self.done = now, step
         self._metrics |= metrics
-        if self._enabled and self._live is None:
-            self._stream.write(self.line(metrics) + "\n")  # one write: ranks share the log
-            self._stream.flush()
+        if unexplained := [name for name in LEGEND if name in metrics.keys() - self._explained]:
+            self._explained.update(unexplained)
+            self._print("; ".join(LEGEND[name] for name in unexplained), style="dim")
+        if self._live is None:
+            self._print(self.line(metrics))
 
     def alarm(self, text: str) -> None:
         """A line that nobody overlooks, above the display or in the log."""
-        line = f"*** {text}"
+        self._print(f"*** {text}", style="bold red")
+
+    def _print(self, line: str, style: str = "") -> None:
         if self._live is not None:
             from rich.text import Text
 
-            self._live.console.print(Text(line, style="bold red"))
+            self._live.console.print(Text(line, style=style))
         elif self._enabled:
-            self._stream.write(line + "\n")
+            self._stream.write(line + "\n")  # one write: ranks share the log
             self._stream.flush()
 
     @property

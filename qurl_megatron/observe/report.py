@@ -10,6 +10,7 @@ import numpy as np
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe import drawing, lanes, panels
+from qurl_megatron.observe.acting import what_acted
 from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.history import History
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
@@ -25,7 +26,7 @@ from qurl_megatron.observe.samples import (
     visible,
 )
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
-from qurl_megatron.observe.text import NARROW_SPACE, duration, how_many, number, percent, reading
+from qurl_megatron.observe.text import duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
 
 TIMELINE_FILE = "timeline.jsonl"
@@ -55,7 +56,16 @@ class Drawing:
     picture: Picture
     svg: str
     wide_svg: str  # for two columns' width, or "" where one is enough
-    legend: list[tuple[str, str, str, bool]]  # label, colour, last value, drawn as rings
+    legend: list[tuple[str, str, str, bool]]  # label, colour, value at its end, drawn as rings
+    how: str  # how lines follow from what was measured
+
+
+@dataclass(frozen=True)
+class PictureSection:
+    """Pictures under one heading."""
+
+    drawings: list[Drawing]
+    zero: list[str]  # pictures that are zero throughout, in words
 
 
 @dataclass(frozen=True)
@@ -97,8 +107,9 @@ def write_report(run_dir: Path | str) -> Path:
         name=run_dir.resolve().name,
         facts=_facts(records, history, _tables(recipe)),
         figures=list(_key_figures(history, _tables(recipe))),
+        acted=what_acted(history, _tables(recipe).get("algo", {})),
         sections={
-            title: _drawings(chosen, history) for title, chosen in panels.pictures(history).items()
+            title: _section(chosen, history) for title, chosen in panels.pictures(history).items()
         },
         quotes=_quotes(read_samples(run_dir)),
         timeline=lanes.lanes_svg(shown) if shown else "",
@@ -168,22 +179,21 @@ def _key_figures(history: History, recipe: dict) -> Iterator[KeyFigure]:
     )
     if newest:
         steps, values = history.newest(newest)
-        shown = [_held_out(newest, value) for value in values[[0, -1]]]
+        shown = [reading(newest, value) for value in values[[0, -1]]]
         if len(steps) > 1:
             note = f"step {steps[0]} to step {steps[-1]}"
             yield KeyFigure(MEASURED[newest], shown[1], note, before=shown[0])
         else:
             yield KeyFigure(MEASURED[newest], shown[0], f"step {steps[0]}")
     if "reward/mean" in history:
-        _, values = history.newest("reward/mean")
-        since = history.since("reward/mean")
-        n = min(10, max(1, len(values) // 10))  # single batches are noisy
+        steps, values = history.newest("reward/mean")
+        ends = [reading("reward/mean", value) for value in drawing.smooth(values)[[0, -1]]]
         if len(values) > 1:
-            note = f"first and last {n} steps" if n > 1 else "first to last step"
-            first, last = f"{values[:n].mean():.3f}", f"{values[-n:].mean():.3f}"
-            yield KeyFigure("Reward", last, note + since, before=first)
+            smoothed = ", smoothed" if len(values) > drawing.MEASURED else ""
+            note = f"step {steps[0]} to step {steps[-1]}{smoothed}"
+            yield KeyFigure("Reward", ends[1], note, before=ends[0])
         else:
-            yield KeyFigure("Reward", f"{values[0]:.3f}", since.removeprefix(", "))
+            yield KeyFigure("Reward", ends[1], f"step {steps[0]}")
     if tokens := _rollout_speed(history):
         yield KeyFigure("Rollout", number(tokens), "tokens per second")
     if "time/step" in history:
@@ -204,12 +214,6 @@ def _key_figures(history: History, recipe: dict) -> Iterator[KeyFigure]:
         # The metric is the number of a version, and the first one is 0.
         versions = history.series("sync/version")[1].max() + 1
         yield KeyFigure("Policy versions", f"{versions:.0f}", note)
-
-
-def _held_out(metric: str, value: float) -> str:
-    if metric == "eval/accuracy":
-        return percent(value).replace(" ", NARROW_SPACE)
-    return f"{value:.3f}"
 
 
 def _rollout_speed(history: History) -> float | None:
@@ -254,6 +258,17 @@ def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]
             yield f"{what.removeprefix(FALL_BACK)} since step {span.step}", why
 
 
+def _section(chosen: Sequence[Picture], history: History) -> PictureSection:
+    zero = [picture for picture in chosen if picture.zero(history)]
+    return PictureSection(
+        _drawings([picture for picture in chosen if picture not in zero], history),
+        [
+            f"{picture.title} ({', '.join(line.label for line in picture.present(history))})"
+            for picture in zero
+        ],
+    )
+
+
 def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
     drawings, column = [], 0
     for index, picture in enumerate(chosen):
@@ -261,12 +276,17 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
         wide = picture.wide or (index == len(chosen) - 1 and column % 2 == 0)
         column += 2 if wide else 1
         legend = [
-            (line.label, line.color, reading(line.metric, last), line.rings)
+            (
+                line.label,
+                line.color,
+                reading(line.metric, drawing.drawn(picture, line, history)[1][-1]),
+                line.rings,
+            )
             for line in picture.present(history)
-            if (last := history.last(line.metric)) is not None
         ]
         wide_svg = drawing.picture_svg(picture, history, wide=True) if wide else ""
-        drawings.append(Drawing(picture, drawing.picture_svg(picture, history), wide_svg, legend))
+        svg, how = drawing.picture_svg(picture, history), drawing.how_drawn(picture, history)
+        drawings.append(Drawing(picture, svg, wide_svg, legend, how))
     return drawings
 
 

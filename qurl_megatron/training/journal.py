@@ -221,6 +221,7 @@ class Journal:
             ConfigError: the disk refused the report, or metrics before it.
         """
         # matplotlib takes a second to import
+        from qurl_megatron.observe.acting import what_acted
         from qurl_megatron.observe.report import History, unscored, write_report
 
         self.progress.close()
@@ -228,7 +229,10 @@ class Journal:
         if stopped_by and not state.finished(self.config.train.steps):
             print(stopped(stopped_by, state.step, self.config.train.steps))
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
-            if share := unscored(History(read_metrics(self.run_dir / "metrics.jsonl"))):
+            history = History(read_metrics(self.run_dir / "metrics.jsonl"))
+            if acted := what_acted(history, asdict(self.config.algo)):
+                print(acted)
+            if share := unscored(history):
                 print(
                     f"{percent(share)} of the responses could not be scored and got "
                     f"reward.failed={self.config.reward.failed:g}"

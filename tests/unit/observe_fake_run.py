@@ -15,6 +15,7 @@ uaq_scale = 1.5
 
 [algo]
 objective = "acr"
+cap = 2.0
 
 [train]
 steps = {steps}

@@ -8,7 +8,8 @@ from qurl_megatron.observe.text import duration, number, percent, reading, scien
 METRICS = {
     "reward/mean": 0.41234,
     "policy/clip_fraction": 0.0031,
-    "rollout/kl_k1": 0.00123,
+    "rollout/kl_k1": -0.0005,
+    "rollout/kl_k3": 0.00123,
     "quant/code_flip_rate": 0.0412,
     "throughput/rollout_tokens_per_s": 811.7,
     "time/step": 2.31,
@@ -36,9 +37,35 @@ def test_a_log_gets_one_plain_line_per_step():
             clock.now += 110 / 48
             progress.step(step, METRICS)
     assert stream.getvalue().splitlines()[-1] == (
-        "step 12/60  reward 0.412  clip 0.3 %  kl 1.2e-3  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s"
+        "step 12/60  reward 0.412  clip 0.3 %  k3 1.2e-3  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s"
     )
-    assert len(stream.getvalue().splitlines()) == 2
+    assert len(stream.getvalue().splitlines()) == 3  # one explains
+
+
+def test_names_that_do_not_explain_themselves_are_explained_once_where_they_first_appear():
+    stream = io.StringIO()
+    with Progress(3, stream=stream) as progress:
+        progress.step(1, {"rollout/kl_k3": 1e-3})
+        progress.step(2, METRICS)
+        progress.step(3, METRICS)
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == [
+        "k3: KL of the sampling from the trained policy, per token",
+        "step 1/3",
+        "clip: share of tokens that clipping cuts off; "
+        "flips: share of quantized weights whose code changed with the step",
+        "step 2/3",
+        "step 3/3",
+    ]
+
+
+def test_a_terminal_explains_the_names_above_its_display(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = Terminal()
+    with Progress(3, stream=stream) as progress:
+        progress.step(1, METRICS)
+        progress.step(2, METRICS)
+    assert stream.getvalue().count("flips: share of quantized weights whose code changed") == 1
 
 
 def test_the_line_leaves_out_what_was_not_measured_and_the_last_one_has_no_eta():

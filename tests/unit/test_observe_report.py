@@ -18,6 +18,7 @@ from tests.unit.observe_fake_run import write_fake_run
 # A warning from matplotlib is a flaw in the picture.
 pytestmark = pytest.mark.filterwarnings("error")
 
+PAPER = "https://arxiv.org/abs/2602.13953"
 KEYS = {picture.key for section in SECTIONS.values() for picture in section}
 
 
@@ -90,8 +91,8 @@ def test_the_report_loads_nothing_from_elsewhere(page):
 
     parser = Loads()
     parser.feed(page)
-    assert parser.found == []
-    assert not re.search(r"https?://|@import|<script|<link", page)
+    assert parser.found == [("a", "href", PAPER)]  # followed only where a reader asks for it
+    assert not re.search(r"https?://|@import|<script|<link", page.replace(PAPER, ""))
     assert not re.findall(r"url\((?!#)", page)
     assert len(page) < 1_000_000
 
@@ -128,7 +129,7 @@ def test_tick_labels_are_not_cut_off_with_the_coordinates(tmp_path):
 
 def test_headline_compares_the_end_with_the_beginning(page):
     text = re.sub(r"<[^>]+>|\s", "", page)
-    assert "Held-outaccuracy11.0%→" in text
+    assert "Held-outaccuracy11%→" in text
     assert "12of20steps" in text
     assert "INT8ACR" in text and "UAQs=1.5" in text
     assert "Policyversions12" in text
@@ -160,19 +161,20 @@ def test_nothing_joins_what_was_measured_under_another_reward(tmp_path):
     assert len(history.stretches("policy/clip_fraction")) == 1
     page = write_report(run_dir).read_text()
     text = re.sub(r"<[^>]+>|\s+", " ", page)
-    assert "step 40 to step 60" in text and "first and last 3 steps, since step 31" in text
-    first = re.search(r"Reward\s+(-\d\.\d+)", re.sub(r"\s+", " ", text))
-    assert first and float(first[1]) < -4, first
+    assert "step 40 to step 60" in text and "step 31 to step 60, smoothed" in text
+    first = re.search(r"Reward\s+−(\d\.\d+)", re.sub(r"\s+", " ", text))
+    assert first and float(first[1]) > 4, first
     (reward,) = re.findall(r'<figure id="reward".*?</figure>', page, flags=re.S)
     axes = Figure().add_subplot()
     draw_lines(axes, SECTIONS["Learning"][0], history)
     ends = sorted({(min(line.get_xdata()), max(line.get_xdata())) for line in axes.lines})
     assert ends == [(0, 30), (1, 30), (31, 60), (40, 60)]
     steps, values = history.newest("reward/mean")
-    first, last, largest = map(number, (values[0], values[-1], values.max()))
+    level = smooth(values)
+    first, last, largest = map(number, (level[0], level[-1], values.max()))
     assert (
-        f"rollout reward, since step 31: {first} at step 31, {last} at step 60, largest {largest}; "
-        "held-out accuracy, since step 40: " in reward
+        f"rollout reward, since step 31: {first} at step 31, {last} at step 60, "
+        f"largest measured {largest}; held-out accuracy, since step 40: " in reward
     )
 
 
@@ -211,12 +213,63 @@ def test_null_and_non_finite_values_are_left_out_and_reported(tmp_path):
     assert _pictures(page) == KEYS
 
 
-def test_values_of_zero_are_drawn_on_linear_scales_and_left_out_on_logarithmic_ones(tmp_path):
+def test_pictures_that_are_zero_throughout_fold_into_a_line_and_have_none_on_a_log_scale(tmp_path):
     run_dir = write_fake_run(tmp_path, 2)
     zero = {"policy/clip_fraction": 0.0, "quant/weight_update": 0.0, "rollout/rho_max": 0.0}
     lines = [json.dumps({"step": n, "time": 1, "metrics": zero}) + "\n" for n in (1, 2)]
     (run_dir / "metrics.jsonl").write_text("".join(lines))
-    assert _pictures(write_report(run_dir).read_text()) == {"clip"}
+    page = write_report(run_dir).read_text()
+    assert not _pictures(page)
+    assert re.findall("Zero throughout: .*", page) == [
+        "Zero throughout: Clipped tokens (clip fraction).</p>"
+    ]
+
+
+def _text(html):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
+
+
+def test_tile_legend_and_drawing_have_the_same_ends(tmp_path):
+    run_dir = write_fake_run(tmp_path, 40)
+    history = History(read_metrics(run_dir / "metrics.jsonl"))
+    page = write_report(run_dir).read_text()
+    axes = Figure().add_subplot()
+    draw_lines(axes, SECTIONS["Learning"][0], history)
+    line = next(line for line in axes.lines if line.get_xdata()[0] == 1 and line.get_lw() == 1.9)
+    first, last = (number(value) for value in line.get_ydata()[[0, -1]])
+    (figure,) = re.findall(r'<figure id="reward".*?</figure>', page, flags=re.S)
+    assert f" Reward {first} → {last} step 1 to step 40, smoothed" in _text(page)
+    assert f"rollout reward {last} " in _text(figure)
+    assert f"rollout reward: {first} at step 1, {last} at step 40, largest measured" in figure
+
+
+@pytest.mark.parametrize(
+    ("steps", "reward", "phases"),
+    [
+        (8, "", ""),
+        (40, "line smoothed, dots as measured", ""),
+        (200, "line smoothed, band as measured", "means of neighbouring steps"),
+    ],
+)
+def test_what_was_done_to_measured_values_stands_beside_each_drawing(
+    tmp_path, steps, reward, phases
+):
+    page = write_report(write_fake_run(tmp_path, steps)).read_text()
+    for key, how in (("reward", reward), ("kl", reward), ("phases", phases)):
+        (figure,) = re.findall(rf'<figure id="{key}".*?</figure>', page, flags=re.S)
+        assert re.findall(r'<li class="how">(.*?)</li>', figure) == ([how] if how else [])
+
+
+def test_the_contents_lead_to_every_section(page):
+    contents = re.search("<nav.*?</nav>", page, flags=re.S)[0]
+    titles = re.findall(r'<section id="([\w-]+)">\s*<h2>(.*?)</h2>', page)
+    assert re.findall(r'<a href="#([\w-]+)">(.*?)</a>', contents) == titles
+    assert [title for _, title in titles] == [*SECTIONS, "Details"]
+
+
+def test_the_gap_is_drawn_by_the_estimator_that_is_never_negative(page):
+    (figure,) = re.findall(r'<figure id="kl".*?</figure>', page, flags=re.S)
+    assert "k3" in _text(figure) and "k1" not in _text(figure)
 
 
 def write_events(run_dir, *events):

@@ -129,6 +129,14 @@ def test_who_stops_a_run_reads_how_far_it_is_and_of_which_step_its_score_is(
     assert report == f"report: {run_dir / 'report.html'}"
 
 
+def test_the_end_of_a_run_says_whether_its_correction_did_anything(config, run_dir, capsys):
+    with opened(config, run_dir) as journal:
+        journal.step(1, {**STEP, "rollout/rho_max": 1.27, "acr/active_fraction": 0.0})
+        journal.finish(TrainState(step=1))
+    _, acted, _ = capsys.readouterr().out.splitlines()[-3:]
+    assert acted == "ACR never acted: no importance weight above C = 2 (largest 1.27)"
+
+
 def test_a_rollout_is_kept_whole_token_by_token(config, run_dir):
     with opened(config, run_dir) as journal:
         journal.keep_rollout(7, answers(1.0, 0.0), {})

@@ -1,0 +1,93 @@
+"""Terminal and report say whether the correction of the loss did anything."""
+
+import json
+
+import pytest
+
+from qurl_megatron.observe.acting import what_acted
+from qurl_megatron.observe.history import History
+from qurl_megatron.observe.report import write_report
+from qurl_megatron.observe.sinks import Record
+from tests.unit.observe_fake_run import write_fake_run
+
+STILL = {
+    "rollout/rho_max": 1.27,
+    "rollout/truncated_weight_fraction": 0.0,
+    "acr/active_fraction": 0.0,
+    "acr/rescued_fraction": 0.0,
+    "correction/banded_fraction": 0.0,
+}
+BUSY = {
+    "rollout/rho_max": 31.0,
+    "rollout/truncated_weight_fraction": 0.02,
+    "acr/active_fraction": 0.012,
+    "acr/rescued_fraction": 0.0005,
+    "correction/banded_fraction": 0.03,
+}
+
+
+def said(objective, *steps):
+    history = History([Record(n, 0.0, metrics) for n, metrics in enumerate(steps, 1)])
+    return what_acted(history, {"objective": objective, "cap": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("objective", "still", "busy"),
+    [
+        (
+            "acr",
+            "ACR never acted: no importance weight above C = 2 (largest 1.27)",
+            "ACR acted: a wider clip range for 0.6 % of the tokens, 0.03 % rescued from TIS's "
+            "(C = 2, largest importance weight 31)",
+        ),
+        (
+            "tis",
+            "TIS never acted: no importance weight above C = 2 (largest 1.27)",
+            "TIS acted: 1.0 % of the importance weights cut to 2 (largest 31)",
+        ),
+        (
+            "icepop",
+            "IcePop never acted: no importance weight outside its band (largest 1.27)",
+            "IcePop acted: 1.5 % of the tokens left out (largest 31)",
+        ),
+        (
+            "naive",
+            "algo.objective=naive corrects nothing (probability ratio: largest 1.27)",
+            "algo.objective=naive corrects nothing (probability ratio: largest 31)",
+        ),
+        (
+            "decoupled",
+            "every token is weighted by its probability ratio, without a cap (largest 1.27)",
+            "every token is weighted by its probability ratio, without a cap (largest 31)",
+        ),
+    ],
+)
+def test_what_a_correction_did_over_the_steps(objective, still, busy):
+    assert said(objective, STILL, STILL) == still
+    assert said(objective, STILL, BUSY) == busy
+
+
+def test_weights_above_the_cap_that_acr_does_not_touch_are_told_apart():
+    metrics = {**STILL, "rollout/rho_max": 2.757, "rollout/truncated_weight_fraction": 0.0007}
+    assert said("acr", STILL, metrics) == (
+        "ACR never acted: no token of a positive advantage had an importance weight above C = 2 "
+        "(largest 2.76)"
+    )
+
+
+def test_nothing_is_said_of_policies_that_nothing_compared():
+    assert said("acr", {"acr/active_fraction": 0.0}) == ""
+
+
+def test_the_report_says_it_below_the_key_figures_and_folds_what_was_zero_throughout(tmp_path):
+    run_dir = write_fake_run(tmp_path, 12)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        line["metrics"] |= STILL
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(run_dir).read_text()
+    assert "ACR never acted: no importance weight above C\u00a0=\u00a02 (largest 1.27)." in page
+    assert page.index("ACR never acted") < page.index("<h2")
+    assert '<figure id="acr"' not in page and '<figure id="truncated_weights"' not in page
+    assert "Zero throughout: Adaptive clip range (active, rescued)." in page
+    assert '<figure id="dropped"' in page  # one of its lines is zero, the other is not
