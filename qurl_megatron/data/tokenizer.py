@@ -1,5 +1,6 @@
 """Text to token ids and back: the tokenizer in the model's own folder."""
 
+import math
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 
 from qurl_megatron.data.rows import Question, Turn
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Sample
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them says what tokens are
@@ -89,8 +91,8 @@ class Tokenizer:
             chat: make texts one user turn.
 
         Raises:
-            ConfigError: nothing of a prompt is in the vocabulary, or there is no template, or it
-                refuses the turns; says in which line.
+            ConfigError: nothing of a prompt is in the vocabulary, or a token of it is none of the
+                model's, or there is no template, or it refuses the turns; says in which line.
         """
         for start in range(0, len(questions), BATCH):
             part = questions[start : start + BATCH]
@@ -104,6 +106,8 @@ class Tokenizer:
                 ):
                     if not ids:
                         raise self._all_unknown(question)
+                    if max(ids) >= self._model_vocabulary:
+                        raise self._of_another_model(question, max(ids))
                     yield tuple(ids), self._unknown(text, encoding) if encoding else ""
 
     def _rendered_of(self, question: Question, chat: bool) -> tuple[str, bool]:
@@ -120,6 +124,22 @@ class Tokenizer:
             f"{question.place or 'a question'}: the tokenizer in {self.path} has no token for any "
             f"part of the prompt {question.text!r:.80}; take the questions that the model was made "
             "for, or another model"
+        )
+
+    @cached_property
+    def _model_vocabulary(self) -> float:
+        """Number of tokens that the model of the folder knows."""
+        if not (self.path / "config.json").is_file():
+            return math.inf  # a tokenizer alone, for engines that run
+        size = read_config(self.path).get("vocab_size")
+        return size if isinstance(size, int) else math.inf
+
+    def _of_another_model(self, question: Question, token: int) -> ConfigError:
+        return ConfigError(
+            f"{question.place or 'a question'}: the tokenizer in {self.path} gives the prompt "
+            f"{question.text!r:.40} the token {token}, and the model has "
+            f"{self._model_vocabulary} tokens (vocab_size in its config.json): it is another "
+            "model's, so copy tokenizer.json and tokenizer_config.json from the original checkpoint"
         )
 
     def _rendered(self, prompt: str | Sequence[Turn], chat: bool) -> tuple[str, bool]:

@@ -48,6 +48,7 @@ def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
     checks = (
         partial(arch.refuse_without_engine, f"model.path={config.model.path}: "),
         partial(refuse_endless_responses, config.rollout, arch),
+        partial(refuse_without_tokenizer, config),
         partial(refuse_not_installed, config.rollout),
         partial(check_rewards, config.reward),
         partial(check_environment, config.rollout),
@@ -60,6 +61,12 @@ def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
         except ConfigError as error:
             mistakes.append(str(error))
     return LookedOver(list(dict.fromkeys(mistakes)), data)
+
+
+def refuse_without_tokenizer(config: RunConfig) -> None:
+    """Raise ``ConfigError`` where the model is there and its tokenizer is not."""
+    if Path(config.model.path).is_dir():
+        Tokenizer(description_of(config.model.path))
 
 
 def check_files(config: RunConfig) -> dict[str, DataFile]:
@@ -176,5 +183,5 @@ def describe_data(config: RunConfig) -> list[str]:
         *(file.summary for file in files.values()),
         *doubts(config, files),
         f"how long prompts are is not checked: model.path={folder} "
-        + (f"holds no {FILES[0]}, which a run needs" if folder.is_dir() else "is not there yet"),
+        + (f"holds no {FILES[0]}" if folder.is_dir() else "is not there yet"),
     ]

@@ -23,7 +23,7 @@ from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.schemes import simulation
 from qurl_megatron.tensors.arch import arch_of, read_arch
 from qurl_megatron.training.footprint import check_policy_division
-from qurl_megatron.training.inputs import check_files, doubts
+from qurl_megatron.training.inputs import check_files, doubts, refuse_without_tokenizer
 from qurl_megatron.training.state import (
     TrainState,
     latest,
@@ -96,6 +96,7 @@ def _refuse_impossible(config: RunConfig) -> None:
     arch.refuse_without_engine(f"model.path={config.model.path}: ")
     check_policy_division(config, arch)
     refuse_endless_responses(config.rollout, arch)
+    refuse_without_tokenizer(config)
 
 
 def _prepare(source: Path | None, config: RunConfig) -> dict[str, DataFile]:

@@ -19,6 +19,8 @@ from qurl_megatron.weights.places import INDEX, safetensors_files
 # A file is opened again after this many bytes: what was read stays mapped until it is closed.
 _MAPPED_BYTES = 256 << 20
 
+LFS_POINTER = b"version https://git-lfs"
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Those of weights in high precision."""
 
@@ -112,14 +114,14 @@ class HfReader:
     def _slice(self, name: str):
         stored = self.stored(name)
         if self._open is None or self._open[0] != stored.file or self._mapped > _MAPPED_BYTES:
-            self._open = (stored.file, _opened(stored.file))
+            self._open = (stored.file, opened(stored.file))
             self._mapped = 0
         self._mapped += stored.dtype.itemsize * torch.Size(stored.shape).numel()
         return self._open[1].get_slice(name)
 
 
 def _header(file: Path) -> Iterable[tuple[str, Stored]]:
-    reader = _opened(file)
+    reader = opened(file)
     for name in reader.keys():  # noqa: SIM118  a reader is no dict: only keys() lists it
         part = reader.get_slice(name)
         dtype = DTYPES.get(part.get_dtype())
@@ -131,10 +133,21 @@ def _header(file: Path) -> Iterable[tuple[str, Stored]]:
         yield name, Stored(file, tuple(part.get_shape()), dtype)
 
 
-def _opened(file: Path):
+def opened(file: Path):
+    """Return the safetensors file as ``safe_open`` does.
+
+    Raises:
+        ConfigError: it is damaged, or stands for a file that was never fetched.
+    """
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
+        with file.open("rb") as content:
+            if content.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ConfigError(
+                    f"{file} holds no weights but a note of Git LFS; run `git lfs pull` in "
+                    f"{file.parent}, or copy the file itself"
+                ) from None
         raise ConfigError(
             f"{file} cannot be read ({error}); it is damaged or cut off, copy it again"
         ) from None

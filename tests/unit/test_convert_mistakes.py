@@ -68,6 +68,14 @@ def test_a_safetensors_file_that_is_cut_off(hf, refused, tmp_path):
     assert not partial_folder(tmp_path / "out").exists()
 
 
+def test_a_note_of_git_lfs_in_place_of_the_weights(hf, refused):
+    note = "version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 988097824\n"
+    (hf / "model.safetensors").write_text(note)
+    said = refused("hf_to_megatron", "--hf", hf)
+    assert "model.safetensors holds no weights but a note of Git LFS" in said
+    assert f"run `git lfs pull` in {hf}" in said
+
+
 def test_a_missing_tensor(hf, refused):
     rewrite(hf, lambda t: t.pop("model.layers.2.self_attn.k_proj.bias"))
     said = refused("hf_to_megatron", "--hf", hf)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from tokenizers import Tokenizer as Splitter
@@ -112,6 +113,16 @@ def test_a_question_without_any_known_word_is_refused_with_its_line(folder):
         ConfigError, match=r"^data.path=q.jsonl, line 3: the tokenizer in .* no tok"
     ):
         ids_of(question, Tokenizer(folder), chat=False)
+
+
+def test_a_tokenizer_with_tokens_that_the_model_has_not_is_refused_with_the_line(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    question = Question("4 + 17", "21", place="data.path=q.jsonl line 3")
+    with pytest.raises(ConfigError, match=r"^data.path=q.jsonl line 3: .* the model has 8 tokens"):
+        ids_of(question, Tokenizer(tmp_path), chat=False)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128}))
+    ids_of(question, Tokenizer(tmp_path), chat=False)
 
 
 def test_of_a_conversation_a_reader_sees_who_said_what_and_a_reward_the_policy_alone(folder):

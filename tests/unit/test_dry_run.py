@@ -260,6 +260,7 @@ EXPERTS = {
 def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     recipe(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    (tmp_path / "tokenizer.json").touch()
     mistaken = ["rollout.backend=sglang", "rollout.sglang_python=no", "reward.function=no.py:near"]
     given = ["show", str(tmp_path / "recipe.toml"), f"model.path={tmp_path}", *mistaken]
     both = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
@@ -19,6 +19,7 @@ from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.schemes import ROLLOUT
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.weights.hf_reader import opened
 from qurl_megatron.weights.places import (
     INDEX,
     description_of,
@@ -108,7 +109,7 @@ def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if not paths:
         raise ConfigError(f"{folder} has neither {MANIFEST} nor *.safetensors files")
     for path in paths:
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield name, file.get_tensor(name)
 
