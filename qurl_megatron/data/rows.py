@@ -229,8 +229,9 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
                 # Without its end: a column behind that would be one of the next line.
                 row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
             except json.JSONDecodeError as error:
-                why = f"{error.msg} at column {error.colno}"  # its own line number is always 1
-                if error.pos == len(error.doc):
+                # Its own line number is always 1.
+                why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+                if error.pos == len(error.doc) or error.msg.startswith("Unterminated"):
                     why += ", where the line ends; write each object on one line"
             except UnicodeDecodeError as error:
                 why = f"byte {error.start + 1} is not UTF-8"

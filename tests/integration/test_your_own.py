@@ -1,4 +1,4 @@
-"""docs/your_own.md, from an empty folder to a report, as it stands there."""
+"""docs/your_own.md, from an empty folder to a model in plain transformers, as it stands there."""
 
 import json
 import os
@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs/your_own.md").read_text(encoding="utf-8")
-FILES = {"mine/make_data.py": "python", "mine/rewards.py": "python", "mine/recipe.toml": "toml"}
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/your_own.md").read_text(encoding="utf-8")
+FILES = ["mine/make_data.py", "mine/rewards.py", "mine/recipe.toml", "mine/ask.py"]
+"""In the order in which the page has them."""
 
 
 def blocks(*languages: str) -> list[str]:
@@ -17,7 +19,7 @@ def blocks(*languages: str) -> list[str]:
 
 def test_every_command_of_the_page_runs_from_an_empty_folder(tmp_path):
     (tmp_path / "mine").mkdir()
-    for (name, _), text in zip(FILES.items(), blocks("python", "toml"), strict=True):
+    for name, text in zip(FILES, blocks("python", "toml"), strict=True):
         assert PAGE.index(f"`{name}`") < PAGE.index(text), f"{name} is named above its text"
         (tmp_path / name).write_text(text)
     commands = tmp_path / "bin"
@@ -26,16 +28,20 @@ def test_every_command_of_the_page_runs_from_an_empty_folder(tmp_path):
         (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {runs} "$@"\n')
         (commands / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
-    said = []
+    (tmp_path / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
+    printed = {}
     for block in blocks("sh"):
         done = subprocess.run(
             ["sh", "-ec", block], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
         )
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-        said.append(done.stdout)
-    run = tmp_path / "mine/run"
-    assert "held-out" in said[-3] and (run / "report.html").is_file()
-    assert "step 9 done" in said[-2] and "step 12 done" in said[-2]
-    change = json.loads((run / "eval/start_to_step_000009.json").read_text())
+        printed[block.splitlines()[0]] = done.stdout
+    trained, forked, looked, exported, asked, again = list(printed.values())[2:]
+    assert "held-out" in trained and (tmp_path / "mine/run/report.html").is_file()
+    assert "step 12 done" in forked and "step 14 done" in forked
+    assert looked.count("reward ") >= 3 and (tmp_path / "mine/fp8/report.html").is_file()
+    change = json.loads((tmp_path / "mine/run/eval/start_to_step_000012.json").read_text())
     assert change["benchmarks"]["held_out"]
-    assert said[-1].count("reward ") >= 3 and (tmp_path / "mine/fp8/report.html").is_file()
+    assert "held_out" in exported
+    assert re.fullmatch(r"(answer: \d+\n){2}", asked), asked
+    assert "step 2 done" in again
