@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 
 quickstart: $(VENV)/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
+	@echo "From here: source $(BIN)/activate, so that the shell finds qurl (or call $(BIN)/qurl); docs/your_own.md goes on"
 
 # A file's tests share what it makes, so they stay together; the longest come first.
 BY_FILE := --dist loadfile --no-loadscope-reorder

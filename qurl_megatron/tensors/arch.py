@@ -371,7 +371,7 @@ def facts_of(folder: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: as ``arch_of``.
     """
-    sizes = asdict(arch_of(folder))
+    sizes = asdict(arch_of(folder, quantized=True))
     for name in ("family", "max_position"):  # all else follows from the one; the other is a limit
         del sizes[name]
     return {**sizes, "eos_token_id": sorted(read_eos(folder))}

@@ -1,10 +1,12 @@
 """The page for developers names files, commands and calls that there are."""
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/developing.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
 
 
@@ -20,6 +22,15 @@ def test_commands_that_the_page_names_are_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {code.split()[1] for code in CODE if code.startswith("make ")}
     assert len(named) > 8 and named <= targets
+
+
+def test_the_quickstart_ends_by_saying_how_qurl_is_called_as_readme_does():
+    dry = ["make", "--dry-run", "quickstart", "PYTHON=python3.12"]
+    lines = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    *_, last = lines.splitlines()
+    printed = subprocess.run(["sh", "-c", last], capture_output=True, text=True).stdout
+    for text, folder in ((printed, ".venv-python3.12"), (README.replace("`", ""), ".venv")):
+        assert f"source {folder}/bin/activate" in text and f"call {folder}/bin/qurl" in text
 
 
 def test_names_of_code_that_the_page_gives_are_defined():

@@ -14,7 +14,14 @@ from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant.export import FORMATS
-from qurl_megatron.tensors.arch import Arch, read_arch, read_config, read_eos, read_stop_ids
+from qurl_megatron.tensors.arch import (
+    Arch,
+    facts_of,
+    read_arch,
+    read_config,
+    read_eos,
+    read_stop_ids,
+)
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights.source import open_checkpoint
@@ -153,6 +160,7 @@ def test_a_quantized_folder_is_served_as_it_is(scheme, fmt, tmp_path):
     finish(engine, given)
     finish(of_plain, expected)
     assert (given.output_ids, given.log_probs) == (expected.output_ids, expected.log_probs)
+    assert facts_of(out) == facts_of(plain)
     other = "fp8" if scheme == "int8" else "int8"
     with pytest.raises(ConfigError, match=f"holds weights of scheme {scheme}, not {other}; give"):
         load_engine(out, scheme=other, dtype="float32", cache_gb=0.01, device="cpu")
