@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+
+from tests.integration.test_new_user import mistaken
 
 HERE = Path(__file__).parents[1]
 LISTED = 20  # differences of one part
@@ -178,8 +181,41 @@ def show(side: Side) -> Values:
     return values
 
 
+ASK_EACH = """
+import contextlib, io, json, os, sys
+from qurl_megatron.cli import main
+os.chdir(sys.argv[1])
+answers = {}
+for name, command in json.loads(sys.argv[2]).items():
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(command)
+        except SystemExit as left:
+            code = left.code
+        except Exception as error:
+            code = repr(error)
+    answers[name] = [code, err.getvalue().partition(chr(10))[0]]
+print(json.dumps(answers))
+"""
+"""Run by Python with a folder and named command lines of ``qurl``; all in one process, as each then
+takes milliseconds. Prints exit codes and first lines of stderr."""
+
+
+def mistakes(side: Side) -> Values:
+    """Return the exit code and the sentence with which each mistake of a new user is answered."""
+    with mistaken(side.work) as made:
+        commands = {mistake.name: shlex.split(mistake.command) for mistake in made}
+        answers = json.loads(side.must("-c", ASK_EACH, side.work, json.dumps(commands)))
+    values = {}
+    for name, (code, sentence) in answers.items():
+        values[f"{name}: exit code"] = code
+        values[f"{name}: sentence"] = re.sub(r"\bport \d+", "port N", side.plain(sentence))
+    return values
+
+
 PARTS: dict[str, Callable[[Side], Values]] = {
-    part.__name__: part for part in (show, codes, quickstart, interrupted)
+    part.__name__: part for part in (show, mistakes, codes, quickstart, interrupted)
 }
 
 
