@@ -43,5 +43,6 @@ def test_every_command_of_the_page_runs_from_an_empty_folder(tmp_path):
     change = json.loads((tmp_path / "mine/run/eval/start_to_step_000012.json").read_text())
     assert change["benchmarks"]["held_out"]
     assert "held_out" in exported
-    assert re.fullmatch(r"(answer: \d+\n){2}", asked), asked
+    answers = r"mine/exported answers \d+\nmine/exported-int8 answers \d+\n"
+    assert re.fullmatch(answers, asked), asked
     assert "step 2 done" in again
