@@ -803,7 +803,10 @@ class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
 class TrainConfig(Section, name="train", on_resume="free"):
     """Length and shape of the run."""
 
-    run_dir: str = ""
+    run_dir: str = key(
+        "",
+        Allowed(lambda folder: not folder.startswith("-"), "not begin with -, as an option does"),
+    )
     """Everything the run writes: checkpoints, metrics, report. Empty: runs/ and the recipe's name,
     and those of the overrides that change what the run computes, or its layout: for
     quant.scheme=fp8 runs/quickstart--quant.scheme-fp8."""

@@ -15,8 +15,9 @@ from qurl_megatron.slurm.steps import gpus, variables
 
 HEADER = "# Written by `qurl slurm`: change the recipe or the cluster file instead."
 
-HERE = "$PWD"
-"""In a command: the folder in which the job was submitted."""
+HERE = "\0"
+"""In a command, at the end of a word: the folder in which the job was submitted. No word that a
+user gives holds it."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ def _exports(cluster: ClusterConfig) -> list[str]:
 
 
 def _shell(command: tuple[str, ...]) -> str:
-    """The words as the shell reads them back; only ``HERE`` at the end of one is expanded."""
+    """The words as the shell reads them back, with its own folder for ``HERE``."""
     words = []
     for word in command:
-        expanded = word.endswith(HERE)
-        quoted = shlex.quote(word.removesuffix(HERE)) if word != HERE else ""
-        words.append(f'{quoted}"{HERE}"' if expanded else quoted)
+        before, here, _ = word.partition(HERE)
+        quoted = shlex.quote(before) if before or not here else ""
+        words.append(f'{quoted}"$PWD"' if here else quoted)
     return " ".join(words)

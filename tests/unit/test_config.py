@@ -74,6 +74,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("rollout.temperature=inf", "rollout.temperature must be a number of at most 10000000"),
         ("optimizer.lr=inf", "optimizer.lr must be a number of at most 1000000000 in size, got i"),
         ("optimizer.weight_decay=nan", "optimizer.weight_decay must be 0 or more, got nan"),
+        ("train.run_dir=-x", "train.run_dir must not begin with -, as an option does, got '-x'"),
         ("optimizer.beta1=2", "optimizer.beta1 must lie in [0, 1), got 2"),
         ("rollout.timeout_s=1e300", "rollout.timeout_s must be a number of at most 1000000000 in"),
         ("train.steps=99999999999999999999", "train.steps must be a number of at most 9007199254"),

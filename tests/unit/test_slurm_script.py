@@ -118,13 +118,14 @@ def test_the_sites_lines_come_before_the_run_and_in_quotes_where_they_need_them(
 
 
 def test_a_command_reaches_bash_word_by_word(tmp_path):
-    words = ("printf", "%s\\n", "a b", "$HOME", "it's", HERE, f"--dir={HERE}")
+    words = ("printf", "%s\\n", "a b", "$HOME", "it's", "", "x$PWD", HERE, f"--dir={HERE}")
     job = Script(name="x", output="x", components=(), command=words)
     last = render(dataclasses.replace(job, components=(COMPONENT,)), ClusterConfig())
     said = subprocess.run(
         ["bash", "-c", last.splitlines()[-1]], cwd=tmp_path, capture_output=True, text=True
     ).stdout
-    assert said.splitlines() == ["a b", "$HOME", "it's", str(tmp_path), f"--dir={tmp_path}"]
+    here = [str(tmp_path), f"--dir={tmp_path}"]
+    assert said.splitlines() == ["a b", "$HOME", "it's", "", "x$PWD", *here]
 
 
 COMPONENT = training_job(load(QUICK), ClusterConfig()).components[0]
