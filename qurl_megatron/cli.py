@@ -225,8 +225,6 @@ def serve(arguments: argparse.Namespace) -> int:
     port, api_key = arguments.port, given_key(os.environ)
     if port is None:
         port = 0 if arguments.port_file else 30000
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port {port}: ports are from 1 to 65535, and 0 takes a free one")
     if api_key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(
             f"--host {arguments.host} without a key: whoever reaches it could load weights into "

@@ -15,7 +15,7 @@ from tests.slurm.runs import ONE_RANK
 
 def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User):
     (job,), run_dir = user.submit(
-        "broken", "train.steps=20", "train.eval_prompts=0", "optimizer.lr=1e30"
+        "broken", "train.steps=20", "train.eval_prompts=0", "optimizer.lr=1e9"
     )
     assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
     assert user.slurm.facts(job)["ExitCode"] == "3:0"

@@ -207,7 +207,9 @@ def test_a_rendezvous_offers_engines_or_is_a_configerror(text, lines):
 
 def test_a_rendezvous_may_say_more_than_we_read(tmp_path):
     (tmp_path / "a.json").write_text('{"url": "http://a:1", "node": "n7"}')
-    assert read_members(tmp_path, one_line) == {"http://a:1": Member("http://a:1", None)}
+    assert read_members(tmp_path, one_line) == {
+        "http://a:1": Member("http://a:1", None, str(tmp_path / "a.json"))
+    }
 
 
 @QUICK

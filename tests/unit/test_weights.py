@@ -171,7 +171,7 @@ def test_folding_leaves_int8_codes_from_fp32(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types sliding_attention are not supported",
+            "layer_types ['full_attention', 'sliding_attention'] are not supported",
         ),
         (
             {"model_type": "mistral", "sliding_window": 4096},
