@@ -19,7 +19,7 @@ from typing import Any
 
 from qurl_megatron.config import DataConfig
 from qurl_megatron.config.sections import ONE_FILE
-from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.errors import ConfigError, printable, reading
 from qurl_megatron.observe.text import how_many
 
 PROMPT_KEYS = ("prompt", "problem", "question", "messages")
@@ -383,4 +383,4 @@ def refuse_half_characters(text: str, place: str) -> None:
 
 
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(names).encode("utf-8", "backslashreplace").decode()
+    return printable(", ".join(names))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, printable
 from qurl_megatron.observe.attempts import Attempt, Tried, tried
 from qurl_megatron.observe.failures import read_failures
 from qurl_megatron.slurm import folder
@@ -36,7 +36,7 @@ def logs(run_dir: Path, number: int | None) -> int:
     """
     one = _chosen(run_dir, number)
     evidence = gather(run_dir, one)
-    print(render(run_dir, one, evidence, first_cause(evidence)))
+    print(printable(render(run_dir, one, evidence, first_cause(evidence))))
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from qurl_megatron.config import RunConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, printable
 from qurl_megatron.observe.attempts import Attempt, Step, Tried, run_metrics, steps_of, tried
 from qurl_megatron.observe.clock import now
 from qurl_megatron.observe.sinks import Record
@@ -100,7 +100,7 @@ def status(run_dir: Path, *, as_json: bool = False) -> int:
         ConfigError: nothing was submitted for it, or a record is damaged.
     """
     found = describe(gather(run_dir), now())
-    print(json.dumps(asdict(found), indent=1) if as_json else render(found))
+    print(json.dumps(asdict(found), indent=1) if as_json else printable(render(found)))
     return 0
 
 

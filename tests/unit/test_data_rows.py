@@ -65,6 +65,12 @@ def test_slimes_lines_are_read_as_they_are(tmp_path):
     )
 
 
+def test_names_of_columns_steer_no_terminal(tmp_path):
+    row = {"prompt": "1 + 1 =", "answer": "2", "col\x1b[2J\ud800": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert read_file(tmp_path / "a.jsonl", "FILE").summary.endswith("metadata: col?[2J?")
+
+
 def test_training_and_evaluation_read_the_same(tmp_path):
     for path in (
         verl_table(tmp_path / "verl.parquet", SUMS),

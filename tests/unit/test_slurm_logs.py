@@ -382,6 +382,15 @@ def test_what_failed_when_slurm_took_the_nodes_back_is_not_called_the_cause(tmp_
     assert "Failed while it ended: no engine is left: rank 1 on train1" in said
 
 
+def test_what_a_log_holds_does_not_steer_the_operators_terminal(tmp_path, capsys):
+    where = attempted(tmp_path, KILLED[:1], code=1, decision="stop")
+    broken = failed(0, "ValueError", "odd \x1b[2J\x1b]0;title\x07")
+    (where / "failure-0.json").write_text(json.dumps(asdict(broken)))
+    assert main(["slurm", "logs", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "odd ?[2J?]0;title?" in said and "\x1b" not in said
+
+
 def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, capsys):
     attempted(tmp_path, code=137, decision="stop")
     attempted(tmp_path, KILLED[:1], code=0, decision="done")
