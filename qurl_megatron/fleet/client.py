@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
-from qurl_megatron.errors import Foreseen
+from qurl_megatron.errors import Foreseen, keep_secret
 from qurl_megatron.fleet.answer import (
     BadAnswer,
     Info,
@@ -88,6 +88,7 @@ class EngineClient:
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
+        keep_secret(api_key)  # an engine, or a proxy before it, may quote what it was sent
         # What is packed may unpack to any size.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:

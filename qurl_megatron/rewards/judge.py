@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError, unscored
+from qurl_megatron.errors import ConfigError, keep_secret, unscored
 from qurl_megatron.rewards.item import Item, Score, as_score
 from qurl_megatron.runtime import event_loop
 
@@ -66,6 +66,7 @@ class Judge:
         self._unauthorized = f": it wants a key, and {given} ({key}.key_env)"
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token := server_key(key, config):
+            keep_secret(token)
             headers["Authorization"] = f"Bearer {token}"
         secure = urlsplit(config.url).scheme == "https"
         self._options: dict[str, Any] = {
