@@ -1,12 +1,21 @@
 """What is left to ``--thorough``: most combinations of crossed cases, and tests marked so.
 
-Besides, Ctrl-C is heard wherever the tests run.
+Besides, Ctrl-C is heard wherever the tests run, and a key that one test uses is an ordinary word
+for the others.
 """
 
 import signal
 from collections import Counter
 
 import pytest
+
+from qurl_megatron import errors
+
+
+@pytest.fixture(autouse=True)
+def keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``errors.printable`` leaves keys out for as long as the process lives; here, for a test."""
+    monkeypatch.setattr(errors, "_SECRETS", set())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
