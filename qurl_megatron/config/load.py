@@ -21,6 +21,10 @@ from qurl_megatron.schemes import SCHEMES
 VARIANT = "--"  # stands before each override in the name of a run's folder
 LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
 LISTED = 10  # keys of a section that a message names
+REMOVED = {
+    "train.share_prefix": "each response is computed with its prompt; leave the key out",
+}
+"""Sections and keys that recipes once had, and what to do without each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,6 +416,8 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
     known = {f.name: f for f in dataclasses.fields(cls)}
     for name in values:
         if name not in known:
+            if removed := REMOVED.get(f"{prefix}{name}"):
+                raise ConfigError(f"{prefix}{name} no longer exists: {removed}")
             close = [key for key, f in known.items() if f.metadata.get("elsewhere") == name]
             close = close or get_close_matches(name, known, n=1)
             hint = f"known: {', '.join(known)}"

@@ -825,13 +825,6 @@ class TrainConfig(Section, name="train", on_resume="free"):
     packed: bool = False
     """Lay the sequences of a pass end to end (THD) instead of padding them to the longest."""
 
-    share_prefix: bool = True
-    """Score and train the responses to one prompt with the prompt computed once, as far as they are
-    in one minibatch; they lie end to end then, whatever packed says. Where this cannot be done (on
-    GPUs, with context parallelism) a run says so once, and computes each prompt with each
-    response. Data ranks are balanced by positions, so even without max_tokens their numbers of
-    passes may differ; train/passes is that of the rank with most."""
-
     align: Literal["none", "weights", "full"] = key("none", on_resume="fork")
     """What the policy's linear layers compute with, in scoring and training: "none", its own
     weights; "weights", the codes and scales that the engines have; "full", tokens quantized as in

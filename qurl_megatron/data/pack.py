@@ -2,11 +2,10 @@
 
 Shapes: B = rows, S = their length, N = response tokens of the batch that the policy wrote; all
 others, those of prompts and of what an environment said, are context and nothing else. A row is one
-response, padded on the right; or all of them lie end to end in a single row (packed); or those of
-one prompt follow on the prompt, which is there once (``data.trees``). Position t predicts token
-t+1: a response token's log-prob is read one place before it. What the loss knows of tokens is kept
-flat, [N], in the order of the responses: what the policy did not write has no ratio and no
-advantage.
+response, padded on the right; or all of them lie end to end in a single row (packed). Position t
+predicts token t+1: a response token's log-prob is read one place before it. What the loss knows of
+tokens is kept flat, [N], in the order of the responses: what the policy did not write has no ratio
+and no advantage.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from torch import Tensor
 from qurl_megatron.algo import owners_of
 from qurl_megatron.data.passes import round_up
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.data.trees import Family, Tree
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class TokenBatch:
     behaviour: Tensor  # [N] float32: log-probs the engine reported
     weights: Tensor  # [N] float32: share of each token in the batch loss
     starts: tuple[int, ...] | None = None  # packed: where each sequence begins, and S
-    trees: tuple[Tree, ...] | None = None  # shared prompts: what attends to what
     # What is known once the policies have scored the batch, [N] float32 each. None until then, and
     # where the recipe does without; who reads one comes after the phase that found it.
     proximal: Tensor = cast(Tensor, None)
@@ -98,54 +95,6 @@ def pack_samples(
     starts[-1] = round_up(starts[-1], multiple)
     batch = _batch(responses, chosen, token_weights, starts, 1, pad_id)
     return replace(batch, starts=tuple(starts))
-
-
-def plant_samples(
-    responses: Responses,
-    token_weights: Sequence[float],
-    families: Sequence[Family],
-    *,
-    multiple: int = 1,
-    pad_id: int = 0,
-) -> TokenBatch:
-    """Families end to end in one row, each with its prompt once.
-
-    Args:
-        token_weights: of each response, family after family.
-        multiple: what S is rounded up to; no tree has the padding.
-    """
-    chosen = tuple(i for family in families for i in family)
-    trees: list[Tree] = []
-    for family in families:
-        trees.append(responses.summary.tree(family, trees[-1].stop if trees else 0))
-    size = round_up(trees[-1].stop, multiple)
-    ids = torch.full([size], pad_id)
-    positions = torch.zeros(size, dtype=torch.int64)
-    targets = torch.zeros(size, dtype=torch.int64)
-    mask = torch.zeros(size, dtype=torch.bool)
-
-    def put(tokens: Tensor, first: int, count: int, at: int) -> None:
-        """``count`` tokens of a sequence, from its ``first`` on."""
-        ids[at : at + count] = tokens[first : first + count]
-        positions[at : at + count] = torch.arange(first, first + count)
-        following = tokens[first + 1 : first + count + 1]
-        targets[at : at + len(following)] = following
-
-    for family, tree in zip(families, trees, strict=True):
-        put(responses.tokens_of(family[0]), 0, tree.prefix, tree.start)
-        at = tree.start + tree.prefix
-        for index, branch in zip(family, tree.branches, strict=True):
-            put(responses.tokens_of(index), tree.prefix, branch, at)
-            at += branch
-            mask[at - responses.summary.lengths[index] : at] = responses.mask_of(index).bool()
-    return TokenBatch(
-        input_ids=ids[None],
-        positions=positions[None],
-        targets=targets[None],
-        mask=mask[None],
-        **_flat(responses, chosen, token_weights),
-        trees=tuple(trees),
-    )
 
 
 def _batch(

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qurl_megatron.data.trees import Tree, tree_of
 from qurl_megatron.types import Sample
 
 
@@ -59,10 +58,6 @@ class Summary:
         return self.written_R.tolist()
 
     @cached_property
-    def prompt_lengths(self) -> list[int]:
-        return self.prompt_lengths_R.tolist()
-
-    @cached_property
     def prompts(self) -> list[int]:
         return self.prompts_R.tolist()
 
@@ -70,10 +65,6 @@ class Summary:
     def totals(self) -> list[int]:
         """Tokens of prompt and response."""
         return (self.prompt_lengths_R + self.lengths_R).tolist()
-
-    def tree(self, family: Sequence[int], start: int = 0) -> Tree:
-        """How responses to one prompt lie in a row that has the prompt once."""
-        return tree_of(self.prompt_lengths[family[0]], [self.lengths[i] for i in family], start)
 
 
 @dataclass(frozen=True, eq=False)

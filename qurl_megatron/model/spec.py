@@ -33,7 +33,6 @@ from torch.nn import functional
 
 from qurl_megatron.model.aligned import Align, AlignedColumn, AlignedRow
 from qurl_megatron.model.context import ContextPart
-from qurl_megatron.model.tree_attention import TreeParams, tree_attention
 from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import axis_of
 
@@ -154,9 +153,6 @@ class CausalAttention(MegatronModule):
     ) -> Tensor:
         """[s, b, h, d], [s, b, g, d], [s, b, g, d] -> [s, b, h*d]; packed, all come without b."""
         assert attention_mask is None, "right-padded causal batches need no mask"
-        if isinstance(packed_seq_params, TreeParams):
-            q, k, v = (x.squeeze(1) for x in (query, key, value))
-            return tree_attention(q, k, v, packed_seq_params.trees, self.scale).flatten(1)[:, None]
         if packed_seq_params is None:
             starts = (0, len(query) * self.context.size)
         else:

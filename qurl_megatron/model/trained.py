@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from qurl_megatron.config import OptimizerConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.model.context import ContextPart
-from qurl_megatron.model.tree_attention import TreeParams, rotated_by_place
 from qurl_megatron.runtime.megatron import Ranks
 
 Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, dict[str, Any]]]
@@ -118,13 +117,12 @@ class Trained:
         def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:
             batch = next(batches)
             part = ContextPart.of(self.ranks.context, batch)
-            with rotated_by_place(self.gpt, batch):
-                logits = model(
-                    part.cut(batch.input_ids),
-                    part.cut(batch.positions),
-                    None,
-                    packed_seq_params=_packed(batch, split=self.ranks.context.size > 1),
-                )
+            logits = model(
+                part.cut(batch.input_ids),
+                part.cut(batch.positions),
+                None,
+                packed_seq_params=_packed(batch, split=self.ranks.context.size > 1),
+            )
             return logits, partial(finish, batch)
 
         rows, length = microbatches[0].input_ids.shape
@@ -183,13 +181,11 @@ class Trained:
 
 
 def _packed(batch: TokenBatch, *, split: bool) -> PackedSeqParams | None:
-    """Where sequences that lie end to end begin, or trees; padding is part of the sequence before.
+    """Where sequences that lie end to end begin; padding is part of the sequence before.
 
     Megatron divides the places by the number of context-parallel ranks itself. Transformer Engine's
     attention over these ranks wants to be told where there is padding between sequences: nowhere.
     """
-    if batch.trees is not None:
-        return TreeParams.of(batch.trees)
     if batch.starts is None:
         return None
     starts = torch.tensor(batch.starts, dtype=torch.int32)

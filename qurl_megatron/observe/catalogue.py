@@ -202,7 +202,6 @@ GROUPS: dict[str, MetricGroup] = {
         {
             "passes": Known("forward/backward passes of the busiest rank"),
             "padding_fraction": _share("positions that hold padding"),
-            "shared_fraction": _share("tokens that shared prompts save"),
         },
     ),
     "throughput": MetricGroup(

@@ -21,7 +21,6 @@ from qurl_megatron.planning.training_time import (
     Trainer,
     TrainingTime,
     deal_out,
-    deal_out_shared,
     training_time,
 )
 from qurl_megatron.planning.workload import Workload
@@ -244,13 +243,10 @@ class Planner:
         return self._trainings[key]
 
     def _hand(self, config: RunConfig) -> Hand:
-        """As ``training.step`` lays a step out: prompts are shared on CPUs alone."""
-        train, parallel = config.train, config.parallel
-        dealt = (self.work, parallel.data, train.max_tokens, train.micro_batch)
-        on_cpu = self.gpu.cores is not None and parallel.context == 1
-        if on_cpu and train.share_prefix and self.work.samples > 1:
-            return deal_out_shared(*dealt, grouped=config.algo.deal == "groups")
-        return deal_out(*dealt, train.packed)
+        train = config.train
+        return deal_out(
+            self.work, config.parallel.data, train.max_tokens, train.micro_batch, train.packed
+        )
 
     def _trainer(self, config: RunConfig, held: Footprint) -> Trainer:
         parallel = config.parallel

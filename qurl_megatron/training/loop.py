@@ -49,7 +49,7 @@ from qurl_megatron.training.newest import newest_whole
 from qurl_megatron.training.rollout_source import Rollout
 from qurl_megatron.training.sources import sources
 from qurl_megatron.training.state import Claim, TrainState, after, claim, stopped, tell_done
-from qurl_megatron.training.step import asks_to_share, improve, shares, unshared_because
+from qurl_megatron.training.step import improve, shares
 from qurl_megatron.training.trained_models import models_of
 from qurl_megatron.training.whole import refuse_damaged_together
 from qurl_megatron.wire.facts import settle_nccl
@@ -163,8 +163,6 @@ def _begun(
         print(f"resuming {path.parents[1]} after step {state.step}", flush=True)
         if state.notice:
             print(state.notice, flush=True)
-    if asks_to_share(config) and (why := unshared_because(config, ranks.device)):
-        print(f"train.share_prefix does not apply here: {why}", flush=True)
     return _taken_up(config, claimed, state)
 
 

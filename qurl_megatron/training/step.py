@@ -13,15 +13,13 @@ import torch
 
 from qurl_megatron.algo import token_weights
 from qurl_megatron.config import RunConfig
-from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples, plant_samples
+from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples
 from qurl_megatron.data.passes import plan_passes, round_up
 from qurl_megatron.data.responses import Responses, Summary
-from qurl_megatron.data.trees import Family, count_off, families, fill, spread
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
-from qurl_megatron.runtime.env import use_transformer_engine
 from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.correction import attach_correction, rejected_responses
 from qurl_megatron.training.credit import attach_advantages
@@ -110,25 +108,6 @@ def improve(
     return merged, advantages
 
 
-def unshared_because(config: RunConfig, device: torch.device) -> str:
-    """Why a step that is to share prompts computes each with each response; "" where it shares."""
-    if config.parallel.context > 1:
-        return f"parallel.context={config.parallel.context} splits sequences"
-    if device.type != "cpu" or use_transformer_engine():
-        return "the attention that shares a prompt runs on CPUs alone"
-    return ""
-
-
-def shares_prefix(config: RunConfig, device: torch.device) -> bool:
-    """Whether responses lie behind one copy of their prompt."""
-    return asks_to_share(config) and not unshared_because(config, device)
-
-
-def asks_to_share(config: RunConfig) -> bool:
-    """Whether the recipe wants prompts shared, and has any that could be."""
-    return config.train.share_prefix and config.rollout.samples_per_prompt > 1
-
-
 def deal(
     lengths: Sequence[int],
     minibatches: int,
@@ -190,53 +169,11 @@ def hand_out(
     return dealt
 
 
-def deal_families(
-    summary: Summary,
-    minibatches: int,
-    data_size: int,
-    micro_batch: int,
-    seed: int,
-    *,
-    budget: int = 0,
-    group: int = 1,
-) -> list[list[list[list[Family]]]]:
-    """Responses that share prompts: ``[minibatch][data rank][microbatch][family]``.
-
-    The minibatches are those of ``deal``. Within each, the responses to one prompt stay together as
-    far as data ranks and microbatches allow, and all loads are counted with prompts shared. The
-    busiest data rank never computes more positions than it would by ``deal``.
-    """
-
-    def positions(family: Family) -> int:
-        return summary.tree(family).stop
-
-    def microbatches(hands: list[list[Family]]) -> list[list[list[Family]]]:
-        if budget:
-            return [fill(hand, budget, positions) for hand in hands]
-        return [count_off(hand, micro_batch) for hand in hands]
-
-    def busiest(dealt: list[list[list[Family]]]) -> int:
-        return max(sum(positions(part) for one in rank for part in one) for rank in dealt)
-
-    dealt = []
-    for hands in hand_out(
-        summary.totals, minibatches, data_size, seed, evenly=budget > 0, group=group
-    ):
-        update = [i for hand in hands for i in hand]
-        # Where few share a prompt, lengths alone may balance better.
-        ways = (
-            spread(families(update, summary.prompts), data_size, positions),
-            [families(hand, summary.prompts) for hand in hands],
-        )
-        dealt.append(min(map(microbatches, ways), key=busiest))
-    return dealt
-
-
 def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
     """The responses whose tokens each data-parallel rank needs, the same on every rank."""
     dealt = _dealt(ranks, summary, config, step)
     return [
-        [i for update in dealt for microbatch in update[rank] for part in microbatch for i in part]
+        [i for update in dealt for microbatch in update[rank] for i in microbatch]
         for rank in range(ranks.data.size)
     ]
 
@@ -249,7 +186,7 @@ def _group(config: RunConfig) -> int:
 def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
     """This data-parallel rank's microbatches, on its device.
 
-    All have one shape, unless ``train.max_tokens`` or shared prompts give each its own.
+    All have one shape, unless ``train.max_tokens`` gives each its own.
     """
     counted = counted_tokens(samples.summary, config)
     lengths = _rounded(ranks, samples.summary, config)
@@ -291,9 +228,9 @@ def averaged_without(
     ]
 
 
-def _indices(update: list[list[list[Family]]]) -> list[int]:
+def _indices(update: list[list[list[int]]]) -> list[int]:
     """The responses of a minibatch, of all data ranks."""
-    return [i for rank in update for microbatch in rank for family in microbatch for i in family]
+    return [i for rank in update for microbatch in rank for i in microbatch]
 
 
 def _weights(update: Sequence[int], counted: Sequence[int], config: RunConfig) -> dict[int, float]:
@@ -308,49 +245,40 @@ def _weights(update: Sequence[int], counted: Sequence[int], config: RunConfig) -
 
 def _dealt(
     ranks: Ranks, summary: Summary, config: RunConfig, step: int
-) -> list[list[list[list[Family]]]]:
-    """``[minibatch][data rank][microbatch][family]``; a family of one where nothing is shared."""
-    train, data = config.train, ranks.data.size
+) -> list[list[list[list[int]]]]:
+    """``[minibatch][data rank][microbatch][response]``"""
+    train = config.train
     _, multiple = _multiples(ranks)
     budget = train.max_tokens and max(multiple, train.max_tokens // multiple * multiple)
-    minibatches, seed = config.algo.minibatches, _mix(train.seed, step)
-    if shares_prefix(config, ranks.device):
-        return deal_families(
-            summary, minibatches, data, train.micro_batch, seed, budget=budget, group=_group(config)
-        )
-    dealt = deal(
+    return deal(
         _rounded(ranks, summary, config),
-        minibatches,
-        data,
+        config.algo.minibatches,
+        ranks.data.size,
         train.micro_batch,
-        seed,
+        _mix(train.seed, step),
         budget=budget,
         packed=train.packed,
         group=_group(config),
     )
-    return [[[[[i] for i in one] for one in rank] for rank in update] for update in dealt]
 
 
 def _laid(
     ranks: Ranks,
     samples: Responses,
     config: RunConfig,
-    microbatch: list[Family],
+    microbatch: list[int],
     weights: dict[int, float],
     lengths: list[int],
 ) -> TokenBatch:
     """One microbatch, on the CPU; ``lengths`` are those of ``_rounded``."""
     train, (chunks, multiple) = config.train, _multiples(ranks)
-    indices = [i for family in microbatch for i in family]
-    parts = [weights[i] for i in indices]
-    if shares_prefix(config, ranks.device):
-        return plant_samples(samples, parts, microbatch, multiple=multiple)
+    parts = [weights[i] for i in microbatch]
     if train.packed:
         return pack_samples(
-            samples, parts, sequence_multiple=chunks, multiple=multiple, indices=indices
+            samples, parts, sequence_multiple=chunks, multiple=multiple, indices=microbatch
         )
-    length = max([lengths[i] for i in indices] if train.max_tokens else lengths)
-    return pad_samples(samples, parts, length=length, indices=indices)
+    length = max([lengths[i] for i in microbatch] if train.max_tokens else lengths)
+    return pad_samples(samples, parts, length=length, indices=microbatch)
 
 
 def _multiples(ranks: Ranks) -> tuple[int, int]:
@@ -368,18 +296,11 @@ def _rounded(ranks: Ranks, summary: Summary, config: RunConfig) -> list[int]:
 
 
 def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str, Metric]:
-    """How much of the step's microbatches is padding, and how many of them the busiest rank has.
-
-    What shared prompts save is a share of the tokens of all prompts and responses.
-    """
+    """How much of the step's microbatches is padding, and how many of them the busiest rank has."""
     positions = sum(batch.input_ids.numel() for batch in batches)
-    whole = sum(summary.totals[i] for batch in batches for i in batch.indices)
-    tokens = whole
-    if any(batch.trees for batch in batches):
-        tokens = sum(tree.stop - tree.start for batch in batches for tree in batch.trees or ())
+    tokens = sum(summary.totals[i] for batch in batches for i in batch.indices)
     return {
         "train/padding_fraction": Mean(positions - tokens, positions),
-        "train/shared_fraction": Mean(whole - tokens, whole),
         "train/passes": Max(len(batches)),
     }
 

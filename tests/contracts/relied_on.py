@@ -114,11 +114,6 @@ MEGATRON = [
         "moe_grouped_gemm",
         "qk_layernorm",
     ),
-    _mc(  # its result is reordered by a hook
-        "models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",
-        "max_seq_len",
-        "packed_seq",
-    ),
     _mc(
         "packed_seq_params.PackedSeqParams",
         "qkv_format",
@@ -470,14 +465,4 @@ MODELOPT = [
     }.items()
 ]
 
-# Operators are C++; torch's own shape functions for them are Python, with the same arguments.
-_ATTEND = "torch._meta_registrations.meta__scaled_dot_product_flash_attention_for_cpu"
-_CAUSAL = ("dropout_p", "is_causal", "scale")
-_QKV = ("query", "key", "value")
-
-TORCH = [
-    Row("torch", _ATTEND, (*_QKV, *_CAUSAL)),
-    Row("torch", f"{_ATTEND}_backward", ("grad_out", *_QKV, "out", "logsumexp", *_CAUSAL)),
-]
-
-ROWS = [*MEGATRON, *TRANSFORMER_ENGINE, *SGLANG, *MODELOPT, *TORCH]
+ROWS = [*MEGATRON, *TRANSFORMER_ENGINE, *SGLANG, *MODELOPT]

@@ -31,7 +31,6 @@ _LINUX = tuple(
     for tag in ("manylinux_2_34", "manylinux_2_28", "manylinux_2_24", "manylinux2014")
     for part in ("--platform", f"{tag}_x86_64")
 )
-_MACOS = ("--platform", "macosx_14_0_arm64")
 _312 = ("--only-binary=:all:", "--python-version=3.12", *_LINUX)
 
 RELEASES = (
@@ -43,8 +42,6 @@ RELEASES = (
     Release("transformer-engine", "2.20.2"),
     Release("sglang", "0.5.23", _312),
     Release("nvidia-modelopt", "0.47.0"),
-    # Every platform's wheel has the same Python sources; this one is the smallest.
-    Release("torch", "2.14.1", ("--only-binary=:all:", "--python-version=3.12", *_MACOS)),
 )
 
 

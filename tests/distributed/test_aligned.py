@@ -309,7 +309,6 @@ TRAINED = {
     "PP2": (dict(pipeline=2), {}),
     "CP2": (dict(context=2), {}),
     "packed": ({}, dict(packed=True, max_tokens=64)),
-    "TP2, shared prompts": (dict(tensor=2), dict(share_prefix=True)),
 }
 
 

@@ -36,7 +36,7 @@ CASES = {
 def test_a_token_budget_trains_as_fixed_microbatches_do(backend, case, alone, tmp_path):
     family, layout, train = CASES[case]
     folder, expected = alone(family, **ALGO)
-    config = replace(recipe(folder, layout, **ALGO), train=TrainConfig(share_prefix=False, **train))
+    config = replace(recipe(folder, layout, **ALGO), train=TrainConfig(**train))
     actual = run(tmp_path, backend, config, "split")
     assert_same_training(actual, expected)
     padding = [found["metrics"][0]["train/padding_fraction"] for found in (actual, expected)]

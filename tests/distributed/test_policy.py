@@ -53,7 +53,7 @@ def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, *
         parallel=ParallelConfig(**parallel),
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, distributed=distributed),
         algo=AlgoConfig(minibatches=2, **algo),
-        train=TrainConfig(micro_batch=2, share_prefix=False),
+        train=TrainConfig(micro_batch=2),
     )
 
 

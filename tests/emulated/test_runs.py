@@ -36,7 +36,6 @@ SMALL = (
     "algo.entropy_coef=0.01",
     "train.steps=3",
     "train.micro_batch=16",
-    "train.share_prefix=false",  # which GPUs do not
     "train.eval_prompts=16",
     "checkpoint.every=1",
     "checkpoint.keep=3",

@@ -22,7 +22,6 @@ from qurl_megatron.planning.training_time import (
     Hand,
     Trainer,
     deal_out,
-    deal_out_shared,
     training_time,
 )
 from qurl_megatron.planning.workload import Workload, decay, in_turn
@@ -334,19 +333,6 @@ def test_a_hand_is_the_fullest_of_an_update():
     assert (eight.passes, eight.tokens, eight.even) == (1, 110, sum(lengths) / 8)
     padded = deal_out(work(), 1, 0, 4, False)
     assert padded.passes == 2 and padded.tokens >= sum(lengths)
-
-
-def test_responses_behind_one_prompt_by_hand():
-    """Two prompts of 10 tokens with four responses of 100 each, in a pass: a prefix of 9, and
-    branches of the prompt's last token and 99 of the response, that attend to both."""
-    whole = work(mean=100.0)
-    branches = 4 * 100 * (100 + 2 * 9)
-    assert deal_out_shared(whole, 1, 0, 8, grouped=True) == Hand(
-        1, 2 * (9 + 4 * 100), 2 * (9 * 9 + branches), 2 * (9 + 4 * 100)
-    )
-    # Of single responses an update has two to each of four prompts, and a data rank half of them.
-    half = deal_out_shared(whole, 2, 0, 2, grouped=False)
-    assert (half.passes, half.tokens, half.even) == (2, 2 * (9 + 200), 2 * (9 + 200))
 
 
 # -- layouts -----------------------------------------------------------------------------------

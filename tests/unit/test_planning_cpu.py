@@ -29,7 +29,7 @@ from qurl_megatron.planning.measured import Measured
 from qurl_megatron.planning.own import Own, extrapolated
 from qurl_megatron.planning.predict import Planner
 from qurl_megatron.planning.rollout_time import decode_rank, engine_rank, linear_parameters
-from qurl_megatron.planning.training_time import LAUNCH, PRODUCTS
+from qurl_megatron.planning.training_time import LAUNCH
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.footprint import find_models
 
@@ -132,12 +132,6 @@ def test_without_units_for_fp8_an_engine_reads_and_multiplies_fp32_weights():
 @pytest.mark.parametrize("says", [CPU_SAYS, NATIVE_SAYS])
 def test_a_cpus_constant_names_its_source_whatever_stands_before_it_in_the_table(says):
     assert [name for name, (_, source) in says.items() if "likewise" in source] == []
-
-
-def test_on_a_cpu_prompts_are_planned_once_for_the_responses_that_share_them(shape):
-    once, each = (predicted(shape, f"train.share_prefix={given}") for given in ("true", "false"))
-    assert once.training.parts[PRODUCTS] < 0.6 * each.training.parts[PRODUCTS]
-    assert once.rollout == each.rollout
 
 
 def predicted(shape: Path, *settings: str, threads: int = 1):

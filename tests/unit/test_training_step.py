@@ -10,7 +10,6 @@ from qurl_megatron.config import (
     AlgoConfig,
     DataConfig,
     ModelConfig,
-    ParallelConfig,
     RolloutConfig,
     RunConfig,
     TrainConfig,
@@ -18,18 +17,13 @@ from qurl_megatron.config import (
 from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.training_time import deal_out, deal_out_shared
-from qurl_megatron.planning.workload import Workload, in_turn
+from qurl_megatron.planning.training_time import deal_out
+from qurl_megatron.planning.workload import Workload
 from qurl_megatron.training.step import (
-    asks_to_share,
     averaged_without,
     counted_tokens,
-    deal,
-    deal_families,
     hand_out,
     lay_out,
-    shares_prefix,
-    unshared_because,
 )
 from qurl_megatron.types import Prompt, Sample
 
@@ -137,92 +131,3 @@ def test_a_plan_deals_responses_as_the_trainer_does():
         assert found.tokens == sum(fullest)
         assert found.squares == sum(length * length for length in fullest)
         assert found.passes == len(plan_passes(fullest, 400, packed=True))
-
-
-def family(number: int, prompt: int, lengths: list[int]) -> list[Sample]:
-    ids = Prompt(number, (number,) * prompt, "", "")
-    return [replace(sample(length, 1.0), prompt=ids) for length in lengths]
-
-
-@pytest.mark.parametrize("budget", [0, 300])
-@pytest.mark.parametrize("group", [1, 6])
-def test_a_plan_shares_prompts_as_the_trainer_does(group, budget):
-    """But for the draw: which responses, of what lengths, are in an update."""
-    work = Workload(
-        prompts=16, samples=6, prompt=20.0, mean=30.0, longest=200, minibatches=2, epochs=1
-    )
-    lengths = in_turn(work.lengths(48)) * 2
-    summary = Responses.of(
-        [s for n in range(16) for s in family(n, 20, lengths[6 * n : 6 * n + 6])]
-    ).summary
-    for data in (1, 2, 4):
-        update, _ = deal_families(summary, 2, data, 8, seed=0, budget=budget, group=group)
-        fullest = max(
-            sum(summary.tree(part).stop for one in rank for part in one) for rank in update
-        )
-        found = deal_out_shared(work, data, budget, 8, grouped=group > 1)
-        assert found.tokens == pytest.approx(fullest, rel=0.15)
-        assert found.passes == pytest.approx(max(map(len, update)), abs=1)
-
-
-GROUPS = Responses.of(
-    [s for n in range(8) for s in family(n, 3 + 10 * n, [1, 2 + n, 30, 4 * n + 1])]
-).summary
-
-
-@pytest.mark.parametrize("data", [1, 2, 4])
-@pytest.mark.parametrize("budget", [0, 150])
-def test_sharing_prompts_leaves_every_response_in_its_minibatch(data, budget):
-    plain = deal(GROUPS.totals, 2, data, 4, seed=7, budget=budget)
-    shared = deal_families(GROUPS, 2, data, 4, seed=7, budget=budget)
-    for update, expected in zip(shared, plain, strict=True):
-        found = [i for rank in update for one in rank for part in one for i in part]
-        assert sorted(found) == sorted(i for rank in expected for one in rank for i in one)
-        assert all(rank for rank in update)
-
-
-@pytest.mark.parametrize("budget", [0, 300])
-@pytest.mark.parametrize("data", [2, 4, 8])
-def test_sharing_prompts_never_gives_the_busiest_data_rank_more(data, budget):
-    generator = torch.Generator().manual_seed(data)
-    for seed in range(25):
-        groups = [
-            family(n, length, torch.randint(0, 100, (4,), generator=generator).tolist())
-            for n, length in enumerate(torch.randint(1, 40, (8,), generator=generator).tolist())
-        ]
-        summary = Responses.of([s for group in groups for s in group]).summary
-        plain = deal(summary.totals, 2, data, 2, seed, budget=budget, packed=True)
-        shared = deal_families(summary, 2, data, 2, seed, budget=budget)
-        for expected, update in zip(plain, shared, strict=True):
-            # A response's last token predicts nothing, and an empty response has a position.
-            alone = [sum(summary.tree([i]).stop for one in rank for i in one) for rank in expected]
-            loads = [
-                sum(summary.tree(part).stop for one in rank for part in one) for rank in update
-            ]
-            assert max(loads) <= max(alone)
-
-
-def test_data_ranks_are_balanced_by_what_they_compute():
-    (update,) = deal_families(GROUPS, 1, 4, 4, seed=7, budget=150)
-    loads = [sum(GROUPS.tree(part).stop for one in rank for part in one) for rank in update]
-    assert max(loads) <= 1.1 * sum(loads) / 4, loads
-
-
-def test_prompts_are_shared_on_cpus_by_default_and_not_where_they_cannot_be():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert shares_prefix(PLAIN, cpu) and unshared_because(PLAIN, cpu) == ""
-    assert not shares_prefix(PLAIN, gpu)
-    assert unshared_because(PLAIN, gpu) == "the attention that shares a prompt runs on CPUs alone"
-    split = replace(PLAIN, parallel=ParallelConfig(context=2))
-    assert not shares_prefix(split, cpu)
-    assert unshared_because(split, cpu) == "parallel.context=2 splits sequences"
-
-
-def test_nobody_is_told_of_prompts_that_are_not_to_be_shared():
-    off = replace(PLAIN, train=TrainConfig(share_prefix=False))
-    alone = replace(
-        PLAIN,
-        rollout=RolloutConfig(samples_per_prompt=1),
-        algo=AlgoConfig(advantage="reinforce_pp"),
-    )
-    assert [asks_to_share(config) for config in (PLAIN, off, alone)] == [True, False, False]
