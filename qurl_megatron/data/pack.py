@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algo import owners_of
-from qurl_megatron.data.passes import round_up
+from qurl_megatron.data.dealing import round_up
 from qurl_megatron.data.responses import Responses
 
 
@@ -120,25 +120,16 @@ def _batch(
         positions[start:stop] = torch.arange(stop - start)
         targets[start : end - 1] = tokens[1:]
         mask[end - length - 1 : end - 1] = responses.mask_of(index).bool()
+    written = tuple(responses.summary.written[i] for i in chosen)
+    owners = owners_of(written)
     return TokenBatch(
         input_ids=ids.view(rows, -1),
         positions=positions.view(rows, -1),
         targets=targets.view(rows, -1),
         mask=mask.view(rows, -1),
-        **_flat(responses, chosen, token_weights),
+        indices=chosen,
+        lengths=written,
+        owners=owners,
+        behaviour=torch.cat([responses.behaviour[:0], *map(responses.behaviour_of, chosen)]),
+        weights=torch.tensor(token_weights, dtype=torch.float32)[owners],
     )
-
-
-def _flat(
-    responses: Responses, chosen: tuple[int, ...], token_weights: Sequence[float]
-) -> dict[str, Any]:
-    """What a batch has of responses and their tokens, however these lie in rows."""
-    lengths = tuple(responses.summary.written[i] for i in chosen)
-    owners = owners_of(lengths)
-    return {
-        "indices": chosen,
-        "lengths": lengths,
-        "owners": owners,
-        "behaviour": torch.cat([responses.behaviour[:0], *map(responses.behaviour_of, chosen)]),
-        "weights": torch.tensor(token_weights, dtype=torch.float32)[owners],
-    }

@@ -13,9 +13,8 @@ arXiv:2104.04473); data ranks add their gradients up once an update.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle
 
-from qurl_megatron.data.passes import plan_passes
+from qurl_megatron.data.dealing import into_microbatches, over_ranks
 from qurl_megatron.planning.constants import Constants, Gpu
 from qurl_megatron.planning.rollout_time import linear_parameters
 from qurl_megatron.planning.workload import Workload, in_turn
@@ -39,31 +38,21 @@ class Hand:
 
 @cache
 def deal_out(work: Workload, data: int, budget: int, micro_batch: int, packed: bool) -> Hand:
-    """The passes of one update, dealt as ``training.step`` deals them.
+    """The passes of one update, dealt as the trainer deals them.
 
     Args:
         budget, micro_batch, packed: ``train.max_tokens``, ``.micro_batch`` and ``.packed``.
     """
     count = work.responses // work.minibatches
     lengths = [round(work.prompt) + length for length in in_turn(work.lengths(count))]
-    hands: list[list[int]] = [[] for _ in range(data)]
-    if budget:
-        turns = cycle([*hands, *reversed(hands)])
-        for length, hand in zip(sorted(lengths, reverse=True), turns, strict=False):
-            hand.append(length)
-    else:
-        for rank, hand in enumerate(hands):
-            hand += lengths[rank::data]
-    fullest = max(hands, key=sum)
-    if budget:
-        passes = [
-            [fullest[i] for i in chosen] for chosen in plan_passes(fullest, budget, packed=packed)
-        ]
-    else:
-        passes = [fullest[i : i + micro_batch] for i in range(0, len(fullest), micro_batch)]
+    hands = over_ranks(range(count), lengths, data, evenly=budget > 0)
+    loads = [sum(lengths[i] for i in hand) for hand in hands]
+    fullest = hands[loads.index(max(loads))]
+    dealt = into_microbatches(fullest, lengths, micro_batch, budget=budget, packed=packed)
+    passes = [[lengths[i] for i in together] for together in dealt]
     laid_out = sum(sum(p) if packed else len(p) * max(p) for p in passes)
     squares = sum(x * x for p in passes for x in (p if packed else [max(p)] * len(p)))
-    return Hand(len(passes), laid_out, squares, sum(map(sum, hands)) / data)
+    return Hand(len(passes), laid_out, squares, sum(lengths) / data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import qurl_megatron
 from qurl_megatron.config import RunConfig
-from qurl_megatron.data.passes import round_up
+from qurl_megatron.data.dealing import round_up
 from qurl_megatron.disk import read_json
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.schemes import SERVED, simulation

@@ -7,14 +7,11 @@ summed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import cycle
-
-import torch
 
 from qurl_megatron.algo import token_weights
 from qurl_megatron.config import RunConfig
+from qurl_megatron.data.dealing import deal, round_up, shuffled
 from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples
-from qurl_megatron.data.passes import plan_passes, round_up
 from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.model.critic import Critic
 from qurl_megatron.model.policy import Policy
@@ -71,7 +68,7 @@ def improve(
         flat, weight_scale, rejections = attach_correction(ranks, flat, algo, config.correction)
         if ranks.last_stage and config.correction.rejects and not config.correction.count_rejected:
             rejected = rejected_responses(ranks, flat, len(samples))
-            flat = averaged_without(rejected, ranks, flat, samples.summary, config, step=step)
+            flat = averaged_without(rejected, flat, samples.summary, config, step=step)
         flat, worth = attach_advantages(ranks, flat, samples.summary, config)
     if config.train.save_rollouts:
         proximal = {} if algo.bypass else gather_proximal(ranks, flat)
@@ -108,67 +105,6 @@ def improve(
     return merged, advantages
 
 
-def deal(
-    lengths: Sequence[int],
-    minibatches: int,
-    data_size: int,
-    micro_batch: int,
-    seed: int,
-    *,
-    budget: int = 0,
-    packed: bool = False,
-    group: int = 1,
-) -> list[list[list[list[int]]]]:
-    """Indices of the responses, shuffled: ``[minibatch][data rank][microbatch][response]``.
-
-    The minibatches do not depend on the layout: another number of ranks trains on the same ones.
-    With a budget of positions per microbatch, data ranks get about equally long responses, in turns
-    from the longest down, and microbatches are as ``plan_passes`` makes them. Their number may then
-    differ from rank to rank: nothing between data ranks happens within a microbatch.
-
-    Args:
-        lengths: of prompt and response, for each response.
-        group: as in ``hand_out``.
-    """
-
-    def microbatches(hand: list[int]) -> list[list[int]]:
-        if not budget:
-            return _chunks(hand, micro_batch)
-        passes = plan_passes([lengths[i] for i in hand], budget, packed=packed)
-        return [[hand[k] for k in together] for together in passes]
-
-    dealt = hand_out(lengths, minibatches, data_size, seed, evenly=budget > 0, group=group)
-    return [[microbatches(hand) for hand in hands] for hands in dealt]
-
-
-def hand_out(
-    lengths: Sequence[int],
-    minibatches: int,
-    data_size: int,
-    seed: int,
-    *,
-    evenly: bool,
-    group: int = 1,
-) -> list[list[list[int]]]:
-    """Indices of the responses, shuffled: ``[minibatch][data rank][response]``.
-
-    Args:
-        evenly: data ranks get about equally long responses.
-        group: so many responses in a row stay in one minibatch, on whatever ranks.
-    """
-    dealt = []
-    for update in _updates(len(lengths), minibatches, seed, group):
-        if not evenly:
-            dealt.append([update[rank::data_size] for rank in range(data_size)])
-            continue
-        hands: list[list[int]] = [[] for _ in range(data_size)]
-        longest_first = sorted(update, key=lambda i: -lengths[i])
-        for i, hand in zip(longest_first, cycle([*hands, *reversed(hands)]), strict=False):
-            hand.append(i)
-        dealt.append(hands)
-    return dealt
-
-
 def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
     """The responses whose tokens each data-parallel rank needs, the same on every rank."""
     dealt = _dealt(ranks, summary, config, step)
@@ -178,33 +114,33 @@ def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> l
     ]
 
 
-def _group(config: RunConfig) -> int:
-    """Responses that are dealt together."""
-    return config.rollout.samples_per_prompt if config.algo.deal == "groups" else 1
-
-
 def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
     """This data-parallel rank's microbatches, on its device.
 
     All have one shape, unless ``train.max_tokens`` gives each its own.
     """
-    counted = counted_tokens(samples.summary, config)
-    lengths = _rounded(ranks, samples.summary, config)
-    minibatches = []
-    for update in _dealt(ranks, samples.summary, config, step):
-        weights = _weights(_indices(update), counted, config)
-        minibatches.append(
-            [
-                _laid(ranks, samples, config, microbatch, weights, lengths).to(ranks.device)
-                for microbatch in update[ranks.data.rank]
-            ]
-        )
-    return minibatches
+    summary, train = samples.summary, config.train
+    chunks, multiple = _multiples(ranks)
+    weights = _weights(counted_tokens(summary, config), config, step)
+    longest = max(summary.totals)
+
+    def laid_out(microbatch: list[int]) -> TokenBatch:
+        parts = [weights[i] for i in microbatch]
+        if train.packed:
+            return pack_samples(
+                samples, parts, sequence_multiple=chunks, multiple=multiple, indices=microbatch
+            )
+        length = max(summary.totals[i] for i in microbatch) if train.max_tokens else longest
+        return pad_samples(samples, parts, length=round_up(length, multiple), indices=microbatch)
+
+    return [
+        [laid_out(microbatch).to(ranks.device) for microbatch in minibatch[ranks.data.rank]]
+        for minibatch in _dealt(ranks, summary, config, step)
+    ]
 
 
 def averaged_without(
     rejected: Sequence[int],
-    ranks: Ranks,
     batches: Sequence[TokenBatch],
     summary: Summary,
     config: RunConfig,
@@ -215,10 +151,7 @@ def averaged_without(
     counted = counted_tokens(summary, config)
     for i in rejected:
         counted[i] = 0
-    weights: dict[int, float] = {}
-    seed = _mix(config.train.seed, step)
-    for update in _updates(len(summary), config.algo.minibatches, seed, _group(config)):
-        weights |= _weights(update, counted, config)
+    weights = _weights(counted, config, step)
     return [
         replace(
             batch,
@@ -228,57 +161,40 @@ def averaged_without(
     ]
 
 
-def _indices(update: list[list[list[int]]]) -> list[int]:
-    """The responses of a minibatch, of all data ranks."""
-    return [i for rank in update for microbatch in rank for i in microbatch]
+def _weights(counted: Sequence[int], config: RunConfig, step: int) -> dict[int, float]:
+    """Weight of a token of each response in the loss of its minibatch, wherever it lies."""
+    weights: dict[int, float] = {}
+    for minibatch in _minibatches(len(counted), config, step):
+        its_weights = token_weights(
+            [counted[i] for i in minibatch],
+            config.algo.aggregation,
+            constant=config.rollout.max_new_tokens,
+        )
+        weights |= zip(minibatch, its_weights.tolist(), strict=True)
+    return weights
 
 
-def _weights(update: Sequence[int], counted: Sequence[int], config: RunConfig) -> dict[int, float]:
-    """Weight of a token of each response of one minibatch, wherever it lies."""
-    weights = token_weights(
-        [counted[i] for i in update],
-        config.algo.aggregation,
-        constant=config.rollout.max_new_tokens,
-    )
-    return dict(zip(update, weights.tolist(), strict=True))
+def _minibatches(count: int, config: RunConfig, step: int) -> list[list[int]]:
+    """The responses of each minibatch of a step."""
+    # One seed per run and step; the factor keeps neighbouring runs from sharing their shuffles.
+    seed = (config.train.seed * 1_000_003 + step) % 2**63
+    group = config.rollout.samples_per_prompt if config.algo.deal == "groups" else 1
+    return shuffled(count, config.algo.minibatches, seed, group)
 
 
 def _dealt(
     ranks: Ranks, summary: Summary, config: RunConfig, step: int
 ) -> list[list[list[list[int]]]]:
     """``[minibatch][data rank][microbatch][response]``"""
-    train = config.train
-    _, multiple = _multiples(ranks)
-    budget = train.max_tokens and max(multiple, train.max_tokens // multiple * multiple)
+    train, (chunks, multiple) = config.train, _multiples(ranks)
     return deal(
-        _rounded(ranks, summary, config),
-        config.algo.minibatches,
+        _minibatches(len(summary), config, step),
+        [round_up(n, chunks if train.packed else multiple) for n in summary.totals],
         ranks.data.size,
         train.micro_batch,
-        _mix(train.seed, step),
-        budget=budget,
+        budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
         packed=train.packed,
-        group=_group(config),
     )
-
-
-def _laid(
-    ranks: Ranks,
-    samples: Responses,
-    config: RunConfig,
-    microbatch: list[int],
-    weights: dict[int, float],
-    lengths: list[int],
-) -> TokenBatch:
-    """One microbatch, on the CPU; ``lengths`` are those of ``_rounded``."""
-    train, (chunks, multiple) = config.train, _multiples(ranks)
-    parts = [weights[i] for i in microbatch]
-    if train.packed:
-        return pack_samples(
-            samples, parts, sequence_multiple=chunks, multiple=multiple, indices=microbatch
-        )
-    length = max([lengths[i] for i in microbatch] if train.max_tokens else lengths)
-    return pad_samples(samples, parts, length=length, indices=microbatch)
 
 
 def _multiples(ranks: Ranks) -> tuple[int, int]:
@@ -287,12 +203,6 @@ def _multiples(ranks: Ranks) -> tuple[int, int]:
     # context rank then has.
     chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
     return chunks, chunks * ranks.tensor.size
-
-
-def _rounded(ranks: Ranks, summary: Summary, config: RunConfig) -> list[int]:
-    """Length of every response with its prompt, as it will be laid out."""
-    chunks, multiple = _multiples(ranks)
-    return [round_up(n, chunks if config.train.packed else multiple) for n in summary.totals]
 
 
 def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str, Metric]:
@@ -373,21 +283,3 @@ def _optimizer_metrics(measured: dict[str, float]) -> dict[str, Metric]:
         name: Max(value) if name.endswith("/lr") else Mean(value, 1.0)
         for name, value in measured.items()
     }
-
-
-def _updates(count: int, minibatches: int, seed: int, group: int) -> list[list[int]]:
-    """The responses of each minibatch, shuffled; so many in a row stay together."""
-    generator = torch.Generator().manual_seed(seed)
-    groups = torch.randperm(count // group, generator=generator).tolist()
-    order = [g * group + member for g in groups for member in range(group)]
-    return _chunks(order, count // minibatches)
-
-
-def _chunks(items: list, size: int) -> list[list]:
-    assert len(items) % size == 0, f"{len(items)} items do not divide into chunks of {size}"
-    return [items[i : i + size] for i in range(0, len(items), size)]
-
-
-def _mix(seed: int, step: int) -> int:
-    """One seed per run and step; the factor keeps neighbouring runs from sharing their shuffles."""
-    return (seed * 1_000_003 + step) % 2**63

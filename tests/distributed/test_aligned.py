@@ -179,13 +179,13 @@ def sharded_gradients(device, config, samples, out) -> None:
 
 
 def assert_gradients(backend, tmp_path, folder, config, *, rounding: float) -> None:
-    from qurl_megatron.training.step import deal
+    from qurl_megatron.data.dealing import shuffled
 
     samples, out = random_samples(16), tmp_path / "gradients.pt"
     world = config.parallel.world_size
     run_on_ranks(sharded_gradients, world, backend, tmp_path, config, samples, out)
     actual = torch.load(out)
-    chosen = [i for batch in deal([1] * 16, 2, 1, 2, seed=1)[0][0] for i in batch]
+    chosen = shuffled(16, 2, seed=1)[0]
     expected = dense_gradients(folder, samples, chosen, config)
     assert actual.keys() == expected.keys()
     worst = max((relative(actual[name], expected[name]), name) for name in expected)

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 
 from qurl_megatron.config import TrainConfig
-from qurl_megatron.data.responses import Responses
-from qurl_megatron.testing.models import random_samples
 from tests.cases import all_but
 from tests.distributed.test_policy import ALGO, assert_same_training, recipe, run
 
@@ -41,35 +39,3 @@ def test_a_token_budget_trains_as_fixed_microbatches_do(backend, case, alone, tm
     assert_same_training(actual, expected)
     padding = [found["metrics"][0]["train/padding_fraction"] for found in (actual, expected)]
     assert padding[0] < padding[1]
-
-
-LENGTHS = Responses.of(random_samples(16)).summary.totals
-
-
-def test_data_ranks_of_that_budget_have_different_numbers_of_passes():
-    from qurl_megatron.training.step import deal
-
-    dealt = deal(LENGTHS, 2, 2, 1, seed=1, budget=DYNAMIC["max_tokens"])
-    assert [[len(passes) for passes in update] for update in dealt] == [[3, 2], [3, 2]]
-
-
-@pytest.mark.parametrize("budget, packed", [(0, False), (30, False), (48, True)])
-def test_minibatches_have_the_same_responses_in_every_layout(budget, packed):
-    from qurl_megatron.training.step import deal
-
-    alone = deal(LENGTHS, 2, 1, 2, seed=1)
-    for data_size in (1, 2, 4):
-        dealt = deal(LENGTHS, 2, data_size, 2, seed=1, budget=budget, packed=packed)
-        for update, expected in zip(dealt, alone, strict=True):
-            found = [i for rank in update for passes in rank for i in passes]
-            assert sorted(found) == sorted(i for passes in expected[0] for i in passes)
-
-
-def test_data_ranks_get_like_loads_and_as_many_responses():
-    from qurl_megatron.training.step import deal
-
-    lengths = [1, 2, 3, 4, 50, 60, 70, 100]
-    (update,) = deal(lengths, 1, 2, 1, seed=3, budget=1000)
-    loads = [sorted(lengths[i] for passes in rank for i in passes) for rank in update]
-    # From the longest down, in turns: 100 | 70, 60 | 50, 4 | 3, 2 | 1.
-    assert sorted(loads) == [[1, 4, 50, 100], [2, 3, 60, 70]]

@@ -296,7 +296,7 @@ def first_gradients(device, config, samples, out) -> None:
 
 @pytest.mark.parametrize("family", all_but(FAMILIES, "qwen3", "llama", "mistral"))
 def test_gradients_equal_autograd_through_hugging_face(family, backend, tmp_path):
-    from qurl_megatron.training.step import deal
+    from qurl_megatron.data.dealing import shuffled
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     config = recipe(folder, dict(tensor=2, pipeline=2), kl_coef=0.1, entropy_coef=0.01)
@@ -305,7 +305,7 @@ def test_gradients_equal_autograd_through_hugging_face(family, backend, tmp_path
     run_on_ranks(first_gradients, 4, backend, tmp_path, config, samples, out)
     actual = torch.load(out)
     # A lone process deals the same minibatches.
-    first = [i for batch in deal([1] * 16, 2, 1, 2, seed=1)[0][0] for i in batch]
+    first = shuffled(16, 2, seed=1)[0]
     expected = reference_gradients(folder, samples, first, config)
     for name, value in expected.items():
         assert relative(actual[name], value) < 2e-5, name

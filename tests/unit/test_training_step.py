@@ -14,15 +14,11 @@ from qurl_megatron.config import (
     RunConfig,
     TrainConfig,
 )
-from qurl_megatron.data.passes import plan_passes
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.training_time import deal_out
-from qurl_megatron.planning.workload import Workload
 from qurl_megatron.training.step import (
     averaged_without,
     counted_tokens,
-    hand_out,
     lay_out,
 )
 from qurl_megatron.types import Prompt, Sample
@@ -56,30 +52,6 @@ def test_groups_that_only_fill_up_a_batch_of_dynamic_sampling_do_not_count():
     assert counted_tokens(SUMMARY, config) == [3, 5, 0, 0]
 
 
-def prompts_of(minibatch: list[list[int]], group: int) -> set[int]:
-    return {i // group for hand in minibatch for i in hand}
-
-
-@pytest.mark.parametrize("evenly", [False, True])
-@pytest.mark.parametrize("data", [1, 2])
-def test_a_minibatch_of_whole_groups_holds_all_responses_to_its_prompts(data, evenly):
-    lengths = [(7 * i) % 31 + 1 for i in range(512 * 16)]
-    dealt = hand_out(lengths, 16, data, seed=0, evenly=evenly, group=16)
-    assert [len(prompts_of(minibatch, 16)) for minibatch in dealt] == [32] * 16
-    everywhere = sorted(i for minibatch in dealt for hand in minibatch for i in hand)
-    assert everywhere == list(range(512 * 16))
-    assert {len(hand) for minibatch in dealt for hand in minibatch} == {512 // data}
-    if not evenly:  # the same minibatches for another number of ranks
-        alone = hand_out(lengths, 16, 1, seed=0, evenly=False, group=16)
-        for minibatch, (whole,) in zip(dealt, alone, strict=True):
-            assert sorted(i for hand in minibatch for i in hand) == sorted(whole)
-
-
-def test_a_minibatch_of_single_responses_is_of_most_prompts():
-    dealt = hand_out([1] * 8192, 16, 1, seed=0, evenly=False)
-    assert len(prompts_of(dealt[0], 16)) > 300
-
-
 def test_whole_groups_need_prompts_that_divide_into_minibatches():
     with pytest.raises(ConfigError, match=r"data\.prompts_per_step=16 .* algo\.minibatches=32 "):
         replace(
@@ -97,7 +69,7 @@ def weights_without(rejected: list[int], **algo) -> dict[int, float]:
     (batches,) = lay_out(ranks, SAMPLES, config, step=1)
     return {
         index: part[0].item()
-        for batch in averaged_without(rejected, ranks, batches, SUMMARY, config, step=1)
+        for batch in averaged_without(rejected, batches, SUMMARY, config, step=1)
         for index, part in zip(batch.indices, batch.weights.split(batch.lengths), strict=True)
     }
 
@@ -117,17 +89,3 @@ def test_rejected_responses_leave_the_denominator_too(aggregation, weights):
 
 def test_a_minibatch_without_a_kept_response_weighs_nothing():
     assert set(weights_without([0, 1, 2, 3]).values()) == {0.0}
-
-
-def test_a_plan_deals_responses_as_the_trainer_does():
-    work = Workload(
-        prompts=16, samples=6, prompt=20.0, mean=30.0, longest=200, minibatches=1, epochs=1
-    )
-    lengths = [20 + length for length in work.lengths(96)]
-    for data in (1, 2, 3, 8):
-        (hands,) = hand_out(lengths, 1, data, seed=0, evenly=True)
-        fullest = max((([lengths[i] for i in hand]) for hand in hands), key=sum)
-        found = deal_out(work, data, 400, 1, True)
-        assert found.tokens == sum(fullest)
-        assert found.squares == sum(length * length for length in fullest)
-        assert found.passes == len(plan_passes(fullest, 400, packed=True))

@@ -1,0 +1,155 @@
+"""Which responses of a step go into which microbatch, on which data-parallel rank.
+
+The responses are shuffled into minibatches, one per optimizer update; each minibatch is dealt to
+the data-parallel ranks, and each rank's share of it to microbatches. All of it follows from lengths
+and a seed, so every rank computes the same without asking another.
+"""
+
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+
+
+def shuffled(count: int, minibatches: int, seed: int, group: int = 1) -> list[list[int]]:
+    """The responses of each minibatch, the same ones in every layout.
+
+    Args:
+        group: so many responses in a row stay in one minibatch.
+    """
+    import torch  # here, because plans are made on machines without it
+
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randperm(count // group, generator=generator).tolist()
+    order = [g * group + member for g in groups for member in range(group)]
+    return _chunks(order, count // minibatches)
+
+
+def deal(
+    minibatches: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    ranks: int,
+    micro_batch: int,
+    *,
+    budget: int = 0,
+    packed: bool = False,
+) -> list[list[list[list[int]]]]:
+    """Indices of the responses: ``[minibatch][data rank][microbatch][response]``.
+
+    With a budget, data ranks may get different numbers of microbatches: nothing between them
+    happens within a microbatch.
+
+    Args:
+        lengths: of prompt and response, for each response, as they will be laid out.
+        ranks: data-parallel ones.
+        micro_batch, budget, packed: as in ``into_microbatches``.
+    """
+    return [
+        [
+            into_microbatches(share, lengths, micro_batch, budget=budget, packed=packed)
+            for share in over_ranks(minibatch, lengths, ranks, evenly=budget > 0)
+        ]
+        for minibatch in minibatches
+    ]
+
+
+def over_ranks(
+    minibatch: Sequence[int], lengths: Sequence[int], ranks: int, *, evenly: bool
+) -> list[list[int]]:
+    """The responses of each data-parallel rank; all ranks get as many.
+
+    Args:
+        evenly: deal from the longest response down and turn around at each end, so that ranks get
+            about equally much to compute.
+    """
+    if not evenly:
+        return [list(minibatch[rank::ranks]) for rank in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    longest_first = sorted(minibatch, key=lambda i: -lengths[i])
+    for i, share in zip(longest_first, cycle([*shares, *reversed(shares)]), strict=False):
+        share.append(i)
+    return shares
+
+
+def into_microbatches(
+    share: Sequence[int], lengths: Sequence[int], micro_batch: int, *, budget: int, packed: bool
+) -> list[list[int]]:
+    """The responses of each forward/backward pass of a rank.
+
+    Args:
+        micro_batch: responses per pass, where there is no budget.
+        budget: positions per pass; 0: none. Passes are then those of ``plan_passes``.
+        packed: responses lie end to end.
+    """
+    if not budget:
+        return _chunks(share, micro_batch)
+    passes = plan_passes([lengths[i] for i in share], budget, packed=packed)
+    return [[share[k] for k in together] for together in passes]
+
+
+def plan_passes(lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:
+    """Which sequences share a forward/backward pass of at most ``budget`` positions.
+
+    A sequence longer than the budget gets a pass of its own. The passes come largest first, so that
+    memory that does not suffice shows at once.
+
+    Args:
+        lengths: of the sequences, rounded as they will be laid out.
+        packed: a pass takes the sum of its sequences; else all of them are as long as the longest.
+
+    Returns:
+        Indices of the sequences by pass; every sequence is in one.
+    """
+    passes = _first_fit(lengths, budget) if packed else _by_length(lengths, budget)
+
+    def size(indices: list[int]) -> int:
+        taken = [lengths[i] for i in indices]
+        return sum(taken) if packed else len(taken) * max(taken)
+
+    return sorted((sorted(p) for p in passes), key=lambda indices: (-size(indices), indices))
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Each sequence, longest first, into the first pass that has room for it."""
+    passes: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        where = next((p for p, room in enumerate(left) if lengths[i] <= room), None)
+        if where is None:
+            where = len(passes)
+            passes.append([])
+            left.append(budget)
+        passes[where].append(i)
+        left[where] -= lengths[i]
+    return passes
+
+
+def _by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Sequences of like length together: of all ways to cut the sorted lengths, the cheapest.
+
+    A pass costs its positions, padding included, and an eighth of the budget for itself, so that
+    long and short share one only where there is little of both.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    # Of the j shortest: the least cost, and how many of them make up the last pass.
+    cost, rows = np.zeros(len(order) + 1), [0]
+    counts = np.arange(1, len(order) + 1)
+    for j, longest in enumerate((lengths[i] for i in order), start=1):
+        fitting = min(j, max(1, budget // longest))
+        choices = cost[j - fitting : j][::-1] + longest * counts[:fitting]
+        rows.append(int(choices.argmin()) + 1)
+        cost[j] = choices.min() + budget / 8
+    passes, end = [], len(order)
+    while end:
+        passes.append(order[end - rows[end] : end])
+        end -= rows[end]
+    return passes
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _chunks(items: Sequence[int], size: int) -> list[list[int]]:
+    assert len(items) % size == 0, f"{len(items)} items do not divide into chunks of {size}"
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]
