@@ -31,10 +31,12 @@ def place_under_launcher(world_size: int | None = None) -> bool:
         world_size: how many processes the recipe's parallel sizes need; None takes any number.
 
     Raises:
-        ConfigError: the launcher started another number of processes.
+        ConfigError: the launcher started another number of processes, or could not start them
+            again.
     """
     env = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        _refuse_shared_store(env)
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
         alone = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
         be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
@@ -158,6 +160,23 @@ def _outward() -> dict[str, str]:
 def _leads_on(address: str) -> bool:
     parsed = ipaddress.ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _refuse_shared_store(env: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` where ranks that torchrun starts again would never meet.
+
+    Each node's torchrun counts its own restarts, and ranks find each other in its one store by that
+    count. It differs as soon as one node alone saw a rank fail, or was started again itself.
+    """
+    several = int(env.get("GROUP_WORLD_SIZE", "1")) > 1
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if several and restarts > 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            f"torchrun --max-restarts={restarts} on several nodes needs a new store for each "
+            "attempt, else its ranks hang after a restart; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d on every node, or "
+            "--max-restarts=0"
+        )
 
 
 def _check_count(launcher: str, started: int, needed: int | None) -> None:
