@@ -163,19 +163,18 @@ def _leads_on(address: str) -> bool:
 
 
 def _refuse_shared_store(env: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` where ranks that torchrun starts again would never meet.
+    """Raise ``ConfigError`` where ranks that torchrun starts again may never meet.
 
-    Each node's torchrun counts its own restarts, and ranks find each other in its one store by that
-    count. It differs as soon as one node alone saw a rank fail, or was started again itself.
+    By default its store outlives an attempt, and with it the addresses of ranks that are gone: a
+    rank that is faster than another tries to reach those.
     """
-    several = int(env.get("GROUP_WORLD_SIZE", "1")) > 1
     restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if several and restarts > 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts > 0 and shared and int(env["WORLD_SIZE"]) > 1:
         raise ConfigError(
-            f"torchrun --max-restarts={restarts} on several nodes needs a new store for each "
-            "attempt, else its ranks hang after a restart; set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d on every node, or "
-            "--max-restarts=0"
+            f"torchrun --max-restarts={restarts} keeps one store for all attempts, where ranks "
+            "find the addresses of those that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "and --rdzv-backend=c10d on every node, or --max-restarts=0"
         )
 
 

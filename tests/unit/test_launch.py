@@ -230,17 +230,15 @@ def test_a_given_interface_stays(environment, network):
         ({}, True),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
         ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
-        ({"GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, False),
+        ({"LOCAL_WORLD_SIZE": "2"}, True),
     ],
 )
-def test_restarts_on_several_nodes_need_a_store_for_each_attempt(
-    changed, refused, environment, network
-):
+def test_torchruns_restarts_need_a_store_for_each_attempt(changed, refused, environment, network):
     network({"eth0": "10.0.0.5"}, {}, own="10.0.0.5")
-    environment |= {**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    environment |= {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **changed}
     if refused:
-        with pytest.raises(ConfigError, match=r"=3 on .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        with pytest.raises(ConfigError, match=r"=3 keeps .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
             place.place_under_launcher(2)
     else:
         assert place.place_under_launcher(2)
