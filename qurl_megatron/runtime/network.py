@@ -24,8 +24,10 @@ def own_address(goal: str, port: int = 9) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has: torchrun opens one only where it is told which, and
-    takes seconds to. So it is none of those that the kernel gives to whoever asks for any."""
+    """A port that nobody has here, for whoever opens it seconds later.
+
+    It is none of those that the kernel gives to processes that ask for any.
+    """
     first = int(KERNELS.read_text(encoding="ascii").split()[0])
     own = range(max(1024, first - 8192), first)
     for port in (*random.sample(own, min(64, len(own))), 0):

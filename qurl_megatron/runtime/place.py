@@ -31,10 +31,12 @@ def place_under_launcher(world_size: int | None = None) -> bool:
         world_size: how many processes the recipe's parallel sizes need; None takes any number.
 
     Raises:
-        ConfigError: the launcher started another number of processes.
+        ConfigError: the launcher started another number of processes, or could not start them
+            again.
     """
     env = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        _refuse_shared_store(env)
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
         alone = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
         be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
@@ -158,6 +160,22 @@ def _outward() -> dict[str, str]:
 def _leads_on(address: str) -> bool:
     parsed = ipaddress.ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _refuse_shared_store(env: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` where ranks that torchrun starts again may never meet.
+
+    By default its store outlives an attempt, and with it the addresses of ranks that are gone: a
+    rank that is faster than another tries to reach those.
+    """
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts > 0 and shared and int(env["WORLD_SIZE"]) > 1:
+        raise ConfigError(
+            f"torchrun --max-restarts={restarts} keeps one store for all attempts, where ranks "
+            "find the addresses of those that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "and --rdzv-backend=c10d on every node, or --max-restarts=0"
+        )
 
 
 def _check_count(launcher: str, started: int, needed: int | None) -> None:

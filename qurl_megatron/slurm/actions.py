@@ -63,11 +63,11 @@ def _task(arguments: argparse.Namespace) -> int:
     return task(arguments.run_dir, arguments.engines)
 
 
-def _examine(arguments: argparse.Namespace) -> int:
+def _examine(_: argparse.Namespace) -> int:
     """Measure this node inside a job, before models load (called by attempt, through srun)."""
     from qurl_megatron.slurm.measure import examine
 
-    return examine(arguments.folder)
+    return examine()
 
 
 def _offer(arguments: argparse.Namespace) -> int:
@@ -139,6 +139,5 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     )
     added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
     added["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
-    added["examine"].add_argument("folder", type=Path, help="gets NODE.json")
     added["cell"].add_argument("study", type=Path, help="TOML study file")
     added["cell"].add_argument("out", type=Path, help="folder of its runs")

@@ -108,20 +108,17 @@ def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Attem
     os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
     from_step = f"attempt {number}, job {job.number}, from step {saved}"
     say(f"{from_step}; the ranks write {logs}/train-RANK.log")
-    found = examine(
-        *(job.run_dir, number, job.layout, job.cluster),
-        cancelled=lambda: received.newest in PERSONS,
-    )
-    for node, why in found.bad.items():
+    nodes = examine(job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS)
+    for node, why in nodes.bad.items():
         say(f"node {node} is bad: {why}")
     if received.newest in PERSONS:
         return _settle(job, number, saved, Ending(0, received.newest))
-    if found.needed and not received.newest:
-        outcome = _without(job, found.needed, found.shared)
+    if nodes.needed and not received.newest:
+        outcome = _without(job, nodes.needed, nodes.shared)
         return _record(job, number, saved, saved, Ending(BAD_NODE), outcome)
     ranks = job.config.parallel.world_size
     supervisor = StepSupervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
-    ended = _run(job, logs, supervisor, found.engines)
+    ended = _run(job, logs, supervisor, nodes.engines)
     return _settle(job, number, saved, ended, late=late)
 
 

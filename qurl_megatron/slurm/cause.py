@@ -37,7 +37,6 @@ class Kind:
     pattern: str  # searched in "Type: text"
     advice: str
     weight: int | None = None  # of the list above; None: that of its source
-    bare: str = ""  # the advice where there is no Slurm; "": the same
 
 
 PEERS = (
@@ -62,7 +61,6 @@ KINDS = (
         r"MemoryError|Cannot allocate memory|bad_alloc|oom.kill|Out Of Memory",
         "raise node.memory_gib in the cluster file, where 0 takes all of a node, or have fewer "
         f"ranks and engines on one; {AGAIN}",
-        bare=f"have fewer ranks and engines on one; {AGAIN}",
     ),
     Kind(
         "numbers, or the guard, halted the run",
@@ -89,16 +87,12 @@ KINDS = (
         '"Node failure" in job.log and for Xid in dmesg; NCCL_DEBUG = "WARN" in site.environment '
         f'has NCCL say more; job.extra = ["--exclude=NODE"] leaves out a node; {AGAIN}',
         NO_PEER,
-        "no rank and no engine says what came first: suspect a node or the network. Look for Xid "
-        f"in dmesg; NCCL_DEBUG=WARN in the environment has NCCL say more; {AGAIN}",
     ),
     Kind(
         "a GPU fails",
         r"CUDA error|CUDA driver|cuda(Error|Runtime)|ECC|Xid|illegal memory access|device-side",
         'where it comes back on the same node, leave that out: job.extra = ["--exclude=NODE"] in '
         "the cluster file; where it comes on any, report it with the traceback",
-        bare="where it comes back on the same node, start the command on another in its place; "
-        "where it comes on any, report it with the traceback",
     ),
     Kind(
         "the file system fails",
@@ -110,14 +104,11 @@ KINDS = (
         r"ModuleNotFoundError|ImportError|cannot open shared object",
         "site.prolog or the container of the cluster file must give each node what the ranks "
         "import; `qurl show --env` lists what is found",
-        bare="every node must have what the ranks import; `qurl show --env` lists what is found",
     ),
     Kind(
         "the node is lost",
-        r"[Nn]ode [Ff]ailure|NODE.FAIL|not responding|^lost \S+, ",
+        r"[Nn]ode [Ff]ailure|NODE.FAIL|not responding",
         f"`sinfo -R` says why, once Slurm knows; {AGAIN}",
-        bare="look whether it is up and on the network; the run goes on once the same command runs "
-        "there again, or on another node",
     ),
     Kind(
         "the run hung",
@@ -125,9 +116,6 @@ KINDS = (
         "the stacks of the ranks, below, show where each waits; one that wrote none is stopped, or "
         "stuck in the kernel: `dmesg` on its node. Where a step may well take so long, raise "
         f"job.hung_s in the cluster file; {AGAIN}",
-        bare="the stacks of the ranks, below, show where each waits; one that wrote none is "
-        "stopped, or stuck in the kernel: `dmesg` on its node. Where a step may well take so long, "
-        f"raise --hung-s; {AGAIN}",
     ),
     Kind(
         "Slurm ended the job",
@@ -293,16 +281,6 @@ def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
             yield Event(kind_of(said), KILLED, who, said)
         if line.startswith("qurl: ") and kind_of(line) is FULL:  # then ranks can keep nothing
             yield Event(FULL, REASON, "the supervisor", line.removeprefix("qurl: "))
-        yield from _of_head(line)
-
-
-def _of_head(line: str) -> Iterator[Event]:
-    """What the head of a run under torchrun says of a node."""
-    if found := re.match(r"qurl: (lost (\S+), .*)", line):
-        yield Event(kind_of(found[1]), KILLED, f"node {found[2]}", found[1])
-    if found := re.match(r"qurl: torchrun on (\S+) ended with (\d+): (.*)", line):
-        kind, (node, code, said) = kind_of(found[3]), found.groups()
-        yield Event(kind, kind.weight or KILLED, "torchrun", said, node=node, code=int(code))
 
 
 def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iterator[Event]:
@@ -340,7 +318,7 @@ def _silent(lines: Sequence[str]) -> Iterator[Event]:
 
 def _ended(line: str) -> tuple[str, list[str], str]:
     """``srun: error: train1: tasks 0-1,4: Killed`` -> node, tasks, how; empty for other lines."""
-    found = re.match(r"(?:srun|qurl): error: (\S+): tasks? ([\d,-]+): (.*)", line)
+    found = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
     if not found:
         return "", [], ""
     parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", found[2])

@@ -1,8 +1,10 @@
 """The nodes of an attempt are examined before its ranks start: asked, judged, and told apart.
 
-Without a bad rollout node the run goes on with fewer engines. Without a bad training node there is
-nothing to train on: the job has to go back to the queue, with that node excluded. Where all nodes
-are bad, others would be bad alike: it is what they share, and a person has to look.
+A node is compared with the others of its own job, which have the same GPUs and software: how long
+a product should take need not be known. Without a bad rollout node the run goes on with fewer
+engines. Without a bad training node there is nothing to train on: the job has to go back to the
+queue, with that node excluded. Where all nodes are bad, others would be bad alike: it is what they
+share, and a person has to look.
 """
 
 import json
@@ -10,33 +12,37 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from statistics import median_low
 
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.attempts import read_record
-from qurl_megatron.observe.clock import now
-from qurl_megatron.runtime.filesystem import wait_until_seen
 from qurl_megatron.slurm import commands, folder
-from qurl_megatron.slurm.bad_nodes import Report, judge
 from qurl_megatron.slurm.cluster import ClusterConfig
 from qurl_megatron.slurm.layout import Allocation
-from qurl_megatron.slurm.measure import CANARY, from_json
+from qurl_megatron.slurm.measure import Report
 from qurl_megatron.slurm.steps import EXAMINATION_SAYS, examining_steps
+from qurl_megatron.slurm.verdict import Decision
 
-VERDICT = "verdict.json"
 POLL_S = 0.1
 GRACE_S = 10.0
 MOST = 3
 """Attempts of a submitted run that may end for bad nodes: beyond, it is hardly the nodes."""
 
+GPU_SLOWER = 1.25
+"""Times the job's median product. Sound GPUs of a kind differ by a few per cent, by power and heat;
+one that is held back is a third slower or worse, and every other rank waits for it."""
+REDUCE_SLOWER = 1.5
+"""Times the job's median all-reduce: a link with fewer lanes doubles the time."""
+CPU_SLOWER = 20.0
+"""Both without GPUs: a millisecond on a CPU that others use may well take ten."""
+
 
 @dataclass(frozen=True)
-class Found:
+class Examination:
     """What an examination has shown."""
 
     bad: dict[str, str]  # a sentence by node
@@ -46,45 +52,35 @@ class Found:
 
 
 def examine(
-    run_dir: Path,
-    number: int,
     layout: Allocation,
     cluster: ClusterConfig,
     *,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Found:
+) -> Examination:
     """Have every node of the job measure itself, and judge what they say.
 
-    Leaves attempts/N/nodes/NODE.json and verdict.json; ends without them once it is cancelled.
-
     Raises:
-        ConfigError: the run's folder cannot be written from here, or srun cannot be run.
+        ConfigError: srun cannot be run.
     """
     if not cluster.job.examine_s:
-        return Found({})
+        return Examination({})
     training, rollout = nodes_of(layout, cluster, os.environ)
-    nodes = folder.attempt_folder(run_dir, number) / "nodes"
-    folder.put(nodes / CANARY, "the first node\n")
-    command = ["qurl", "slurm", "examine", str(nodes)]
+    command = ["qurl", "slurm", "examine"]
     steps = examining_steps(layout, cluster, command, workdir=os.getcwd())
     began = time.monotonic()
-    heard = _ask(steps, cluster.job.examine_s, cancelled)
+    reports = _ask(steps, cluster.job.examine_s, cancelled)
     if cancelled():
-        return Found({})
-    if not heard and time.monotonic() - began < cluster.job.examine_s:
+        return Examination({})
+    if not reports and time.monotonic() - began < cluster.job.examine_s:
         # All have ended without a word: it must be the examination's own fault.
         print(
             "qurl: the examination of the nodes failed, as said above; it is left out", flush=True
         )
-        return Found({})
-    reports = {node: _with_file(report, nodes) for node, report in heard.items()}
+        return Examination({})
     wanted = dict.fromkeys(training, layout.training.gpus)
     if layout.rollout:
         wanted |= dict.fromkeys(rollout, layout.rollout.gpus)
-    found = tell_apart(judge(reports, wanted), training, rollout)
-    record = {"bad": found.bad, "needed": found.needed, "job": int(os.environ["SLURM_JOB_ID"])}
-    folder.put(nodes / VERDICT, json.dumps(record, indent=1) + "\n")
-    return found
+    return tell_apart(judge(reports, wanted), training, rollout)
 
 
 def nodes_of(
@@ -99,18 +95,69 @@ def nodes_of(
     return whole[: layout.training.nodes], whole[layout.training.nodes :]
 
 
-def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[str]) -> Found:
+def judge(reports: Mapping[str, Report], wanted: Mapping[str, int]) -> dict[str, str]:
+    """Return a sentence for each bad node.
+
+    Args:
+        reports: by node; nodes that did not answer are missing.
+        wanted: GPUs that the job has on each of its nodes.
+    """
+    peers = list(reports.values())
+    bad = {}
+    for node, count in wanted.items():
+        if node not in reports:
+            bad[node] = "it did not answer within job.examine_s"
+        elif faults := [*reports[node].faults, *_beside(reports[node], peers, count)]:
+            bad[node] = "; ".join(faults)
+    return bad
+
+
+def _beside(own: Report, peers: Sequence[Report], count: int) -> Iterator[str]:
+    """Yield what is wrong with a node beside the others of the job, itself included.
+
+    Only like is compared: GPUs with GPUs, an all-reduce with those of as many devices.
+    """
+    if own.product_ms is None:
+        return
+    if min(own.gpus, own.devices) < count and any(peer.gpus or peer.devices for peer in peers):
+        yield (
+            f"{count} GPUs were granted, the driver shows {own.gpus} and torch can use "
+            f"{own.devices}"
+        )
+    if not own.devices and any(peer.devices for peer in peers):
+        return  # its times are a CPU's
+    alike = [peer for peer in peers if bool(peer.devices) == bool(own.devices)]
+    usual = median_low(ms for peer in alike for ms in peer.product_ms or [])
+    for index, ms in enumerate(own.product_ms):
+        if ms > usual * (GPU_SLOWER if own.devices else CPU_SLOWER):
+            device = f"GPU {index}" if own.devices else "its CPU"
+            yield f"a matrix product on {device} takes {ms:.3g} ms, {usual:.3g} on the job's others"
+    if own.reduce_ms is None:
+        return
+    if own.reduce_ms == float("inf"):
+        yield "an all-reduce among its own devices fails, or does not end"
+        return
+    as_many = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
+    usual = median_low(ms for ms in as_many if ms is not None)
+    if own.reduce_ms > usual * (REDUCE_SLOWER if own.devices else CPU_SLOWER):
+        yield (
+            f"an all-reduce among its own devices takes {own.reduce_ms:.3g} ms, "
+            f"{usual:.3g} on the job's others"
+        )
+
+
+def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[str]) -> Examination:
     """
     Args:
         training, rollout: names of the nodes of each.
     """
     nodes = [*training, *rollout]
     if len(nodes) > 1 and all(node in bad for node in nodes):
-        return Found(bad, needed=tuple(bad), shared=_shared(bad, nodes[0]))
+        return Examination(bad, needed=tuple(bad), shared=_shared(bad, nodes[0]))
     left = tuple(node for node in rollout if node not in bad)
     if rollout and not left or any(node in bad for node in training):
-        return Found(bad, needed=tuple(bad))
-    return Found(bad, engines=left if len(left) < len(rollout) else None)
+        return Examination(bad, needed=tuple(bad))
+    return Examination(bad, engines=left if len(left) < len(rollout) else None)
 
 
 def _shared(bad: dict[str, str], node: str) -> str:
@@ -126,13 +173,13 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
 
     Raises:
         ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough; or
-            a verdict is damaged.
+            an attempt's record is damaged.
     """
     before = _exclusions(run_dir)
     if before >= MOST:
         raise ConfigError(
-            f"nodes of this run were excluded {before} times already; look at "
-            f"{run_dir}/slurm/attempts/*/nodes"
+            f"nodes of this run were excluded {before} times already; {run_dir}/slurm/job.log says "
+            "which, and why"
         )
     script = (run_dir / "slurm/job.sbatch").read_text(encoding="utf-8")
     option = f"#SBATCH --exclude={','.join(_all_excluded(job, names))}\n"
@@ -166,47 +213,51 @@ def _all_excluded(job: int, names: Sequence[str]) -> list[str]:
 
 
 def _exclusions(run_dir: Path) -> int:
-    """Attempts of what was submitted last that ended for bad nodes, before this one."""
+    """Count the attempts of what was submitted last that ended for bad nodes."""
     submitted = folder.submitted(run_dir)
     jobs = submitted.jobs if submitted else []
-    found = sorted((run_dir / "slurm/attempts").glob(f"*/nodes/{VERDICT}"))
-    ended = [read_record(path, lambda one: one["job"] in jobs and one["needed"]) for path in found]
-    return max(0, sum(map(bool, ended)) - 1)
+    attempts = folder.attempts(run_dir)
+    return sum(one.decision == Decision.WITHOUT and one.job in jobs for one in attempts)
 
 
 def _ask(
     steps: list[list[str]], seconds: float, cancelled: Callable[[], bool]
 ) -> dict[str, Report]:
-    """Run the steps; what nodes say until they end, for so long, or until it is cancelled."""
-    heard: dict[str, Report] = {}
+    """Run the steps to their end, for so long, or until it is cancelled; return nodes' reports."""
     running = [_start(step) for step in steps]
-    listeners = [threading.Thread(target=_listen, args=(one.stdout, heard)) for one in running]
-    listeners += [threading.Thread(target=_pass_on, args=(one.stderr,)) for one in running]
-    for listener in listeners:
-        listener.start()
-    end = time.monotonic() + seconds
-    while (left := [one for one in running if one.poll() is None]) and not cancelled():
-        if time.monotonic() > end:
-            break
-        time.sleep(POLL_S)
-    for process in left:
-        process.terminate()  # srun ends its tasks itself then
-    for process in running:
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    for listener in listeners:
-        listener.join()
-    return dict(heard)
+    reports: dict[str, Report] = {}
+    with ThreadPoolExecutor(len(steps)) as pool:
+        printed = [pool.submit(process.communicate) for process in running]
+        end = time.monotonic() + seconds
+        while any(process.poll() is None for process in running) and not cancelled():
+            if time.monotonic() > end:
+                break
+            time.sleep(POLL_S)
+        for process in running:
+            process.terminate()  # srun ends its tasks itself then
+        for process in running:
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    for output, errors in (words.result() for words in printed):
+        for line in errors.splitlines():
+            print(f"{EXAMINATION_SAYS}{line}", file=sys.stderr, flush=True)
+        for line in output.splitlines():
+            try:
+                report = Report(**json.loads(line))
+            except (ValueError, TypeError):  # a prolog or a container may have a word as well
+                print(line, flush=True)
+            else:
+                reports[report.node] = report
+    return reports
 
 
 def _start(step: list[str]) -> subprocess.Popen:
-    env = {"PYTHONWARNINGS": "ignore", **os.environ}
     try:
         return subprocess.Popen(
             step,
-            env=env,
+            env={"PYTHONWARNINGS": "ignore", **os.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -215,29 +266,3 @@ def _start(step: list[str]) -> subprocess.Popen:
         )
     except OSError as error:
         raise ConfigError(f"{step[0]} cannot be run: {error}") from None
-
-
-def _pass_on(said: IO[str]) -> None:
-    for line in said:
-        print(f"{EXAMINATION_SAYS}{line}", end="", file=sys.stderr, flush=True)
-
-
-def _listen(said: IO[str], heard: dict[str, Report]) -> None:
-    for line in said:
-        try:
-            report = from_json(line)
-        except (ValueError, TypeError):  # a prolog or a container may have a word as well
-            print(line, end="", flush=True)
-            continue
-        heard[report.node] = replace(report, heard_at=now())
-
-
-def _with_file(report: Report, nodes: Path) -> Report:
-    """Whether what the node wrote is seen here."""
-    if report.folder:
-        return report
-    try:
-        wait_until_seen(nodes / f"{report.node}.json", "the node wrote it", key="train.run_dir")
-    except ConfigError as error:
-        return replace(report, folder=str(error))
-    return report

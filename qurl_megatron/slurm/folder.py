@@ -55,20 +55,11 @@ def write(
     Raises:
         ConfigError: the folder cannot be written.
     """
-    write_recipe(run_dir, recipe, overrides)
-    put(run_dir / "slurm/cluster.toml", to_toml(cluster))
-    put(run_dir / "slurm/job.sbatch", script)
-
-
-def write_recipe(run_dir: Path, recipe: Path, overrides: list[str]) -> None:
-    """Leave for the ranks what they train by.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
     request = {"overrides": from_elsewhere(recipe, overrides), "recipe": str(recipe)}
     put(run_dir / "slurm/recipe.toml", recipe.read_text(encoding="utf-8"))
     put(run_dir / "slurm/request.json", json.dumps(request, indent=1) + "\n")
+    put(run_dir / "slurm/cluster.toml", to_toml(cluster))
+    put(run_dir / "slurm/job.sbatch", script)
 
 
 def put(path: Path, text: str) -> None:
@@ -122,11 +113,6 @@ def no_job(run_dir: Path) -> ConfigError:
         return ConfigError(
             f"{run_dir}: this run was never submitted to Slurm; `qurl report {run_dir}` shows how "
             "it went"
-        )
-    if (run_dir / "slurm/recipe.toml").exists():
-        return ConfigError(
-            f"{run_dir}: this run has no job in Slurm; `qurl slurm logs {run_dir}` tells of each "
-            "attempt once it has begun"
         )
     return ConfigError(f"{run_dir}: nothing was submitted for this folder; {named}")
 

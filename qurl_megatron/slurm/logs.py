@@ -1,6 +1,6 @@
 """``qurl slurm logs``: what ended an attempt, with the first cause on top.
 
-Reads the folder alone: it works while the run goes on, and where there is no Slurm.
+Reads the folder alone: it works while the run goes on, and on machines without Slurm.
 """
 
 import re
@@ -83,7 +83,7 @@ def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -
     if cause is None or (one.ended and one.ended.decision == "done"):
         lines.append("no rank and no engine has failed")
     else:
-        lines += list(_cause(cause, _title(one), _advice(run_dir, one, cause.first.kind)))
+        lines += list(_cause(cause, _title(one), _advice(one, cause.first.kind)))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
     where = folder.attempt_folder(run_dir, one.number)
     stacks = (path for path in sorted(where.glob("stack-*")) if path.stat().st_size)
@@ -99,9 +99,8 @@ def _headline(run_dir: Path, one: Tried) -> str:
     if one.ended is None:
         return f"{run_dir}, attempt {one.number}: it runs, or its supervisor was killed"
     ended: Attempt = one.ended
-    job = f", job {ended.job}" if ended.job else ""  # none where there is no Slurm
     return (
-        f"{run_dir}, attempt {one.number}{job}: ended with {ended.code} "
+        f"{run_dir}, attempt {one.number}, job {ended.job}: ended with {ended.code} "
         f"({ended.decision}); steps {ended.step_before} to {ended.step_after} are saved"
     )
 
@@ -113,15 +112,11 @@ def _title(one: Tried) -> str:
     return "Failed while it ended" if one.ended.decision == Decision.AGAIN else "First cause"
 
 
-def _advice(run_dir: Path, one: Tried, kind: Kind) -> str:
+def _advice(one: Tried, kind: Kind) -> str:
     ended = one.ended
-    slurm = ended.job if ended else folder.submitted(run_dir)
-    advice, again = kind.advice, AGAIN
-    if not slurm:
-        advice, again = kind.bare or advice, AGAIN.replace("submit", "start the same command")
-    if ended and ended.decision in GOES_ON:
-        again = "the run goes on by itself"
-    return f"{advice.removesuffix(AGAIN)}{again}" if advice.endswith(AGAIN) else advice
+    if ended and ended.decision in GOES_ON and kind.advice.endswith(AGAIN):
+        return kind.advice.removesuffix(AGAIN) + "the run goes on by itself"
+    return kind.advice
 
 
 def _cause(cause: Cause, title: str, advice: str) -> Iterator[str]:

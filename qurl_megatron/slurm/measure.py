@@ -1,31 +1,24 @@
 """``qurl slurm examine``: what one node of a job finds out about itself before models load.
 
-It takes a few seconds: GPUs as the driver sees them, a matrix product on each, an all-reduce among
-them, the shared folder in both directions, and free room. Without GPUs the product and the
-all-reduce, of two threads, are the CPU's. What of it is bad, ``bad_nodes`` decides: a node alone
-cannot know how fast the others are.
+It takes a few seconds: GPUs as NVIDIA's driver sees them, a matrix product on each, and an
+all-reduce among them. Without GPUs the product and the all-reduce, of two threads, are the CPU's.
+Whether its times make a node bad, ``examination`` decides: a node alone cannot know how fast the
+others are.
 """
 
 import json
 import os
-import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.clock import now
-from qurl_megatron.runtime.filesystem import wait_until_seen
-from qurl_megatron.slurm import folder, gpus
-from qurl_megatron.slurm.bad_nodes import Report
-
-CANARY = "canary"
-"""File that the supervisor leaves for the nodes, beside the nodes' own."""
+GIB = 1 << 30
+MOST_USED = 4 * GIB
+"""Memory in use on a GPU before the job starts; a driver takes less than 1 GiB for itself."""
 REPEATS = 20
 WAIT = timedelta(seconds=120)
 """Time-out of the groups themselves."""
@@ -34,99 +27,57 @@ REDUCE_S = 60.0
 their own time-out, and little of job.examine_s."""
 
 
-def examine(nodes: Path) -> int:
-    """Measure this node, and say it on stdout and in a file of the folder ``nodes``.
+@dataclass(frozen=True)
+class Report:
+    """What one node says."""
 
-    Two ways, so that a node which cannot write there is heard all the same.
+    node: str
+    faults: list[str]  # sentences on what makes it bad, whatever the others say
+    gpus: int = 0  # that the driver shows
+    devices: int = 0  # GPUs that torch can use
+    product_ms: list[float] | None = None  # of each device; None: it could not be measured
+    reduce_ms: float | None = None  # None: it has one device; inf: it hangs or fails
 
-    Raises:
-        ConfigError: outside of a job, the folder is none of an attempt.
-    """
-    # In a step the file may be there and not seen yet; nobody else has one to wait for.
-    if "SLURM_STEP_ID" not in os.environ and not (nodes / CANARY).exists():
-        raise ConfigError(
-            f"{nodes / CANARY} does not exist: `qurl slurm examine` runs inside a job, which gives "
-            "it a folder of one of its attempts; RUN_DIR/slurm/attempts/N/nodes has what each node "
-            "said"
-        )
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def examine() -> int:
+    """Measure this node, and print its report."""
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
         report = _measure(name)
     except Exception as error:  # whatever a sick GPU raises is what the node has to say
-        report = _unmeasured(name, error)
-    try:
-        wait_until_seen(nodes / CANARY, "the first node wrote it", key="train.run_dir")
-        folder.put(nodes / f"{name}.json", as_json(report))
-    except ConfigError as error:
-        report = replace(report, folder=str(error))
-    print(as_json(replace(report, at=now())), end="", flush=True)
+        first = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
+        report = Report(name, [f"it could not be measured: {type(error).__name__}: {first}"])
+    print(report.as_json(), flush=True)
     if report.reduce_ms == float("inf"):
         os._exit(0)  # threads that hang in the driver would keep the process from leaving
     return 0
 
 
-def as_json(report: Report) -> str:
-    return json.dumps(asdict(report)) + "\n"
-
-
-def from_json(text: str) -> Report:
-    """
-    Raises:
-        ValueError, TypeError: it is not what a node says.
-    """
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise TypeError(f"not a report: {text!r:.100}")
-    found = value.get("gpus")
-    return Report(**{**value, "gpus": found and [_gpu(one) for one in found]})
-
-
-def _gpu(value: dict) -> gpus.GpuState:
-    return gpus.GpuState(**{**value, "held_back": tuple(value["held_back"])})
-
-
 def _measure(name: str) -> Report:
     nvml = _nvml()
-    found = gpus.read(nvml, os.environ) if nvml else None
+    indices = gpu_indices(nvml, os.environ) if nvml else []
+    faults = [
+        f"GPU {index} {fault}" for index in indices for fault in gpu_faults(nvml, index)
+    ]  # before torch takes memory of its own
     import torch
 
     cuda = torch.cuda.is_available()
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if cuda else []
-    product_ms = []
-    for place, device in enumerate(devices or [torch.device("cpu")]):
-        product_ms.append(_product_ms(device))
-        if found and place < len(found):
-            clock, held_back = gpus.clocks(nvml, found[place].index)
-            found[place] = replace(found[place], clock=clock, held_back=held_back)
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if cuda else []
     return Report(
         node=name,
-        at=now(),
-        gpus=found,
-        devices=len(devices),
-        product_ms=product_ms,
-        reduce_ms=_reduce_ms(devices or [torch.device("cpu")] * 2),
-        shm=shutil.disk_usage("/dev/shm").free,
-        tmp=shutil.disk_usage("/tmp").free,
+        faults=faults,
+        gpus=len(indices),
+        devices=len(gpus),
+        product_ms=[_product_ms(device) for device in gpus or [torch.device("cpu")]],
+        reduce_ms=_reduce_ms(gpus or [torch.device("cpu")] * 2),
     )
 
 
-def _unmeasured(name: str, error: Exception) -> Report:
-    first = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
-    return Report(
-        node=name,
-        at=now(),
-        gpus=None,
-        devices=0,
-        product_ms=[],
-        reduce_ms=None,
-        shm=0,
-        tmp=0,
-        failed=f"it could not be measured: {type(error).__name__}: {first}",
-    )
-
-
-def _nvml():
-    """nvidia-ml-py; None where it is not installed, as on clusters without GPUs."""
+def _nvml() -> Any:
+    """Return nvidia-ml-py; None where it is not installed, as on clusters without GPUs."""
     try:
         import pynvml
     except ImportError:
@@ -134,8 +85,48 @@ def _nvml():
     return pynvml
 
 
+def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
+    """Return the driver's numbers of this step's GPUs; none where there is no driver.
+
+    Where Slurm hides no device, CUDA_VISIBLE_DEVICES says which are ours.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no library, or no driver that answers it
+        return []
+    count = nvml.nvmlDeviceGetCount()
+    own = [int(part) for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.isdecimal()]
+    return own if own and len(own) < count else list(range(count))
+
+
+def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
+    """Yield what the driver says against a GPU."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    used = nvml.nvmlDeviceGetMemoryInfo(handle).used
+    if used > MOST_USED:
+        yield f"has {used / GIB:.1f} GiB in use already: end what holds them, or reset it"
+    if _ask(
+        nvml,
+        nvml.nvmlDeviceGetTotalEccErrors,
+        *(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
+    ):
+        yield "has uncorrected memory errors: reset it"
+    _, _, pending, failed = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    if failed:
+        yield "has no spare rows for bad memory: have it replaced"
+    if pending:
+        yield "waits for a reset to replace a bad row of memory"
+
+
+def _ask(nvml: Any, question: Any, *arguments: Any) -> Any:
+    """Return the driver's answer; None where this kind of GPU has none."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError_NotSupported:
+        return None
+
+
 def _product_ms(device) -> float:
-    """The shortest of some: others may take part of a CPU, and a GPU's first is slow."""
     import torch
 
     gpu = device.type == "cuda"
@@ -152,7 +143,7 @@ def _product_ms(device) -> float:
 
 
 def _reduce_ms(devices: list) -> float | None:
-    """All-reduce among the devices, one thread for each; None for one alone, inf: it hangs."""
+    """Time an all-reduce among the devices, one thread for each; see ``Report.reduce_ms``."""
     if len(devices) < 2:
         return None
     import torch
@@ -160,7 +151,7 @@ def _reduce_ms(devices: list) -> float | None:
 
     # All are on this machine; without it gloo looks the host's name up, which may fail.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, found = dist.HashStore(), {}
+    store, times = dist.HashStore(), {}
 
     def rank(number: int, device: torch.device) -> None:
         gpu = device.type == "cuda"
@@ -177,7 +168,7 @@ def _reduce_ms(devices: list) -> float | None:
             if gpu:
                 torch.cuda.synchronize(device)
 
-        found[number] = _shortest_ms(reduce)
+        times[number] = _shortest_ms(reduce)
 
     threads = [threading.Thread(target=rank, args=each, daemon=True) for each in enumerate(devices)]
     for thread in threads:
@@ -185,10 +176,11 @@ def _reduce_ms(devices: list) -> float | None:
     end = time.monotonic() + REDUCE_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return max(found.values()) if len(found) == len(devices) else float("inf")
+    return max(times.values()) if len(times) == len(devices) else float("inf")
 
 
 def _shortest_ms(body: Callable[[], None]) -> float:
+    """Time the fastest of some calls: others may use the device, and a GPU's first is slow."""
     body()
     times = []
     for _ in range(REPEATS):

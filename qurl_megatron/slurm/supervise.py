@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.clock import now
@@ -56,16 +55,12 @@ class Ending:
 class Received:
     """Inside, notes signals in place of ending this process."""
 
-    def __init__(self, *numbers: int) -> None:
-        """
-        Args:
-            numbers: beside those that Slurm sends.
-        """
+    def __init__(self) -> None:
         self.newest = ""
-        self._numbers = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, *numbers}
 
     def __enter__(self) -> "Received":
-        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        numbers = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_) -> None:
@@ -283,13 +278,7 @@ class StepSupervisor:
         return f"hung: no new step for {still:.0f} s"
 
 
-class Signalled(Protocol):
-    """What passes a signal on to the ranks."""
-
-    def signal(self, number: int) -> None: ...
-
-
-def ask_for_stacks(step: Signalled, logs: Path, ranks: int) -> list[int]:
+def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
     """Have every rank write what all its threads are doing.
 
     Returns:

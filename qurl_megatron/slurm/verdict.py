@@ -80,8 +80,6 @@ def decide(
     retries: int,
     failed: str = "",
     late: bool = False,
-    limit: str = "job.retries",
-    again: str = "`qurl slurm submit`, as before, goes on",
 ) -> AttemptOutcome:
     """
     Args:
@@ -94,8 +92,6 @@ def decide(
         retries: failures in a row on which another attempt follows.
         failed: how, where the exit code does not tell.
         late: the attempt followed on another in the same job, and had only the rest of its time.
-        limit: what ``retries`` is called.
-        again: how a person has the run go on.
     """
     saved = f"step {step_after} is saved"
     idle = step_after <= step_before
@@ -125,12 +121,12 @@ def decide(
             Decision.STOP,
             NO_PROGRESS,
             f"{failed}, the second attempt in a row without a new checkpoint; {saved}; fix the "
-            f"cause, then {again}",
+            "cause, then `qurl slurm submit`, as before, goes on",
         )
     if told in TAKEN:
         return AttemptOutcome(Decision.AGAIN, 0, f"{failed}; {saved}")
     count = f"failure {earlier.failures + 1} in a row"
     if earlier.failures >= retries:
-        none = f"and {limit}={retries} allows no further attempt"
+        none = f"and job.retries={retries} allows no further attempt"
         return AttemptOutcome(Decision.STOP, code, f"{failed}, {count}, {none}; {saved}")
     return AttemptOutcome(Decision.RETRY, code, f"{failed}; {saved}; {count}")

@@ -7,15 +7,18 @@ the second node sees the run's folder as it was before the last checkpoint.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from qurl_megatron.config import load
+from qurl_megatron.training.state import latest
 from qurl_megatron.training.warmstart import warmstart
 from tests.nodes.network import CannotMake, Node, network
 from tests.runs import RECIPE
@@ -174,44 +177,88 @@ def test_under_srun_they_resume_where_rank_0_says_though_one_sees_old_folders(
     assert steps(recipe)[-1] == 3
 
 
-def ranks_on(node: Node) -> list[int]:
-    """Processes of ``launch/torchrun.py``'s ranks on a node."""
-    own, found = os.readlink(f"/proc/{node.pid}/ns/net"), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            seat = b"qurl_megatron.torchrun.seat" in (entry / "cmdline").read_bytes()
-            if seat and os.readlink(entry / "ns/net") == own:
-                found.append(int(entry.name))
-    return found
+class Elastic:
+    """torchrun with restarts on two nodes, for one run of 12 steps."""
 
+    def __init__(self, nodes: list[Node], recipe: Path, name: str, restarts: int) -> None:
+        self.run_dir = recipe.parent / name
+        self._nodes, self._agents = nodes, {}
+        torchrun = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={restarts}"]
+        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=train1:29501", f"--rdzv-id={name}"]
+        train = ["train", recipe, f"train.run_dir={self.run_dir}", "parallel.tensor=2"]
+        train += ["checkpoint.every=2", "train.steps=12", "train.eval_prompts=0"]
+        train += ["rollout.engines=1"]
+        self._command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+        self._command += ["-m", "qurl_megatron.cli", *train]
 
-def test_without_slurm_a_node_that_drops_out_is_lost_and_waited_for(nodes, recipe):
-    """It is there, but nobody reaches it: no connection is closed, and none answers."""
-    run_dir, logs = recipe.parent / "apart", [recipe.parent / f"apart-{i}.log" for i in (0, 1)]
-    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=train1:29500", recipe]
-    words += [f"train.run_dir={run_dir}", "parallel.tensor=2", "checkpoint.every=2"]
-    words += ["train.steps=12", "train.eval_prompts=0", "rollout.engines=1"]
-    started = []
-    for node, log in zip(nodes, logs, strict=False):  # the third has no part
-        with log.open("w") as file:
-            script = ROOT / "launch/torchrun.py"
-            started.append(start(node, [sys.executable, script, *words], {}, file))
+    def start(self, number: int, environment: dict[str, str] | None = None) -> None:
+        if environment is None:
+            environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with self._log(number).open("a") as log:
+            agent = start(self._nodes[number], self._command, environment, log)
+        self._agents[number] = agent
 
-    def wait(condition: Callable[[], bool]) -> None:
+    def rank(self, number: int) -> int:
+        """The process of a node's rank; torchrun has no other child."""
+        (rank,) = psutil.Process(self._agents[number].pid).children()
+        return rank.pid
+
+    def saved(self) -> int:
+        newest = latest(self.run_dir)
+        return int(newest.name.removeprefix("step_")) if newest else 0
+
+    def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "".join(log.read_text() for log in logs)
-            time.sleep(0.1)
+        while self.saved() < step:
+            assert time.monotonic() < deadline, self.output()
+            assert all(agent.poll() is None for agent in self._agents.values()), self.output()
+            time.sleep(0.05)
 
-    wait(lambda: (run_dir / "checkpoints/step_000002/state.json").exists())
-    nodes[1].do("ip", "link", "set", "eth0", "down")
-    wait(lambda: "attempt 1: lost train2, silent for 15 s" in logs[0].read_text())
-    wait(lambda: not ranks_on(nodes[0]) + ranks_on(nodes[1]))  # the other side has ended its own
-    wait(lambda: "1 of 2 nodes are here (train1), train2 missing" in logs[0].read_text())
-    nodes[1].do("ip", "link", "set", "eth0", "up")
-    assert [process.wait(LIMIT_S) for process in started] == [0, 0]
-    assert "attempt 2: all 12 steps are done" in logs[0].read_text()
-    assert not ranks_on(nodes[0]) + ranks_on(nodes[1])
+    def codes(self) -> list[int]:
+        """The exit codes of both nodes' torchrun, once they have ended."""
+        return [self._agents[number].wait(LIMIT_S) for number in (0, 1)]
+
+    def crash(self, number: int) -> None:
+        """Have a node drop out with all that runs there: no connection is closed, none answers."""
+        agent = psutil.Process(self._agents[number].pid)
+        self._nodes[number].do("ip", "link", "set", "eth0", "down")
+        for process in [agent, *agent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
+                process.kill()
+        self._agents[number].wait()
+
+    def come_back(self, number: int) -> None:
+        self._nodes[number].do("ip", "link", "set", "eth0", "up")
+        self.start(number)
+
+    def output(self) -> str:
+        return "\n".join(self._log(number).read_text() for number in (0, 1))
+
+    def _log(self, number: int) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}-{number}.log")
+
+
+def test_torchrun_restarts_a_run_after_a_killed_rank_and_after_a_node_that_was_lost(nodes, recipe):
+    run = Elastic(nodes[:2], recipe, "elastic", restarts=3)
+    run.start(0)
+    run.start(1)
+    run.wait_for_step(2)
+    os.kill(run.rank(1), signal.SIGKILL)
+    run.wait_for_step(run.saved() + 2)
+    run.crash(1)
+    run.come_back(1)
+    assert run.codes() == [0, 0], run.output()
+    assert run.saved() == 12
+    records = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(record)["step"] for record in records] == [*range(1, 13)]
+
+
+def test_torchrun_with_one_store_for_all_attempts_is_refused(nodes, recipe):
+    run = Elastic(nodes[:2], recipe, "refused", restarts=1)
+    run.start(0, {})
+    run.start(1, {})
+    assert 0 not in run.codes()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.output()
 
 
 def test_nothing_is_left_of_a_network(tmp_path):

@@ -29,8 +29,7 @@ def parts(run_dir: Path, called: float, returned: float) -> dict[str, float]:
         "the queue, and the supervisor": json.loads((attempt / "began.json").read_text())[
             "began_at"
         ],
-        "examination of the nodes": (attempt / "nodes/verdict.json").stat().st_mtime,
-        "srun and Python, on every rank": (attempt / "stack-0.txt").stat().st_mtime,
+        "examination of the nodes, srun and Python": (attempt / "stack-0.txt").stat().st_mtime,
         "Megatron, the model, the engines": _last(fleet, " started at "),
         "the first version": _last(fleet, " serves version 0"),
         "evaluation": min(event["start"] for event in first),

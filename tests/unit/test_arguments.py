@@ -6,7 +6,6 @@ from qurl_megatron.cli import _parser
 from qurl_megatron.config import load
 from qurl_megatron.config.arguments import parse
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.torchrun import command
 
 GIVEN = ["train.steps=2", "quant.scheme=fp8"]
 
@@ -32,12 +31,6 @@ def test_settings_stand_before_behind_and_among_the_options(line):
 def test_the_words_of_a_batch_job_too():
     line = "slurm submit R {} --cluster C {}".format(*GIVEN).split()
     assert parse(_parser(), line).words == ["R", *GIVEN]
-
-
-def test_launch_torchrun_too():
-    line = "--nproc_per_node=2 R {} --nnodes 2 {}".format(*GIVEN).split()
-    found = parse(command.parser(), line)
-    assert (found.overrides, found.nproc_per_node) == (GIVEN, 2)
 
 
 def test_what_stands_behind_two_dashes_is_left_as_it_is():

@@ -224,6 +224,26 @@ def test_a_given_interface_stays(environment, network):
     assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
 
 
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, True),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"LOCAL_WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_torchruns_restarts_need_a_store_for_each_attempt(changed, refused, environment, network):
+    network({"eth0": "10.0.0.5"}, {}, own="10.0.0.5")
+    environment |= {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **changed}
+    if refused:
+        with pytest.raises(ConfigError, match=r"=3 keeps .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+            place.place_under_launcher(2)
+    else:
+        assert place.place_under_launcher(2)
+
+
 def test_a_taken_meeting_point_is_one_sentence(environment, monkeypatch):
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
