@@ -239,7 +239,6 @@ def serve(arguments: argparse.Namespace) -> int:
         port_file=arguments.port_file,
         threads=arguments.threads,
         cache_gb=arguments.cache_gb,
-        graphs=not arguments.disable_cuda_graph,
         exit_with_stdin=arguments.exit_with_stdin,
         api_key=api_key,
         speech=Speech(
@@ -415,11 +414,6 @@ def _serve_options(command: argparse.ArgumentParser) -> None:
         help="leave when standard input closes (set by qurl train)",
     )
     # As SGLang calls them.
-    command.add_argument(
-        "--disable-cuda-graph",
-        action="store_true",
-        help="on a GPU, launch the kernels of decode steps one by one",
-    )
     command.add_argument(
         "--skip-tokenizer-init",
         action="store_true",

@@ -62,9 +62,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         for batch in options.batch
     }
     for batch in options.batch:
-        graphs = not options.disable_cuda_graph
         own_spans = {
-            scheme: DecodeSpan(decoder, batch, options.steps, options.repeats, graphs=graphs)
+            scheme: DecodeSpan(decoder, batch, options.steps, options.repeats)
             for scheme, decoder in decoders.items()
         }
         spans: dict[str, Callable[[], None]] = {**own_spans}
@@ -151,18 +150,12 @@ def _generating(
 class DecodeSpan:
     """Calls decode some steps each, of the same responses, which grow meanwhile."""
 
-    def __init__(
-        self, decoder: Decoder, batch: int, steps: int, repeats: int, *, graphs: bool = True
-    ) -> None:
-        """
-        Args:
-            graphs: on a GPU, decode by CUDA graphs.
-        """
+    def __init__(self, decoder: Decoder, batch: int, steps: int, repeats: int) -> None:
         new = _new_tokens(steps, repeats)
         # All rows from first to last: what waits for room would decode when others have ended.
         tokens = batch * (PROMPT + new + ROUND)
         cache_gb = tokens * bytes_per_token(decoder.arch, decoder.dtype) / 2**30
-        self.engine = Engine(decoder, cache_gb, max_rows=batch, static=None if graphs else False)
+        self.engine = Engine(decoder, cache_gb, max_rows=batch)
         self._batch, self._steps = batch, steps
         prompts = enumerate(_prompts(batch, decoder.arch.vocab))
         self.engine.add([Sequence(str(i), prompt, new, seed=i) for i, prompt in prompts])

@@ -263,11 +263,6 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--disable-cuda-graph",
-        action="store_true",
-        help="on a GPU, launch the kernels of a step one by one",
-    )
 
 
 def _scale(parser: argparse.ArgumentParser) -> None:

@@ -79,17 +79,6 @@ def test_a_native_step_is_told_and_nothing_is_remarked(monkeypatch):
     assert not any("Decoded by" in line for line in _remarks([case]))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_case_on_cuda_tells_whether_graphs_ran(monkeypatch):
-    on = ("--schemes", "bf16", "--device", "cuda")
-    (with_graphs,), (without,) = (
-        cases(monkeypatch, *on, *given) for given in ((), ("--disable-cuda-graph",))
-    )
-    assert with_graphs.notes == {"decode step": "CUDA graphs"}
-    assert without.notes == {"decode step": "scheme none on cuda has no native step"}
-
-
 def test_every_prediction_is_made_before_the_first_repeat(monkeypatch):
     events = []
     foretell, measure = decode.bounds, DecodeSpan.__call__

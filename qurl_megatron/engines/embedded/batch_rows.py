@@ -27,7 +27,7 @@ class Drawn:
 
 
 class Rows:
-    """A number in each column for every row of the cache. Columns never move, but ``stop_ids``."""
+    """A number in each column for every row of the cache."""
 
     @torch.inference_mode()
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -80,11 +80,7 @@ class Rows:
         return int(self.length[row] - self.start[row])
 
     def sampling(self, rows: slice) -> SamplingState:
-        sampled = not bool(self.greedy[rows].all())
-        return self.state(rows, any_sampled=sampled, any_filtered=self.filtered(rows))
-
-    def state(self, rows: slice, *, any_sampled: bool, any_filtered: bool) -> SamplingState:
-        """``sampling``, where the caller knows what is asked for."""
+        narrowed_B = (self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)
         return SamplingState(
             temperature_B=self.temperature[rows],
             greedy_B=self.greedy[rows],
@@ -92,13 +88,9 @@ class Rows:
             position_B=self.length[rows] - self.start[rows],
             top_p_B=self.top_p[rows],
             top_k_B=self.top_k[rows],
-            any_sampled=any_sampled,
-            any_filtered=any_filtered,
+            any_sampled=not bool(self.greedy[rows].all()),
+            any_filtered=bool(narrowed_B.any()),
         )
-
-    def filtered(self, rows: slice) -> bool:
-        """Whether top_p or top_k narrows the choice of any row."""
-        return bool(((self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)).any())
 
     def drawn(self, rows: slice, token_B: Tensor, log_prob_B: Tensor) -> Drawn:
         """What a step drew, once ``length`` counts it."""

@@ -8,7 +8,7 @@ Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O an
 sides.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,14 +118,6 @@ class Decoder:
                 norm[1:heads], norm[heads + 1 :] = norm[0], norm[heads]
             for matrix in layer.matrices:
                 matrix.pack()
-
-    def tensors(self) -> Iterator[Tensor]:
-        """All that a forward pass reads on a GPU."""
-        yield from (self.embedding, self.norm, self.head, self.inverse_frequencies)
-        for layer in self.layers:
-            beside = (layer.input_norm, layer.qkv_bias, layer.qk_norm, layer.post_norm)
-            matrices = (part for m in layer.matrices for part in (m.weight_OI, m.scale_O))
-            yield from (tensor for tensor in (*beside, *matrices) if tensor is not None)
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         for word, names in (

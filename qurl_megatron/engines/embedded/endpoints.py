@@ -80,7 +80,6 @@ def serve(
     port_file: str | Path | None = None,
     threads: int = 0,
     cache_gb: float = 2.0,
-    graphs: bool = True,
     exit_with_stdin: bool = False,
     api_key: str | None = None,
     speech: Speech = Speech(),
@@ -95,7 +94,6 @@ def serve(
         port_file: gets the port, atomically, once requests are answered.
         threads: CPU threads; 0 leaves torch's default.
         cache_gb: key/value cache in GiB.
-        graphs: on a GPU, decode by CUDA graphs.
         exit_with_stdin: leave when stdin reaches its end, so that a dead parent leaves no orphan.
         api_key: required as ``Authorization: Bearer`` on everything but /health.
         speech: text or token ids, and how to stream.
@@ -106,9 +104,7 @@ def serve(
     if threads:
         torch.set_num_threads(threads)
     with bound(host, port) as listener:
-        engine = load_engine(
-            Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb, graphs=graphs
-        )
+        engine = load_engine(Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb)
         worker = EngineThread(engine, threads)
         config = uvicorn.Config(
             build_app(worker, str(model_dir), api_key=api_key, speech=speech),
@@ -132,7 +128,6 @@ def load_engine(
     dtype: str,
     cache_gb: float,
     device: str = "auto",
-    graphs: bool = True,
 ) -> Engine:
     """Engine with the weights of a Hugging Face folder, quantized or not, or a Megatron checkpoint.
 
@@ -150,7 +145,7 @@ def load_engine(
     decoder.load(tensors)
     if decoder.largest_code and device == "cpu" and (why := native.refusal(decoder)):
         log.warning("decode steps are computed by torch, which takes longer: %s", why)
-    return Engine(decoder, cache_gb, static=None if graphs else False)
+    return Engine(decoder, cache_gb)
 
 
 def bound(host: str, port: int) -> socket.socket:

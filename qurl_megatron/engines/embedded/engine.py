@@ -30,7 +30,6 @@ from qurl_megatron.engines.embedded.batch_rows import Drawn, Rows
 from qurl_megatron.engines.embedded.cache import Cache
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.sampling import sample
-from qurl_megatron.engines.embedded.static import StaticSteps
 from qurl_megatron.errors import ConfigError
 
 MAX_ROWS = 512
@@ -105,14 +104,7 @@ class Engine:
         decoder: Decoder,
         cache_gb: float = 2.0,
         max_rows: int = MAX_ROWS,
-        *,
-        static: bool | None = None,
     ) -> None:
-        """
-        Args:
-            static: decode by ``static`` steps, which a GPU replays as CUDA graphs; None: on a GPU
-                alone. A CPU has nothing to replay, and computes them more slowly than its own.
-        """
         self.decoder = decoder
         self.cache = Cache(decoder.arch, decoder.dtype, decoder.device, cache_gb, max_rows)
         if self.cache.capacity == 0:
@@ -125,14 +117,10 @@ class Engine:
         self._listeners = 0  # of running sequences
         self._recomputed = False  # by the latest step
         self._batch = Rows(max_rows, decoder.device)
-        wanted = decoder.device.type == "cuda" if static is None else static
-        self._static = StaticSteps(decoder, self.cache, self._batch) if wanted else None
 
     @property
     def decode_step(self) -> str:
-        """What computes one: "CUDA graphs", "native", or why it is torch's kernels one by one."""
-        if self._static is not None:
-            return self._static.name
+        """Return "native", or why torch computes the decode steps."""
         return native.refusal(self.decoder) or "native"
 
     @property
@@ -195,7 +183,6 @@ class Engine:
             recompute: recompute the keys and values of running sequences with the new weights.
         """
         self.decoder.load(tensors)
-        self._look_at_weights()
         self.rename(version)
         if recompute:
             self.retract()
@@ -203,7 +190,6 @@ class Engine:
     def written(self) -> None:
         """Take in what was written into the decoder's slots."""
         self.decoder.pack()
-        self._look_at_weights()
 
     def rename(self, version: str) -> None:
         """What the weights are called from now on; tokens there are keep the name they have."""
@@ -212,10 +198,6 @@ class Engine:
         for sequence in self.waiting:
             _stamp(sequence, self.version, len(sequence.output_ids))
         self.version = version
-
-    def _look_at_weights(self) -> None:
-        if self._static is not None:
-            self._static.look_at_weights()
 
     def _admit(self) -> list[Sequence]:
         """Waiting sequences, in order, that fit into rows of the cache and one prefill."""
@@ -242,7 +224,6 @@ class Engine:
     def _prefill(self, joining: list[Sequence]) -> None:
         first_row, cache, device = len(self.running), self.cache, self.decoder.device
         self.running += joining
-        self._rows_changed()
         self._listeners += sum(s.listener is not None for s in joining)
         self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
         # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
@@ -294,10 +275,6 @@ class Engine:
 
     def _decode(self) -> None:
         batch, cache, count = self._batch, self.cache, len(self.running)
-        if self._static is not None and self._static.serves(count):
-            drawn, any_ended = self._static(count)
-            self._settle(0, drawn, any_ended=any_ended)
-            return
         position_B = batch.length[:count] - 1
         ids_B = cache.tokens[batch.row[:count], position_B]
         longest = int(position_B.max()) + 1
@@ -371,13 +348,8 @@ class Engine:
             self._batch.move(last, row)
             self.running[row] = self.running[last]
         self.running.pop()
-        self._rows_changed()
         self._listeners -= sequence.listener is not None
         return sequence
-
-    def _rows_changed(self) -> None:
-        if self._static is not None:
-            self._static.rows_changed()
 
     def _end(self, sequence: Sequence, reason: dict) -> None:
         _stamp(sequence, self.version, len(sequence.output_ids))
