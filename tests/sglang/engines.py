@@ -88,7 +88,6 @@ class Server:
         folder: Path,
         *,
         empty: bool = False,
-        text: bool = False,
         extra: Sequence[str] = (),
     ) -> None:
         self.case = case
@@ -104,7 +103,6 @@ class Server:
             port_file=self._port,
             api_key=self.key,
             empty=empty,
-            text=text,
             extra=extra,
         )
         folder.mkdir()

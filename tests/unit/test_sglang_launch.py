@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.cli import main
-from qurl_megatron.config import RolloutConfig
 from qurl_megatron.engines.sglang.command_line import engine_launch, server_arguments
 from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.fleet.process import launches
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,15 +29,6 @@ def test_an_empty_engine_is_told_how_its_weights_will_be_quantized():
 def test_a_checkpoint_says_by_itself_how_it_is_quantized():
     launch = engine_launch("python", "model", scheme="int8", port_file="port", empty=False)
     assert not {"dummy", "--json-model-override-args"} & set(launch.command)
-
-
-@pytest.mark.parametrize("text", [True, False])
-def test_only_an_engine_that_is_sent_text_needs_a_tokenizer(text, tmp_path):
-    sglang = engine_launch("python", "model", scheme="none", port_file="port", text=text)
-    kind = {"scheme": "none", "dtype": "bfloat16", "api_key": "secret"}
-    (embedded,) = launches(RolloutConfig(), "model", tmp_path, **kind, text=text).values()
-    for launch in (sglang, embedded):
-        assert ("--skip-tokenizer-init" in launch.command) == (not text)
 
 
 @pytest.mark.parametrize("given", [["--port", "7"], ["--port=7"]])

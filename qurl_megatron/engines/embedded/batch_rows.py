@@ -1,9 +1,5 @@
-"""What each running sequence needs at every step, as tensors: no Python per sequence and token.
+"""What each running sequence needs at every step, as tensors: no Python per sequence and token."""
 
-Shapes: B running sequences, or those of some rows.
-"""
-
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,17 +9,6 @@ from qurl_megatron.engines.embedded.sampling import GREEDY, SamplingState
 
 if TYPE_CHECKING:
     from qurl_megatron.engines.embedded.engine import Sequence
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The tokens of a step, and which sequences end with them."""
-
-    token_B: Tensor  # int64
-    log_prob_B: Tensor  # float32
-    stopped_B: Tensor  # bool: the token is one of the sequence's stop ids
-    broken_B: Tensor  # bool: its log-prob is not finite, so it means nothing
-    ended_B: Tensor  # bool: stopped, broken, or as long as it may be
 
 
 class Rows:
@@ -91,10 +76,3 @@ class Rows:
             any_sampled=not bool(self.greedy[rows].all()),
             any_filtered=bool(narrowed_B.any()),
         )
-
-    def drawn(self, rows: slice, token_B: Tensor, log_prob_B: Tensor) -> Drawn:
-        """What a step drew, once ``length`` counts it."""
-        stopped_B = (token_B[:, None] == self.stop_ids[rows]).any(dim=1)
-        broken_B = ~log_prob_B.isfinite()
-        ended_B = stopped_B | broken_B | (self.length[rows] >= self.limit[rows])
-        return Drawn(token_B, log_prob_B, stopped_B, broken_B, ended_B)

@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.engines.embedded import native
-from qurl_megatron.engines.embedded.batch_rows import Drawn, Rows
+from qurl_megatron.engines.embedded.batch_rows import Rows
 from qurl_megatron.engines.embedded.cache import Cache
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.sampling import sample
@@ -38,16 +38,6 @@ SCORED_TOKENS = 512  # of a prompt, whose logits are made at once
 RECOMPUTE_TOKENS = 512
 """Likewise of sequences that continue after an update: those of a step wait for each other, and are
 padded to its longest; but far fewer tokens at a time would take longer."""
-
-
-class Listener(Protocol):
-    """Gets a sequence's tokens as they come. The engine calls it: it must not wait or fail."""
-
-    def token(self, token: int, log_prob: float, version: str) -> None:
-        """One that is not the sequence's last."""
-
-    def ended(self) -> None:
-        """The sequence has its results, the last token among them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +53,6 @@ class Sequence:
     top_k: int = -1
     stop_ids: frozenset[int] = frozenset()
     job: "Job | None" = None
-    listener: Listener | None = None
     scores_prompt: bool = False
 
     prompt_log_probs: list[float] = field(default_factory=list)  # of all its tokens but the first
@@ -114,7 +103,6 @@ class Engine:
         self.running: list[Sequence] = []
         self.generated = 0
         self.retractions = 0
-        self._listeners = 0  # of running sequences
         self._recomputed = False  # by the latest step
         self._batch = Rows(max_rows, decoder.device)
 
@@ -174,23 +162,6 @@ class Engine:
             sequence.retractions += 1
         self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
 
-    def update(self, tensors: dict[str, Tensor], version: str, *, recompute: bool = False) -> None:
-        """Switch to other weights between two steps; running sequences continue with them.
-
-        Args:
-            tensors: a whole set of weights; a bad one raises ConfigError and changes nothing.
-            version: name of the new weights, stamped on every token they generate.
-            recompute: recompute the keys and values of running sequences with the new weights.
-        """
-        self.decoder.load(tensors)
-        self.rename(version)
-        if recompute:
-            self.retract()
-
-    def written(self) -> None:
-        """Take in what was written into the decoder's slots."""
-        self.decoder.pack()
-
     def rename(self, version: str) -> None:
         """What the weights are called from now on; tokens there are keep the name they have."""
         for row, sequence in enumerate(self.running):
@@ -224,7 +195,6 @@ class Engine:
     def _prefill(self, joining: list[Sequence]) -> None:
         first_row, cache, device = len(self.running), self.cache, self.decoder.device
         self.running += joining
-        self._listeners += sum(s.listener is not None for s in joining)
         self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
         # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
         owner, prefixes, prompt_rows = [], [], []
@@ -298,42 +268,23 @@ class Engine:
         self.cache.tokens[batch.row[rows], batch.length[rows]] = token_B
         self.cache.log_probs[batch.row[rows], batch.length[rows]] = log_prob_B
         batch.length[rows] += 1
-        drawn = batch.drawn(rows, token_B, log_prob_B)
-        self._settle(first_row, drawn, any_ended=bool(drawn.ended_B.any()))
-
-    def _settle(self, first_row: int, drawn: Drawn, *, any_ended: bool) -> None:
-        """Report what was drawn for the rows from ``first_row`` on; end what ends with it."""
-        self.generated += len(drawn.token_B)
-        if self._listeners:
-            self._tell(first_row, drawn)
-        if not any_ended:
-            return
-        for offset in reversed(drawn.ended_B.nonzero()[:, 0].tolist()):
+        self.generated += len(token_B)
+        stopped_B = (token_B[:, None] == batch.stop_ids[rows]).any(dim=1)
+        broken_B = ~log_prob_B.isfinite()
+        ended_B = stopped_B | broken_B | (batch.length[rows] >= batch.limit[rows])
+        for offset in reversed(ended_B.nonzero()[:, 0].tolist()):
             row = first_row + offset
-            if drawn.broken_B[offset]:
-                self._batch.length[row] -= 1  # a token drawn from nan means nothing
+            if broken_B[offset]:
+                batch.length[row] -= 1  # a token drawn from nan means nothing
             sequence = self._remove(row)
             reason: dict[str, Any]
-            if drawn.broken_B[offset]:
+            if broken_B[offset]:
                 reason = {"type": "abort", "message": "The model's logits are not finite."}
-            elif drawn.stopped_B[offset]:
+            elif stopped_B[offset]:
                 reason = {"type": "stop", "matched": sequence.output_ids[-1]}
             else:
                 reason = {"type": "length", "length": len(sequence.output_ids)}
             self._end(sequence, reason)
-
-    def _tell(self, first_row: int, drawn: Drawn) -> None:
-        """Report the new tokens; the last of a sequence comes with its end."""
-        told = zip(
-            self.running[first_row:],
-            drawn.token_B.tolist(),
-            drawn.log_prob_B.tolist(),
-            drawn.ended_B.tolist(),
-            strict=True,
-        )
-        for sequence, token, log_prob, ended in told:
-            if sequence.listener is not None and not ended:
-                sequence.listener.token(token, log_prob, self.version)
 
     @torch.inference_mode()
     def _remove(self, row: int) -> Sequence:
@@ -348,7 +299,6 @@ class Engine:
             self._batch.move(last, row)
             self.running[row] = self.running[last]
         self.running.pop()
-        self._listeners -= sequence.listener is not None
         return sequence
 
     def _end(self, sequence: Sequence, reason: dict) -> None:
@@ -356,8 +306,6 @@ class Engine:
         sequence.finish_reason = reason
         if sequence.job is not None:
             sequence.job.one_ended()
-        if sequence.listener is not None:
-            sequence.listener.ended()
 
 
 def _prefix_length(sequence: Sequence) -> int:

@@ -1,8 +1,6 @@
-"""Weights from a folder: a published version, or a checkpoint of either kind.
+"""Weights from a folder: a checkpoint of either kind.
 
-Everything is read and joined first and checked by ``Decoder.check`` before the first copy, so a
-broken file leaves the engine on the version it has. Files are memory-mapped: reading a version
-whose tensors have one slice each costs page cache, not a second copy of the model. Nothing is
+Files are memory-mapped: reading them costs page cache, not a second copy of the model. Nothing is
 unpickled.
 """
 
@@ -27,32 +25,16 @@ from qurl_megatron.weights.places import (
     safetensors_files,
 )
 from qurl_megatron.weights.source import open_checkpoint
-from qurl_megatron.wire.manifest import MANIFEST, Manifest, read_version
 
 
-def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int | None]:
-    """Read a folder of any kind and check it against the decoder.
-
-    Returns:
-        All tensors, and the version number that a manifest gives (None for a checkpoint).
+def read_weights(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
+    """Return all tensors of a folder of any kind, as the decoder takes them.
 
     Raises:
-        ConfigError: the folder does not hold exactly the weights of this engine.
+        ConfigError: the folder holds a tensor twice, or is quantized in part.
     """
-    if (folder / MANIFEST).is_file():
-        manifest = Manifest.read(folder)
-        if manifest.scheme != decoder.scheme:
-            raise ConfigError(
-                f"{folder} is quantized as {manifest.scheme!r}, "
-                f"this engine serves {decoder.scheme!r}"
-            )
-        tensors = _collect(read_version(folder, manifest), folder)
-        decoder.check(tensors)
-        return tensors, manifest.version
-    found = _megatron_tensors if find_torch_dist(folder) else _hugging_face_tensors
-    tensors = _from_hugging_face(_collect(found(folder), folder), decoder)
-    decoder.check(tensors)
-    return tensors, None
+    read = _megatron_tensors if find_torch_dist(folder) else _hugging_face_tensors
+    return _from_hugging_face(_collect(read(folder), folder), decoder)
 
 
 def stored_scheme(folder: Path) -> str | None:
@@ -107,7 +89,7 @@ def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     indexed = (folder / INDEX).is_file()
     paths = safetensors_files(folder) if indexed else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ConfigError(f"{folder} has neither {MANIFEST} nor *.safetensors files")
+        raise ConfigError(f"{folder} has no *.safetensors files")
     for path in paths:
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping

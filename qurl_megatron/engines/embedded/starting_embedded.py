@@ -33,8 +33,7 @@ def _arguments(start: Start, port: object) -> list[str]:
         "--cache-gb": start.config.engine_memory_gb,
     }
     flat = [str(part) for pair in options.items() for part in pair]
-    ids_only = () if start.text else ("--skip-tokenizer-init",)  # as trainer and engine speak
-    return [str(start.model_dir), *flat, "--exit-with-stdin", *ids_only]
+    return [str(start.model_dir), *flat, "--exit-with-stdin"]
 
 
 def _env(start: Start) -> dict[str, str]:

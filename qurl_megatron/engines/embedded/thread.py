@@ -23,7 +23,6 @@ class EngineInfo:
     version: str
     running: int
     waiting: int
-    retracted: int  # of those that wait
     generated: int  # tokens since it started
     retractions: int  # since it started
     cached_tokens: int
@@ -61,13 +60,11 @@ class EngineThread:
         return job.future
 
     def pause(self, mode: str) -> Future:
-        """Stop: running sequences end (abort), are requeued (retract) or wait (in_place)."""
+        """Stop: running sequences are requeued (retract) or wait (in_place)."""
 
         def run(engine: Engine) -> None:
             self._paused = True
-            if mode == "abort":
-                engine.abort(lambda _: True, "Aborted by pause_generation.")
-            elif mode == "retract":
+            if mode == "retract":
                 engine.retract()
 
         return self.call(run)
@@ -84,7 +81,6 @@ class EngineThread:
                 version=engine.version,
                 running=len(engine.running),
                 waiting=len(engine.waiting),
-                retracted=sum(s.retractions > 0 for s in engine.waiting),
                 generated=engine.generated,
                 retractions=engine.retractions,
                 cached_tokens=engine.cached_tokens,

@@ -35,7 +35,6 @@ def engine_launch(
     port_file: Path | str,
     api_key: str | None = None,
     empty: bool = True,
-    text: bool = False,
     extra: Sequence[str] = (),
 ) -> Launch:
     """How to start one engine.
@@ -51,7 +50,6 @@ def engine_launch(
         port_file: gets the port once the engine is healthy.
         empty: start with meaningless weights, since the first update brings all of them; else load
             those in ``model_dir``, whose config.json says how they are quantized.
-        text: it reads and writes text beside token ids, by the tokenizer in ``model_dir``.
         extra: further options of SGLang.
     """
     options = {
@@ -64,11 +62,8 @@ def engine_launch(
     # -P: the working folder may have another copy of this package, or of anything.
     command = [str(python), "-P", "-m", "qurl_megatron.engines.sglang.server"]
     command += [str(part) for pair in options.items() for part in pair]
-    command += ["--exit-with-stdin"]
-    if (
-        not text
-    ):  # trainer and engine speak token ids; with the tokenizer goes the need for its files
-        command += ["--skip-tokenizer-init"]
+    # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
+    command += ["--exit-with-stdin", "--skip-tokenizer-init"]
     if empty:
         command += ["--load-format", "dummy"]
         if scheme != "none":

@@ -47,7 +47,6 @@ def launches(start: Start) -> list[Launch]:
             port_file=port,
             api_key=start.api_key,
             empty=start.empty,
-            text=start.text,
             extra=[*_devices(config, index), *config.engine_args],
         )
         for index, port in enumerate(start.port_files)
