@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +10,11 @@ import time
 import pytest
 
 from qurl_megatron.bench import rollout
-from qurl_megatron.bench.load.engines import started
-from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import read
+from qurl_megatron.bench.targets import Version, model_folder, started
 from qurl_megatron.fleet.client import EngineError
+from tests.unit.engine_models import write_tokenizer
 from tests.waiting import PATIENCE_S
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
@@ -45,11 +44,10 @@ def test_an_engine_that_it_starts_is_published_to_in_the_middle_of_its_load(tmp_
 
 def test_an_engine_that_died_and_that_the_fleet_has_given_up_is_told_as_gone(tmp_path):
     folder = model_folder("tiny", tmp_path)
-    source = checkpoint_of(folder)
-    version = Version(source, "none", "bfloat16", tmp_path / "versions")
+    version = Version(folder, "none", "bfloat16", tmp_path / "versions")
     more = {"tensor": 1, "threads": 1, "timeout_s": 60.0, "cache_gb": 0.1}
     logs = tmp_path / "logs"
-    with started("embedded", folder, version, source.arch.vocab, logs, **more) as target:
+    with started("embedded", folder, version, logs, **more) as target:
         before = target.identity()
         os.kill(before["process"], signal.SIGKILL)
         with pytest.raises(EngineError, match=f"see {logs}/engine-0.log"):
@@ -62,28 +60,11 @@ def test_an_engine_that_died_and_that_the_fleet_has_given_up_is_told_as_gone(tmp
         assert "has left" in told
 
 
-GUIDELLM = shutil.which(os.environ.get("GUIDELLM", "guidellm"))
-
-
-@pytest.mark.skipif(GUIDELLM is None, reason="needs GuideLLM: on the PATH, or at $GUIDELLM")
-@pytest.mark.parametrize("clients", ["closed", "concurrency:2", "poisson:20"])
-def test_guidellm_sends_the_same_load_and_stands_beside_it(tmp_path, clients):
-    words = ["--schemes", "int8", "--repeats", "1", "--clients", clients, "--guidellm", GUIDELLM]
-    command = [*QURL, "bench", "rollout", *LOAD, *words, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    ours, theirs = read(tmp_path / "rollout.json").cases
-    assert set(ours.reasons) | set(theirs.reasons) <= NOISE
-    assert (ours.keys["sent by"], theirs.keys["sent by"]) == ("qurl", "GuideLLM")
-    for name in ("tokens/s", "makespan", "first token, p50", "per token, p50"):
-        assert ours.figure(name).median > 0 and theirs.figure(name).median > 0
-    assert "embedded int8, GuideLLM" in (tmp_path / "index.html").read_text()
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     model, port = model_folder("tiny", folder), folder / "port"
+    write_tokenizer(model)  # for OpenAI's protocol
     command = [*QURL, "serve", str(model), "--port-file", str(port), "--exit-with-stdin"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as engine:
         while not port.exists():
