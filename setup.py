@@ -62,6 +62,7 @@ setup(
         "reasoning-gym",
         "rich",
         "safetensors",
+        "scipy",
         "sniffio",  # httpcore looks for it at every request, for a third of the time if in vain
         "starlette",
         "tensorboard",

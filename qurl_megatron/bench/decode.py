@@ -5,21 +5,17 @@ clock starts. All schemes of a batch size take turns. The limit is the larger of
 step: that of reading the weights and the keys and values once, at the rate at which this machine
 reads, and that of its products at the rate of its fastest ones. The prediction is that of
 ``qurl plan``, before the first repeat, from the same rates and the shares of them that it expects
-of an engine. With
-``--transformers`` the float formats take turns with transformers' ``generate``, too.
+of an engine.
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from qurl_megatron.bench.peer import checkout, peer
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.bench.repeats import interleaved, progress
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.cache import ROUND, bytes_per_token
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
@@ -31,7 +27,6 @@ from qurl_megatron.planning.machine_limits import limits
 from qurl_megatron.planning.rollout_time import COMPUTE, decode_rank, decode_step, engine_rank
 from qurl_megatron.tensors.arch import Arch, read_arch
 
-PEER = "transformers "
 DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 PROMPT = 32
 WARM_UP = 1  # spans of steps: caches and the allocator
@@ -43,90 +38,57 @@ ALL_OF_IT = Constants(
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    if options.transformers:
-        checkout("benchmarks/peers/through_transformers.py", ", or leave out --transformers")
+    """A case per scheme and batch size."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    config = config_of(options.model)
-    arch = read_arch(config)
+    arch = read_arch(config_of(options.model))
     device = torch.device(options.device)
-    found = []
     decoders = {scheme: random_decoder(arch, scheme, device) for scheme in options.schemes}
-    refusals = {scheme: native.refusal(decoder) for scheme, decoder in decoders.items()}
     context = PROMPT + _new_tokens(options.steps, options.repeats) / 2  # mean over all repeats
     foretold = {
         (scheme, batch): bounds(
-            arch, scheme, batch, context, options.device, one_call=not refusals[scheme]
+            arch, scheme, batch, context, options.device, one_call=not native.refusal(decoder)
         )
-        for scheme in options.schemes
+        for scheme, decoder in decoders.items()
         for batch in options.batch
     }
+    cases = []
     for batch in options.batch:
-        own_spans = {
+        spans = {
             scheme: DecodeSpan(decoder, batch, options.steps, options.repeats)
             for scheme, decoder in decoders.items()
         }
-        spans: dict[str, Callable[[], None]] = {**own_spans}
-        if options.transformers:
-            spans |= {
-                PEER + scheme: _generating(config, scheme, device, batch, options.steps)
-                for scheme in options.schemes
-                if scheme in DTYPE
-            }
         measured = interleaved(spans, repeats=options.repeats, warm_up=WARM_UP)
-        for name, mine in measured.items():
-            own = foretold[name.removeprefix(PEER), batch]
-            case = _case(name, mine, own, batch, context, options)
-            if name in decoders:
-                case.notes["decode step"] = own_spans[name].engine.decode_step
-            progress(f"{case.name}: {case.figures[0].median:.0f} tokens/s")
-            found.append(case)
-    return found
-
-
-def _case(
-    name: str,
-    mine: Repeats[None],
-    foretold: tuple[float, str, float],
-    batch: int,
-    context: float,
-    options: argparse.Namespace,
-) -> Case:
-    """What a candidate reached at one batch size.
-
-    Args:
-        foretold: the ``bounds`` of its scheme.
-        context: tokens of a response, on average.
-    """
-    scheme = name.removeprefix(PEER)
-    limit, limit_of, predicted = foretold
-    figure = Figure(
-        name="decode",
-        unit="tokens/s",
-        better="higher",
-        repeats=[batch * options.steps / seconds for seconds in mine.seconds],
-        limit=limit,
-        limit_of=limit_of,
-        predicted=predicted if name == scheme else None,
-    )
-    keys = {
-        "model": options.model,
-        "scheme": scheme,
-        "batch": batch,
-        "steps": options.steps,
-        "threads": torch.get_num_threads(),
-        "device": options.device,
-        "context": context,
-    }
-    if name != scheme:
-        keys["peer"] = PEER.strip()
-    return Case(
-        name=f"{name}, batch {batch}",
-        keys=keys,
-        figures=[figure],
-        yardsticks=mine.yardsticks,
-        reasons=mine.reasons,
-    )
+        for scheme, repeats in measured.items():
+            limit, limit_of, predicted = foretold[scheme, batch]
+            figure = Figure(
+                name="decode",
+                unit="tokens/s",
+                better="higher",
+                repeats=[batch * options.steps / seconds for seconds in repeats.seconds],
+                limit=limit,
+                limit_of=limit_of,
+                predicted=predicted,
+            )
+            case = Case(
+                name=f"{scheme}, batch {batch}",
+                keys={
+                    "model": options.model,
+                    "scheme": scheme,
+                    "batch": batch,
+                    "steps": options.steps,
+                    "threads": torch.get_num_threads(),
+                    "device": options.device,
+                    "context": context,
+                },
+                figures=[figure],
+                yardsticks=repeats.yardsticks,
+                reasons=repeats.reasons,
+                notes={"decode step": spans[scheme].engine.decode_step},
+            )
+            progress(f"{case.name}: {figure.median:.0f} tokens/s")
+            cases.append(case)
+    return cases
 
 
 def _new_tokens(steps: int, repeats: int) -> int:
@@ -135,16 +97,6 @@ def _new_tokens(steps: int, repeats: int) -> int:
 
 def _prompts(batch: int, vocab: int) -> list[list[int]]:
     return [[(7 * i + j) % vocab for j in range(PROMPT)] for i in range(batch)]
-
-
-def _generating(
-    config: dict[str, Any], scheme: str, device: torch.device, batch: int, steps: int
-) -> Callable[[], None]:
-    """The same prompts and lengths by transformers."""
-    prompts = _prompts(batch, config["vocab_size"])
-    return peer("through_transformers").Generating(
-        config, DTYPES[DTYPE[scheme]], device, prompts, steps
-    )
 
 
 class DecodeSpan:

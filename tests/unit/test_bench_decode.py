@@ -3,11 +3,10 @@ import argparse
 import pytest
 import torch
 
-from benchmarks.peers.through_transformers import Generating
+from benchmarks.performance import remarks
 from qurl_megatron.bench import decode
 from qurl_megatron.bench.decode import DecodeSpan, random_decoder, run
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
-from qurl_megatron.bench.performance import _remarks
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.engine import Engine
@@ -68,15 +67,15 @@ def test_a_case_tells_what_decoded_and_the_page_where_the_module_is_missing(
     told = f"{native.BUILT.name} is not built; {native.BUILT_BY}"
     assert int8.notes == {"decode step": told}
     assert fp32.notes == {"decode step": "scheme none on cpu has no native step"}
-    remarks = [line for line in _remarks([int8, fp32]) if line.startswith("Decoded by")]
-    assert remarks == [f"Decoded by torch: {told} (int8, batch 2)."]
+    found = [line for line in remarks([int8, fp32]) if line.startswith("Decoded by")]
+    assert found == [f"Decoded by torch: {told} (int8, batch 2)."]
 
 
 def test_a_native_step_is_told_and_nothing_is_remarked(monkeypatch):
     monkeypatch.setattr(Engine, "decode_step", "native")  # on any processor
     (case,) = cases(monkeypatch, "--schemes", "fp32")
     assert case.notes == {"decode step": "native"}
-    assert not any("Decoded by" in line for line in _remarks([case]))
+    assert not any("Decoded by" in line for line in remarks([case]))
 
 
 def test_every_prediction_is_made_before_the_first_repeat(monkeypatch):
@@ -95,27 +94,3 @@ def test_every_prediction_is_made_before_the_first_repeat(monkeypatch):
     monkeypatch.setattr(DecodeSpan, "__call__", call)
     cases(monkeypatch, "--schemes", "int8,fp32", "--batch", "1", "2")
     assert events == ["prediction"] * 4 + ["repeat"] * 8  # each with its warm-up
-
-
-def test_transformers_takes_turns_with_the_floats_alone_and_no_plan_is_made_for_it(monkeypatch):
-    found = cases(monkeypatch, "--schemes", "int8,fp32", "--transformers")
-    assert [case.name for case in found] == [
-        "int8, batch 2",
-        "fp32, batch 2",
-        "transformers fp32, batch 2",
-    ]
-    ours, peer = found[1:]
-    assert peer.keys == {**ours.keys, "peer": "transformers"}
-    assert peer.figures[0].limit == ours.figures[0].limit
-    assert (ours.figures[0].predicted is None, peer.figures[0].predicted) == (False, None)
-
-
-def test_transformers_computes_its_new_tokens_alone():
-    prompts = [[1] * 32, [2] * 32]
-    model = Generating(config_of("tiny"), torch.float32, torch.device("cpu"), prompts, steps=3)
-    shapes = []
-    embedding = model._model.get_input_embeddings()
-    embedding.register_forward_hook(lambda module, inputs, out: shapes.append(inputs[0].shape))
-    model()
-    model()
-    assert shapes == [(2, 1)] * 6

@@ -1,12 +1,12 @@
 import re
 from pathlib import Path
 
-from qurl_megatron.bench.performance import PAGE, RESULTS, rendered
+from benchmarks.performance import PAGE, RESULTS, rendered
 from qurl_megatron.bench.record import BenchRecord, Case, Figure
 
 
 def test_the_page_of_results_is_made_of_the_records():
-    """``python -m qurl_megatron.bench.performance`` writes it anew."""
+    """``python -m benchmarks.performance`` writes it anew."""
     assert PAGE.read_text(encoding="utf-8") == rendered()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from qurl_megatron.bench import decode
 from qurl_megatron.bench.random_model import config_of
-from qurl_megatron.bench.step.sizes import parse
+from qurl_megatron.bench.step import parse
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.planning import machine
