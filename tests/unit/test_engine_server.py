@@ -236,19 +236,6 @@ def test_messages_of_an_update_are_read_and_nothing_is_unpickled(live, monkeypat
     assert live.client.weight_version() == "default"
 
 
-def test_weights_come_in_a_session_that_is_opened_once(live):
-    [text] = payload([Message("check", "two", 1)])
-    body = {"load_format": LOADER, "serialized_named_tensors": [text]}
-    live.client.end_weight_update()
-    with pytest.raises(EngineError, match="No weight-update session is open"):
-        live.client.update_weights_from_tensor([text], LOADER)
-    live.client.begin_weight_update()
-    assert "already open" in live.post("/begin_weight_update", {}).json()["message"]
-    live.client.begin_weight_update()  # a trainer takes over what a dead one left
-    assert live.post("/update_weights_from_tensor", body).json()["success"]
-    live.client.end_weight_update()
-
-
 def test_a_route_that_is_not_there_names_the_one_that_is(live):
     for path in ("/v1/completions", "/v1/models", "/update_weights_from_disk"):
         response = live.post(path, {})

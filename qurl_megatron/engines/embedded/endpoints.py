@@ -14,8 +14,9 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import uvicorn
@@ -121,7 +122,7 @@ def load_engine(
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket to listen at.
+    """Return a socket to listen at.
 
     Raises:
         ConfigError: the address is not one of this machine, or the port is taken.
@@ -129,43 +130,37 @@ def bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Were TCP not named, asyncio would not know it for TCP and leave Nagle's algorithm on: on a
     # connection that is kept, an answer of two writes then waits 40 ms for the client's ACK.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:  # the latter: a port above 65535
-        made.close()
+        listener.close()
         why = getattr(error, "strerror", error)
         raise ConfigError(
             f"nothing can listen at {host}, port {port} ({why}); give another --port or --host"
         ) from None
-    return made
+    return listener
 
 
 def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = None) -> Starlette:
     handlers = _Handlers(worker, model_path)
-    gets = {
-        "/health": handlers.health,
-        "/server_info": handlers.server_info,
-        "/model_info": handlers.model_info,
-    }
-    posts = {
-        "/generate": handlers.generate,
-        "/flush_cache": handlers.flush_cache,
-        "/pause_generation": handlers.pause,
-        "/continue_generation": handlers.resume,
-        "/abort_request": handlers.abort,
-        "/begin_weight_update": handlers.begin_update,
-        "/update_weights_from_tensor": handlers.update_from_tensor,
-        "/end_weight_update": handlers.end_update,
-        "/update_weight_version": handlers.rename,
-        ENDPOINT: handlers.lease,
-    }
+    get, post = ["GET"], ["POST"]
     app = Starlette(
         routes=[
-            Route(path, handler, methods=[method])
-            for method, table in (("GET", gets), ("POST", posts))
-            for path, handler in table.items()
+            Route("/health", handlers.health, methods=get),
+            Route("/server_info", handlers.server_info, methods=get),
+            Route("/model_info", handlers.model_info, methods=get),
+            Route("/generate", handlers.generate, methods=post),
+            Route("/flush_cache", handlers.nothing_to_do, methods=post),
+            Route("/pause_generation", handlers.pause, methods=post),
+            Route("/continue_generation", handlers.resume, methods=post),
+            Route("/abort_request", handlers.abort, methods=post),
+            Route("/begin_weight_update", handlers.nothing_to_do, methods=post),
+            Route("/update_weights_from_tensor", handlers.update_from_tensor, methods=post),
+            Route("/end_weight_update", handlers.nothing_to_do, methods=post),
+            Route("/update_weight_version", handlers.rename, methods=post),
+            Route(ENDPOINT, handlers.lease, methods=post),
         ],
         exception_handlers={ConfigError: _bad_request, 404: _not_found},
     )
@@ -177,46 +172,44 @@ def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = No
 class _Handlers:
     def __init__(self, worker: EngineThread, model_path: str) -> None:
         self.worker, self.model_path = worker, model_path
-        engine, folder = worker.engine, description_of(model_path)
-        self.decoder = engine.decoder
-        self.limits = RequestLimits(
-            self.decoder.arch.vocab, engine.max_total_tokens, read_eos(folder)
-        )
-        self._open = False  # a session for weights
-        self._end = UpdateEnd(self.decoder)
+        folder, engine = description_of(model_path), worker.engine
+        vocab = engine.decoder.arch.vocab
+        self.limits = RequestLimits(vocab, engine.max_total_tokens, read_eos(folder))
+        self._end = UpdateEnd(engine.decoder)
         self._lease = Lease(facts_of(folder))
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.worker.failure is None else 503)
 
     async def server_info(self, request: Request) -> Response:
-        info, engine = await asyncio.wrap_future(self.worker.info()), self.worker.engine
-        return JSONResponse(
-            {
+        def look(engine: Engine) -> dict[str, Any]:
+            decoder = engine.decoder
+            return {
                 "engine": ENGINE_KINDS["embedded"].says,
                 "custom_weight_loader": [LOADER],
                 "version": __version__,
                 "model_path": self.model_path,
-                "weight_version": info.version,
-                "scheme": self.decoder.scheme,
-                "dtype": str(self.decoder.dtype).removeprefix("torch."),
-                "device": str(self.decoder.device),
+                "weight_version": engine.version,
+                "scheme": decoder.scheme,
+                "dtype": str(decoder.dtype).removeprefix("torch."),
+                "device": str(decoder.device),
                 "decode_step": engine.decode_step,
                 "threads": torch.get_num_threads(),
-                "context_length": self.decoder.arch.max_position,
-                "num_running_reqs": info.running,
-                "num_waiting_reqs": info.waiting,
-                "num_used_tokens": info.cached_tokens,
+                "context_length": decoder.arch.max_position,
+                "num_running_reqs": len(engine.running),
+                "num_waiting_reqs": len(engine.waiting),
+                "num_used_tokens": engine.cached_tokens,
                 "max_total_num_tokens": engine.cache.capacity,
-                "num_generated_tokens": info.generated,
-                "num_retractions": info.retractions,
-                "is_paused": info.paused,
+                "num_generated_tokens": engine.generated,
+                "num_retractions": engine.retractions,
+                "is_paused": self.worker.paused,
             }
-        )
+
+        return JSONResponse(await self._on_thread(look))
 
     async def model_info(self, request: Request) -> Response:
-        info = await asyncio.wrap_future(self.worker.info())
-        return JSONResponse({"model_path": self.model_path, "weight_version": info.version})
+        version = await self._on_thread(lambda engine: engine.version)
+        return JSONResponse({"model_path": self.model_path, "weight_version": version})
 
     async def generate(self, request: Request) -> Response:
         """Generate all of it; a client that leaves ends its sequences."""
@@ -231,15 +224,11 @@ class _Handlers:
         await finished
         return JSONResponse(generation.answer())
 
-    async def flush_cache(self, request: Request) -> Response:
-        """Nothing is cached across requests."""
-        return Response()
-
     async def pause(self, request: Request) -> Response:
         mode = (await _json(request)).get("mode")
         if mode not in PAUSE_MODES:
             raise ConfigError(f"mode must be one of {list(PAUSE_MODES)}, got {mode!r}")
-        await asyncio.wrap_future(self.worker.pause(mode))
+        await asyncio.wrap_future(self.worker.pause(retract=mode == "retract"))
         return Response()
 
     async def resume(self, request: Request) -> Response:
@@ -247,63 +236,56 @@ class _Handlers:
         return Response()
 
     async def abort(self, request: Request) -> Response:
+        """End the requests whose id begins with ``rid``, or all of them."""
         body = await _json(request)
         rid = body.get("rid") or ""
         if not body.get("abort_all") and not rid:
             raise ConfigError("abort_request needs a rid, or abort_all: true")
-
-        def matches(sequence) -> bool:  # by prefix, as SGLang does: one rid covers its n samples
-            return bool(body.get("abort_all")) or sequence.rid.startswith(rid)
-
-        await asyncio.wrap_future(
-            self.worker.call(lambda engine: engine.abort(matches, "Aborted by abort_request."))
+        prefix = "" if body.get("abort_all") else rid
+        await self._on_thread(
+            lambda engine: engine.abort(
+                lambda sequence: sequence.rid.startswith(prefix), "Aborted by abort_request."
+            )
         )
         return Response()
 
     async def lease(self, request: Request) -> Response:
         return JSONResponse(self._lease.ask(await _json(request)))
 
-    async def begin_update(self, request: Request) -> Response:
-        if self._open:
-            return _outcome("A weight-update session is already open.", success=False)
-        self._open = True
-        return _outcome("A weight-update session is open.")
-
-    async def end_update(self, request: Request) -> Response:
-        self._open = False
-        return _outcome("The weight-update session is closed.")
+    async def nothing_to_do(self, request: Request) -> Response:
+        """Agree to what SGLang needs to be asked: here no cache outlives its request, and each
+        message of an update names its session."""
+        return _SUCCESS
 
     async def update_from_tensor(self, request: Request) -> Response:
-        """A message of an update: what comes of it is in the receipts, as with SGLang."""
+        """Take a message of an update: what comes of it is in the receipts, as with SGLang."""
         body = await _json(request)
         if body.get("load_format") != LOADER:
             raise ConfigError(f"load_format must be {LOADER!r}: this engine has no other loader")
         parts = body.get("serialized_named_tensors")
         if not isinstance(parts, list) or len(parts) != 1:
             raise ConfigError("serialized_named_tensors must be a list of one text: one rank's")
-        if not self._open:
-            return _outcome("No weight-update session is open.", success=False)
         message = await run_in_threadpool(message_in, parts[0])  # may be megabytes
 
         def take(engine: Engine) -> None:
             with torch.inference_mode():  # as the weights were made
                 self._end.handle(message)
 
-        await asyncio.wrap_future(self.worker.call(take))
-        return _outcome("The message was received.")
+        await self._on_thread(take)
+        return _SUCCESS
 
     async def rename(self, request: Request) -> Response:
         version = (await _json(request)).get("new_version")
         if not isinstance(version, str) or not version:
             raise ConfigError(f"new_version must be a text, got {version!r}")
-        await asyncio.wrap_future(self.worker.call(lambda engine: engine.rename(version)))
-        return _outcome(f"Weights are now version {version}.")
+        await self._on_thread(lambda engine: engine.rename(version))
+        return _SUCCESS
+
+    async def _on_thread(self, function: Callable[[Engine], Any]) -> Any:
+        return await asyncio.wrap_future(self.worker.call(function))
 
 
-def _outcome(message: str, *, success: bool = True) -> Response:
-    return JSONResponse(
-        {"success": success, "message": message}, status_code=200 if success else 400
-    )
+_SUCCESS = JSONResponse({"success": True})
 
 
 async def _json(request: Request) -> dict:
