@@ -55,8 +55,8 @@ tokens, steps and threads. No time is judged where the machine read its memory a
 15 % apart, as other guests of a host make it: then measure both again, one after the other.
 
 The comparison is unpaired, for two records share no rounds: each repeat is divided by the yardstick
-beside it, and all new ones are set against all old ones, by the rank test of Mann and Whitney. Among
-more figures, of all cases together, more repeats are needed to show that one is worse:
+beside it, and all new ones are set against all old ones, by the rank test of Mann and Whitney.
+Among more figures, of all cases together, more repeats are needed to show that one is worse:
 
 {_NEEDED}
 

@@ -260,7 +260,7 @@ def _step(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
         "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2; default: none. With "
-        "--against, the default --repeats finds a phase twice as slow among up to 34 cases; more "
+        "--against, the default --repeats finds a phase twice as slow among up to 40 cases; more "
         "cases need more repeats",
     )
     parser.add_argument(

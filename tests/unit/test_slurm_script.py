@@ -144,7 +144,7 @@ def test_a_tool_is_one_command_on_one_node_without_gpus():
         ("convert", ["quantize", "--backend", "te"], True),
         ("convert", ["quantize", "--backend", "native"], False),
         ("bench", ["loss", "--device", "cuda"], True),
-        ("bench", ["scale", "--factor", "1"], False),
+        ("bench", ["quantize"], False),
         ("bench", ["decode", "--device", "cuda"], True),
         ("bench", ["loss.py", "--only", "ours"], True),
         ("bench", ["decode", "--device=cuda"], True),
