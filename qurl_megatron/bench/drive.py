@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_megatron.bench.load import Ask, LoadOutcome, Look, Publication, TimedAnswer
+from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.runtime.event_loop import run

@@ -23,7 +23,12 @@ import torch
 
 from qurl_megatron.bench import limits, load_figures
 from qurl_megatron.bench.drive import DrivenLoad, Publishing
-from qurl_megatron.bench.load import (
+from qurl_megatron.bench.options import quant_scheme
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.bench.rollout_engines import Target, Version, model_folder, reached, started
+from qurl_megatron.bench.rollout_load import (
     PROMPTS,
     Ask,
     LoadOutcome,
@@ -32,11 +37,6 @@ from qurl_megatron.bench.load import (
     recorded,
     serial_digits,
 )
-from qurl_megatron.bench.options import quant_scheme
-from qurl_megatron.bench.random_model import config_of
-from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import Repeats, interleaved, progress
-from qurl_megatron.bench.targets import Target, Version, model_folder, reached, started
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError

@@ -12,7 +12,7 @@ import pytest
 from qurl_megatron.bench import rollout
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import read
-from qurl_megatron.bench.targets import Version, model_folder, started
+from qurl_megatron.bench.rollout_engines import Version, model_folder, started
 from qurl_megatron.fleet.client import EngineError
 from tests.unit.engine_models import write_tokenizer
 from tests.waiting import PATIENCE_S

@@ -9,17 +9,17 @@ import torch
 
 from qurl_megatron.bench import rollout
 from qurl_megatron.bench.drive import PROTOCOLS
-from qurl_megatron.bench.load import Ask, LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.bench.options import BENCHMARKS, add_shared, quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
-from qurl_megatron.bench.targets import (
+from qurl_megatron.bench.rollout_engines import (
     Target,
     Version,
     _openai_identity,
     engine_config,
     model_folder,
 )
+from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.errors import ConfigError

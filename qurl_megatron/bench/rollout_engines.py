@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.bench.drive import PROTOCOLS, Looking, Protocol, Publish
-from qurl_megatron.bench.load import Look
 from qurl_megatron.bench.random_model import config_of, write_random
+from qurl_megatron.bench.rollout_load import Look
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.convert.read_source import folding, read_tensors
 from qurl_megatron.engines.embedded.decoder import DTYPES
