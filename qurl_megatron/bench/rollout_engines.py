@@ -8,7 +8,7 @@ have changed. An engine at a URL serves what it serves, and is asked what any cl
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,34 +142,50 @@ def _buckets(tensors: Iterator[Shard]) -> Iterator[list[Shard]]:
     yield bucket
 
 
-@contextlib.contextmanager
-def started(
+def engine_config(
     kind: str,
-    folder: Path,
-    version: Version,
-    logs: Path,
     *,
     tensor: int,
     threads: int,
     timeout_s: float,
     cache_gb: float,
-) -> Iterator[Target]:
-    """An engine of its own, with ``version`` published to it.
+    sglang_python: str = "",
+) -> RolloutConfig:
+    """Return how to start an engine.
+
+    Its streams bring new tokens alone: all tokens so far, with each, would make a response's work
+    on this side grow with the square of its length.
 
     Args:
         kind: a name in ``engines.kinds.ENGINE_KINDS``.
-        folder: the model's, from which it starts.
-        logs: gets engine-0.log.
         threads: of each rank; 0 takes the cores of the machine.
         timeout_s: for a response.
         cache_gb: for keys and values of an embedded engine; SGLang takes what memory is free.
+    """
+    given: dict[str, Any] = {
+        "backend": kind,
+        "engine_tensor": tensor,
+        "engine_threads": threads,
+        "engine_memory_gb": cache_gb,
+        "timeout_s": timeout_s,
+        "sglang_python": sglang_python,
+        "engine_args": (INCREMENTAL,) if ENGINE_KINDS[kind].takes_gpus else (),
+    }
+    return RolloutConfig(**given)
+
+
+@contextlib.contextmanager
+def started(config: RolloutConfig, folder: Path, version: Version, logs: Path) -> Iterator[Target]:
+    """An engine of its own, with ``version`` published to it.
+
+    Args:
+        config: of ``engine_config``.
+        folder: the model's, from which it starts.
+        logs: gets engine-0.log.
 
     Raises:
         ConfigError, EngineError: it does not start, or does not take the weights.
     """
-    config, serve_command = engine_config(
-        kind, tensor=tensor, threads=threads, timeout_s=timeout_s, cache_gb=cache_gb
-    )
     with Fleet(
         config,
         folder,
@@ -177,7 +193,7 @@ def started(
         dtype=version.dtype,
         log_dir=logs,
         vocabulary=version.arch.vocab,
-        serve_command=serve_command,
+        serve_command=(*SERVE_COMMAND, INCREMENTAL),
     ) as fleet:
         fleet.await_recruits(config.start_limit_s)
         numbers = iter(range(1, 1 << 30))
@@ -194,29 +210,10 @@ def started(
             client,
             PROTOCOLS["sglang"],
             "",
-            _look_at_server if ENGINE_KINDS[kind].says else _look_at_loads,
+            _look_at_server if ENGINE_KINDS[config.backend].says else _look_at_loads,
             identity,
             lambda: version.publish(fleet, next(numbers)),
         )
-
-
-def engine_config(
-    kind: str, *, tensor: int, threads: int, timeout_s: float, cache_gb: float
-) -> tuple[RolloutConfig, Sequence[str]]:
-    """Return how to start an engine, and the command of an embedded one.
-
-    Its streams bring new tokens alone: all tokens so far, with each, would make a response's work
-    on this side grow with the square of its length.
-    """
-    given: dict[str, Any] = {
-        "backend": kind,
-        "engine_tensor": tensor,
-        "engine_threads": threads,
-        "engine_memory_gb": cache_gb,
-        "timeout_s": timeout_s,
-        "engine_args": (INCREMENTAL,) if ENGINE_KINDS[kind].takes_gpus else (),
-    }
-    return RolloutConfig(**given), (*SERVE_COMMAND, INCREMENTAL)
 
 
 def reached(url: str, protocol: str, *, timeout_s: float) -> Target:

@@ -401,10 +401,9 @@ def test_logs_lie_beside_the_record_or_are_kept_where_an_engine_fails(
 
 @pytest.mark.parametrize("kind", ["embedded", "sglang"])
 def test_an_engine_that_is_started_streams_new_tokens_alone_from_a_cache_of_the_size_given(kind):
-    config, command = engine_config(kind, tensor=1, threads=1, timeout_s=9.0, cache_gb=3.5)
-    words = config.engine_args if kind == "sglang" else command
-    assert "--incremental-streaming-output" in words
-    assert kind == "sglang" or config.engine_memory_gb == 3.5
+    config = engine_config(kind, tensor=1, threads=1, timeout_s=9.0, cache_gb=3.5)
+    assert config.backend == kind and config.engine_memory_gb == 3.5
+    assert kind == "embedded" or "--incremental-streaming-output" in config.engine_args
 
 
 def test_a_reason_of_one_repeat_is_one_of_the_case():
