@@ -23,6 +23,7 @@ NO_MODULE = "_decode."
 """A decode step that begins so is torch's because of the file named, not of processor or scheme."""
 
 FORMER = {
+    "decode": "tokens/s of the embedded engine by scheme and batch",
     "convert": "the checkpoint converters, beside a plain copy and peers",
     "scale": "what the leading rank's Python does for one step of a 32B model",
     "versions": "whether the engines of a run served what its checkpoints hold",
@@ -46,8 +47,8 @@ Every table is one record of `qurl bench`, in [results](results), and this page 
 an older measurement:
 
 ```sh
-qurl bench decode --out runs/bench                  # a table, and runs/bench/decode.json
-qurl bench decode --against runs/bench/decode.json  # exit code 0 not slower, 1 slower, 3 no verdict
+qurl bench rollout --out runs/bench                   # a table, and runs/bench/rollout.json
+qurl bench rollout --against runs/bench/rollout.json  # exit code 0 not slower, 1 slower, 3 unknown
 ```
 
 `--against` compares only what was measured alike: the same hardware, and cases with the same model,
@@ -55,8 +56,8 @@ tokens, steps and threads. No time is judged where the machine read its memory a
 15 % apart, as other guests of a host make it: then measure both again, one after the other.
 
 The comparison is unpaired, for two records share no rounds: each repeat is divided by the yardstick
-beside it, and all new ones are set against all old ones, by the rank test of Mann and Whitney. Among
-more figures, of all cases together, more repeats are needed to show that one is worse:
+beside it, and all new ones are set against all old ones, by the rank test of Mann and Whitney.
+Among more figures, of all cases together, more repeats are needed to show that one is worse:
 
 {_NEEDED}
 
@@ -72,8 +73,8 @@ A cell is the median, half of the interquartile range after ±, the share that i
 limit in brackets, and after → what was predicted, by the formulas as of the record: today's
 `qurl plan` may say something else. What the limits are stands under each table.
 Cases marked * cannot be compared with others; why stands below, too.
-Some records are of what `qurl bench` measures no more: peers, joules, and the benchmarks `convert`,
-`scale` and `versions`. They stay as they were measured.
+Some records are of what `qurl bench` measures no more: peers, joules, and the benchmarks `decode`,
+`convert`, `scale` and `versions`. They stay as they were measured.
 [performance-notes.md](performance-notes.md) sets these figures beside what was aimed at.
 """
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_megatron.bench.load import Ask, LoadOutcome, Look, Publication, TimedAnswer
+from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import answer_limit, parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session

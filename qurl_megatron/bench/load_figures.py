@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from qurl_megatron.bench.load import LoadOutcome, Publication, TimedAnswer
+from qurl_megatron.bench.rollout_load import LoadOutcome, Publication, TimedAnswer
 
 PERCENTILES = (50, 90, 99)
 BUSY = 0.8  # of one core, that Python on this side may use

@@ -159,6 +159,12 @@ ROLLOUT: Mapping[str, tuple[Callable, Any, str, str]] = {
         "embedded, sglang, or the URL of an engine that runs; default embedded",
     ),
     "threads": (int, 0, "N", "threads of each rank; default: all cores"),
+    "sglang-python": (
+        str,
+        "",
+        "PATH",
+        "Python that has SGLang; default: as rollout.sglang_python finds it",
+    ),
     "cache-gb": (float, 2.0, "GIB", "keys and values of an embedded engine; default 2"),
     "clients": (_clients, 0, "HOW", "closed (all at once; the default) or concurrency:N"),
     "prompts": (_at_least_one, 8, "N", "how many; default 8"),
@@ -224,19 +230,6 @@ def _quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
 
 
-def _decode(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=_at_least_one, nargs="+", default=[1, 8, 32], metavar="N")
-    parser.add_argument(
-        "--steps",
-        type=_at_least_one,
-        default=16,
-        metavar="N",
-        help="decode steps of one repeat; default 16",
-    )
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
-    parser.add_argument("--device", default="cpu")
-
-
 def _step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
@@ -255,7 +248,7 @@ def _step(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
         "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2; default: none. With "
-        "--against, the default --repeats finds a phase twice as slow among up to 34 cases; more "
+        "--against, the default --repeats finds a phase twice as slow among up to 40 cases; more "
         "cases need more repeats",
     )
     parser.add_argument(
@@ -280,12 +273,6 @@ BENCHMARKS = {
         _rollout,
         model="h1024",
         schemes=("bf16", "int8", "fp8", "fp32"),
-    ),
-    "decode": BenchRow(
-        "tokens/s of the embedded engine by scheme and batch",
-        _decode,
-        model="h1024",
-        schemes=("int8", "fp8", "bf16", "fp32"),
     ),
     "step": BenchRow(
         "seconds of a whole RL step, with rollouts in turn and ahead, and its scaling",
@@ -314,6 +301,7 @@ BENCHMARKS = {
 
 REMOVED = {
     "all": "run the benchmarks that you want one by one",
+    "decode": "qurl bench rollout --engine embedded measures the same engine with its server",
     "convert": "time the tools of checkpoints_tools themselves",
     "scale": "qurl bench step measures what the leading rank does as part of a step",
     "versions": "qurl rescore RUN_DIR STEP holds a fresh engine against what a step recorded",

@@ -133,7 +133,7 @@ def measure(plan: PublishPlan) -> int:
             )
             with started as fleet:
                 dist.barrier()
-                turns = Turns(plan, policy, rollout, fleet, quant_scheme(scheme))
+                turns = PublishTurns(plan, policy, rollout, fleet, quant_scheme(scheme))
                 show = partial(_show, f"{scheme} tp{tp}") if ranks.leads else None
                 measured = interleaved(
                     {transport: partial(turns.turn, transport) for transport in plan.transports},
@@ -153,7 +153,7 @@ def _show(engine: str, transport: str, turn: dict[str, float]) -> None:
     progress(f"{engine}, {transport}: {turn['seconds']:.2f} s")
 
 
-class Turns:
+class PublishTurns:
     """One engine, to which transports publish in turns."""
 
     def __init__(self, plan: PublishPlan, policy, rollout: RolloutConfig, fleet, scheme: str):

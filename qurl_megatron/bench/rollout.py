@@ -23,7 +23,19 @@ import torch
 
 from qurl_megatron.bench import limits, load_figures
 from qurl_megatron.bench.drive import DrivenLoad, Publishing
-from qurl_megatron.bench.load import (
+from qurl_megatron.bench.options import quant_scheme
+from qurl_megatron.bench.random_model import config_of
+from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.bench.rollout_engines import (
+    Target,
+    Version,
+    engine_config,
+    model_folder,
+    reached,
+    started,
+)
+from qurl_megatron.bench.rollout_load import (
     PROMPTS,
     Ask,
     LoadOutcome,
@@ -32,11 +44,6 @@ from qurl_megatron.bench.load import (
     recorded,
     serial_digits,
 )
-from qurl_megatron.bench.options import quant_scheme
-from qurl_megatron.bench.random_model import config_of
-from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import Repeats, interleaved, progress
-from qurl_megatron.bench.targets import Target, Version, model_folder, reached, started
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
@@ -273,17 +280,17 @@ def _targets(
         if kind not in versions:
             versions[kind] = Version(folder(), *kind, work / f"versions-{'-'.join(kind)}")
         progress(f"starting {subject.name}")
+        config = engine_config(
+            subject.engine,
+            tensor=subject.tensor,
+            threads=options.threads,
+            timeout_s=options.timeout,
+            cache_gb=options.cache_gb,
+            sglang_python=options.sglang_python,
+        )
+        own_logs = logs / subject.name.replace(" ", "-")
         try:
-            engine = started(
-                subject.engine,
-                folder(),
-                versions[kind],
-                logs / subject.name.replace(" ", "-"),
-                tensor=subject.tensor,
-                threads=options.threads,
-                timeout_s=options.timeout,
-                cache_gb=options.cache_gb,
-            )
+            engine = started(config, folder(), versions[kind], own_logs)
             targets[subject.name] = stack.enter_context(engine)
         except EngineError as error:
             raise ConfigError(f"{subject.name} did not start: {error}") from None

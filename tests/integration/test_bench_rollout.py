@@ -12,7 +12,7 @@ import pytest
 from qurl_megatron.bench import rollout
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import read
-from qurl_megatron.bench.targets import Version, model_folder, started
+from qurl_megatron.bench.rollout_engines import Version, engine_config, model_folder, started
 from qurl_megatron.fleet.client import EngineError
 from tests.waiting import PATIENCE_S
 
@@ -43,9 +43,9 @@ def test_an_engine_that_it_starts_is_published_to_in_the_middle_of_its_load(tmp_
 def test_an_engine_that_died_and_that_the_fleet_has_given_up_is_told_as_gone(tmp_path):
     folder = model_folder("tiny", tmp_path)
     version = Version(folder, "none", "bfloat16", tmp_path / "versions")
-    more = {"tensor": 1, "threads": 1, "timeout_s": 60.0, "cache_gb": 0.1}
+    config = engine_config("embedded", tensor=1, threads=1, timeout_s=60.0, cache_gb=0.1)
     logs = tmp_path / "logs"
-    with started("embedded", folder, version, logs, **more) as target:
+    with started(config, folder, version, logs) as target:
         before = target.identity()
         os.kill(before["process"], signal.SIGKILL)
         with pytest.raises(EngineError, match=f"see {logs}/engine-0.log"):

@@ -243,8 +243,8 @@ def test_a_figure_that_is_only_told_is_neither_compared_nor_counted_nor_missed()
 
 
 def many(repeats: int, factor: float, *, cases: int = 3) -> BenchRecord:
-    """As many figures as bench step compares, by default of three cases: a step, its five phases
-    and its joules. Of the first case one phase takes ``factor`` times as long."""
+    """As many figures as bench step may compare, by default of three cases. Of the first case one
+    phase takes ``factor`` times as long."""
     figures = {
         (number, phase): Figure(
             name=f"phase {phase}",

@@ -5,14 +5,14 @@ import random
 import pytest
 
 from qurl_megatron import cli
-from qurl_megatron.bench import command, decode, random_model
+from qurl_megatron.bench import command, quantize, random_model
 from qurl_megatron.bench.options import BENCHMARKS, REMOVED
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure, read
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning import machine_limits
 
-DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
+QUANTIZE = ["bench", "quantize", "--model", "tiny", "--dtype", "float32", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,27 +26,30 @@ def quiet_machine(monkeypatch):
 
 
 def test_a_benchmark_leaves_its_record_and_shows_its_table(tmp_path, capsys):
-    words = [*DECODE, "--schemes", "int8,fp32", "--repeats", "2", "--out", str(tmp_path)]
+    words = [*QUANTIZE, "--schemes", "int8,fp8", "--repeats", "2", "--out", str(tmp_path)]
     assert cli.main(words) == 0
-    record = read(tmp_path / "decode.json")
-    assert [case.name for case in record.cases] == ["int8, batch 1", "fp32, batch 1"]
-    figure = record.cases[0].figure("decode")
+    record = read(tmp_path / "quantize.json")
+    assert [case.name for case in record.cases] == [
+        "float32 to int8, torch",
+        "float32 to fp8, torch",
+    ]
+    figure = record.cases[0].figure("quantize")
     assert len(figure.repeats) == len(record.cases[0].yardsticks) == 2
-    assert figure.limit > 0 and figure.predicted > 0
+    assert figure.limit > 0
     assert record.environment["limits"]["read_gb_s"] > 0
     said = capsys.readouterr().out
-    assert "int8, batch 1" in said and said.endswith(f"{tmp_path}/decode.json\n")
+    assert "float32 to int8, torch" in said and said.endswith(f"{tmp_path}/quantize.json\n")
 
 
 def test_too_few_repeats_against_an_older_record_are_no_verdict(tmp_path, capsys):
-    words = [*DECODE, "--schemes", "fp32", "--repeats", "2"]
+    words = [*QUANTIZE, "--schemes", "int8", "--repeats", "2"]
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
-    assert cli.main([*words, "--against", str(tmp_path / "decode.json")]) == 3
+    assert cli.main([*words, "--against", str(tmp_path / "quantize.json")]) == 3
     assert "no verdict" in capsys.readouterr().out
 
 
 def planted(factor: float, seed: int):
-    """A decode benchmark whose repeats take ``factor`` times as long, with 2 % of noise."""
+    """A benchmark whose repeats take ``factor`` times as long, with 2 % of noise."""
 
     def run(options) -> list[Case]:
         draw = random.Random(seed)
@@ -61,11 +64,11 @@ def planted(factor: float, seed: int):
 def test_a_tenth_slower_leaves_with_exit_code_1_and_noise_never_does(
     factor, codes, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(decode, "run", planted(1.0, seed=0))
-    assert cli.main([*DECODE, "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(quantize, "run", planted(1.0, seed=0))
+    assert cli.main([*QUANTIZE, "--out", str(tmp_path)]) == 0
     for seed in range(1, 6):
-        monkeypatch.setattr(decode, "run", planted(factor, seed))
-        assert cli.main([*DECODE, "--against", str(tmp_path / "decode.json")]) in codes
+        monkeypatch.setattr(quantize, "run", planted(factor, seed))
+        assert cli.main([*QUANTIZE, "--against", str(tmp_path / "quantize.json")]) in codes
     told = "regression: 1 figure compared" in capsys.readouterr().out
     assert told == (codes == {1})
 
@@ -80,7 +83,7 @@ def test_no_limit_is_0_however_slow_the_machine_is(monkeypatch):
 def test_a_wrong_record_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "old.json").write_text(json.dumps({"results": []}))
-    assert cli.main([*DECODE, "--against", str(tmp_path / "old.json")]) == 2
+    assert cli.main([*QUANTIZE, "--against", str(tmp_path / "old.json")]) == 2
     assert "old.json has schema None" in capsys.readouterr().err
 
 
@@ -102,7 +105,9 @@ def test_every_benchmark_has_help_and_a_module_that_runs(name, capsys):
     assert callable(importlib.import_module(f"qurl_megatron.bench.{name}").run)
 
 
-@pytest.mark.parametrize("words", ["scale --factor 1 --out x", "versions RUN", "convert", "all"])
+@pytest.mark.parametrize(
+    "words", ["scale --factor 1 --out x", "decode --batch 1 8", "versions RUN", "convert", "all"]
+)
 def test_a_benchmark_that_is_gone_says_what_to_do_instead(words, capsys):
     name = words.split()[0]
     assert cli.main(["bench", *words.split()]) == 2
@@ -111,9 +116,9 @@ def test_a_benchmark_that_is_gone_says_what_to_do_instead(words, capsys):
 
 
 def test_a_record_that_cannot_be_written_does_not_cost_the_verdict(tmp_path, capsys):
-    words = [*DECODE, "--schemes", "fp32", "--repeats", "1"]
+    words = [*QUANTIZE, "--schemes", "int8", "--repeats", "1"]
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
-    old, out = tmp_path / "decode.json", tmp_path / "decode.json" / "below"
+    old, out = tmp_path / "quantize.json", tmp_path / "quantize.json" / "below"
     assert cli.main([*words, "--against", str(old), "--out", str(out)]) == 2
     said = capsys.readouterr()
     assert "\nno verdict: " in said.out and "--out" in said.err
@@ -121,16 +126,15 @@ def test_a_record_that_cannot_be_written_does_not_cost_the_verdict(tmp_path, cap
 
 def test_a_scheme_that_is_not_known_is_named(capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main([*DECODE, "--schemes", "int8,int3"])
-    assert left.value.code == 2 and "int3 is not among int8, fp8, bf16" in capsys.readouterr().err
+        cli.main([*QUANTIZE, "--schemes", "int8,int3"])
+    assert left.value.code == 2 and "int3 is not among int8, fp8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--batch", "--steps", "--repeats"])
-def test_none_at_all_of_what_is_measured_is_refused_by_its_name(option, capsys):
+def test_no_repeats_at_all_are_refused_by_the_options_name(capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main([*DECODE, option, "0"])
+        cli.main([*QUANTIZE, "--repeats", "0"])
     assert left.value.code == 2
-    assert f"{option}: must be a whole number, 1 or more" in capsys.readouterr().err
+    assert "--repeats: must be a whole number, 1 or more" in capsys.readouterr().err
 
 
 def test_a_model_is_a_shape_a_folder_or_refused(tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from qurl_megatron.bench.load import groups, long_tailed, recorded, serial_digits
+from qurl_megatron.bench.rollout_load import groups, long_tailed, recorded, serial_digits
 from qurl_megatron.errors import ConfigError
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from qurl_megatron.bench import load_figures
-from qurl_megatron.bench.load import Ask, LoadOutcome, Look, TimedAnswer
 from qurl_megatron.bench.record import REASONS
+from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, TimedAnswer
 
 
 @pytest.fixture

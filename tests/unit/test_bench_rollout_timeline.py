@@ -3,7 +3,7 @@
 import pytest
 
 from qurl_megatron.bench import load_figures
-from qurl_megatron.bench.load import Ask, LoadOutcome, Look, Publication, TimedAnswer
+from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication, TimedAnswer
 
 
 def answer(began, times, ended=None, *, tokens=None, counts=None, prompt=3, failure=""):

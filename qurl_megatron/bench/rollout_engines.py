@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.bench.drive import PROTOCOLS, Looking, Protocol, Publish
-from qurl_megatron.bench.load import Look
 from qurl_megatron.bench.random_model import config_of, write_random
+from qurl_megatron.bench.rollout_load import Look
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.convert.read_source import folding, read_tensors
 from qurl_megatron.engines.embedded.decoder import DTYPES
@@ -140,34 +140,50 @@ def _buckets(tensors: Iterator[Shard]) -> Iterator[list[Shard]]:
     yield bucket
 
 
-@contextlib.contextmanager
-def started(
+def engine_config(
     kind: str,
-    folder: Path,
-    version: Version,
-    logs: Path,
     *,
     tensor: int,
     threads: int,
     timeout_s: float,
     cache_gb: float,
-) -> Iterator[Target]:
-    """An engine of its own, with ``version`` published to it.
+    sglang_python: str = "",
+) -> RolloutConfig:
+    """Return how to start an engine.
+
+    SGLang streams new tokens alone: all tokens so far, with each, would make a response's work
+    on this side grow with the square of its length.
 
     Args:
         kind: a name in ``engines.kinds.ENGINE_KINDS``.
-        folder: the model's, from which it starts.
-        logs: gets engine-0.log.
         threads: of each rank; 0 takes the cores of the machine.
         timeout_s: for a response.
         cache_gb: for keys and values of an embedded engine; SGLang takes what memory is free.
+    """
+    given: dict[str, Any] = {
+        "backend": kind,
+        "engine_tensor": tensor,
+        "engine_threads": threads,
+        "engine_memory_gb": cache_gb,
+        "timeout_s": timeout_s,
+        "sglang_python": sglang_python,
+        "engine_args": ("--incremental-streaming-output",) * ENGINE_KINDS[kind].takes_gpus,
+    }
+    return RolloutConfig(**given)
+
+
+@contextlib.contextmanager
+def started(config: RolloutConfig, folder: Path, version: Version, logs: Path) -> Iterator[Target]:
+    """An engine of its own, with ``version`` published to it.
+
+    Args:
+        config: of ``engine_config``.
+        folder: the model's, from which it starts.
+        logs: gets engine-0.log.
 
     Raises:
         ConfigError, EngineError: it does not start, or does not take the weights.
     """
-    config = engine_config(
-        kind, tensor=tensor, threads=threads, timeout_s=timeout_s, cache_gb=cache_gb
-    )
     with Fleet(
         config,
         folder,
@@ -189,31 +205,12 @@ def started(
 
         yield Target(
             client,
-            PROTOCOLS[kind],
+            PROTOCOLS[config.backend],
             "",
-            _look_at_server if ENGINE_KINDS[kind].says else _look_at_loads,
+            _look_at_server if ENGINE_KINDS[config.backend].says else _look_at_loads,
             identity,
             lambda: version.publish(fleet, next(numbers)),
         )
-
-
-def engine_config(
-    kind: str, *, tensor: int, threads: int, timeout_s: float, cache_gb: float
-) -> RolloutConfig:
-    """Return how to start an engine.
-
-    SGLang's streams bring new tokens alone: all tokens so far, with each, would make a response's
-    work on this side grow with the square of its length.
-    """
-    given: dict[str, Any] = {
-        "backend": kind,
-        "engine_tensor": tensor,
-        "engine_threads": threads,
-        "engine_memory_gb": cache_gb,
-        "timeout_s": timeout_s,
-        "engine_args": ("--incremental-streaming-output",) * ENGINE_KINDS[kind].takes_gpus,
-    }
-    return RolloutConfig(**given)
 
 
 def reached(url: str, protocol: str, *, timeout_s: float) -> Target:
