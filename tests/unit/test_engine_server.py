@@ -132,7 +132,7 @@ def test_a_prompt_is_scored_as_its_tokens_were_when_they_were_drawn(live, temper
         ({"input_ids": [5], "rid": 7}, "rid must be a string"),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "1 entries for 2 prompts"),
         ({"input_ids": [5], "stream": True}, "stream = True is not supported by the embedded"),
-        ({"input_ids": [5], "logprob_start_len": 3}, "logprob_start_len must be 0 or -1"),
+        ({"input_ids": [5], "logprob_start_len": 3}, "logprob_start_len must be 0 for"),
         ({"input_ids": [5], "top_logprobs_num": 2}, "top_logprobs_num = 2"),
         ({"input_ids": [5], "sampling_params": {"stop": ["."]}}, r"sampling_params.stop = \['.'\]"),
         ({"input_ids": [5], "lora_path": "x"}, "lora_path"),

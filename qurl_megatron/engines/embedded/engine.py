@@ -58,9 +58,7 @@ class Sequence:
     prompt_log_probs: list[float] = field(default_factory=list)  # of all its tokens but the first
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # (version, first token beyond it)
+    versions: list[tuple[str, int]] = field(default_factory=list)  # name, first token beyond it
     retractions: int = 0
     finish_reason: dict | None = None
 
@@ -88,12 +86,7 @@ class Job:
 class Engine:
     """A decoder, its cache, the queue and the batch. Not thread-safe."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache_gb: float = 2.0,
-        max_rows: int = MAX_ROWS,
-    ) -> None:
+    def __init__(self, decoder: Decoder, cache_gb: float = 2.0, max_rows: int = MAX_ROWS) -> None:
         self.decoder = decoder
         self.cache = Cache(decoder.arch, decoder.dtype, decoder.device, cache_gb, max_rows)
         if self.cache.capacity == 0:
@@ -163,7 +156,7 @@ class Engine:
         self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
 
     def rename(self, version: str) -> None:
-        """What the weights are called from now on; tokens there are keep the name they have."""
+        """Name the weights from now on; tokens that are there keep the name they have."""
         for row, sequence in enumerate(self.running):
             _stamp(sequence, self.version, self._batch.produced(row))
         for sequence in self.waiting:
@@ -171,7 +164,7 @@ class Engine:
         self.version = version
 
     def _admit(self) -> list[Sequence]:
-        """Waiting sequences, in order, that fit into rows of the cache and one prefill."""
+        """Take waiting sequences, in order, that fit into rows of the cache and one prefill."""
         if not self.running and self.waiting:
             # An empty cache can be cut for free: once, for the longest of all that wait.
             self.cache.cut(max(s.total for s in self.waiting), live_rows=0)

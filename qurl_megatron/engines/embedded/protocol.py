@@ -68,10 +68,8 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
         raise ConfigError(
             "input_ids must be a non-empty list of token ids, or a list of such lists"
         )
-    if (start := body.get("logprob_start_len")) not in (None, -1, 0):
-        raise ConfigError(
-            f"logprob_start_len must be 0 or -1 for the embedded engine, got {start!r}"
-        )
+    if (start := body.get("logprob_start_len")) not in (None, 0):
+        raise ConfigError(f"logprob_start_len must be 0 for the embedded engine, got {start!r}")
     batched, log_probs = isinstance(ids[0], list), bool(body.get("return_logprob"))
     prompts = ids if batched else [ids]
     params = _per_prompt("sampling_params", body.get("sampling_params") or {}, len(prompts))
