@@ -71,25 +71,20 @@ test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 	$(GPU_PYTHON) -m pytest -m gpu tests/triton
 	$(GPU_PYTHON) -m pytest tests/gpu
 
-# One format at a time: three of a 32B model do not fit into one GPU of 80 GiB. On one H100 a format
-# took 14 seconds at 7B, 20 at 14B and 28 at 32B, quantizing 14, and the loss 22 for each of five ways
-# twice: with the leading rank's work, 8 minutes. More GPUs add a minute and a half for each further
-# TP of the loss.
-bench-gpu:  ## decoding at 7B to 32B, the loss at TP 1 to 8, quantizing, and the leading rank's work
+# One format at a time: three of a 32B model do not fit into one GPU of 80 GiB.
+bench-gpu:  ## rollouts at 7B to 32B, the loss at TP 1 to 8, and quantizing
 	set -e; for shape in 7B 14B 32B; do for scheme in bf16 int8 fp8; do \
-	  out=decode_gpu_$${shape}_$$scheme; \
-	  $(GPU_PYTHON) -m qurl_megatron.cli bench decode --device cuda --model $$shape --schemes $$scheme \
-	    --batch 1 32 128 --out runs/bench-gpu/$$out; \
-	  cp runs/bench-gpu/$$out/decode.json docs/results/$$out.json; \
+	  out=rollout_gpu_$${shape}_$$scheme; \
+	  $(GPU_PYTHON) -m qurl_megatron.cli bench rollout --engine sglang --model $$shape --schemes $$scheme \
+	    --prompts 16 --samples 8 --mean 500 --max 4096 --publish-every half --repeats 5 \
+	    $(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) --out runs/bench-gpu/$$out; \
+	  cp runs/bench-gpu/$$out/rollout.json docs/results/$$out.json; \
 	done; done
-	$(GPU_PYTHON) -m qurl_megatron.cli bench loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu \
-	  --only ours ours_torch ours_entropy_gradient megatron liger
+	$(GPU_PYTHON) -m qurl_megatron.cli bench loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu
 	cp runs/bench-gpu/loss.json docs/results/loss_gpu.json
 	$(GPU_PYTHON) -m qurl_megatron.cli bench quantize --device cuda --model 7B --out runs/bench-gpu
 	cp runs/bench-gpu/quantize.json docs/results/quantize_gpu.json
-	$(GPU_PYTHON) -m qurl_megatron.cli bench scale --repeats 3 --out runs/bench-gpu
-	cp runs/bench-gpu/scale.json docs/results/scale_gpu.json
-	$(GPU_PYTHON) -m qurl_megatron.bench.performance  # shows them
+	$(GPU_PYTHON) -m benchmarks.performance  # shows them
 
 unchanged: $(VENV)/installed  ## does this checkout compute what COMMIT does? 10 minutes
 	$(BIN)/python -m tests.unchanged $(COMMIT)

@@ -62,6 +62,7 @@ setup(
         "reasoning-gym",
         "rich",
         "safetensors",
+        "scipy",
         "sniffio",  # httpcore looks for it at every request, for a third of the time if in vain
         "starlette",
         "tensorboard",
@@ -85,9 +86,6 @@ setup(
         "modelopt": ["nvidia-modelopt>=0.47", "requests"],
         # For transformers to load what checkpoints_tools/quantize.py writes.
         "compressed-tensors": ["compressed-tensors>=0.15"],
-        # llmcompressor pins transformers and compressed-tensors: give it an environment of its own,
-        # or a folder for `qurl bench convert --peers`.
-        "bench": ["liger-kernel", "llmcompressor", "mbridge"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={

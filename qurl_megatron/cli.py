@@ -216,9 +216,8 @@ def _settings_of(run_dir: Path, step: int | None):
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve a model with the embedded engine, over SGLang's HTTP protocol; an API key that requests
+    """Serve a model with the embedded engine, by SGLang's /generate; an API key that requests
     must bring is taken from QURL_API_KEY."""
-    from qurl_megatron.engines.embedded.endpoints import Speech
     from qurl_megatron.engines.embedded.endpoints import serve as run
     from qurl_megatron.engines.starting import API_KEY, given_key
 
@@ -239,14 +238,8 @@ def serve(arguments: argparse.Namespace) -> int:
         port_file=arguments.port_file,
         threads=arguments.threads,
         cache_gb=arguments.cache_gb,
-        graphs=not arguments.disable_cuda_graph,
         exit_with_stdin=arguments.exit_with_stdin,
         api_key=api_key,
-        speech=Speech(
-            skip_tokenizer_init=arguments.skip_tokenizer_init,
-            stream_interval=arguments.stream_interval,
-            incremental_streaming_output=arguments.incremental_streaming_output,
-        ),
     )
     # Who ends an engine waits for it, and taking torch apart takes half a second.
     sys.stdout.flush()
@@ -413,25 +406,6 @@ def _serve_options(command: argparse.ArgumentParser) -> None:
         "--exit-with-stdin",
         action="store_true",
         help="leave when standard input closes (set by qurl train)",
-    )
-    # As SGLang calls them.
-    command.add_argument(
-        "--disable-cuda-graph",
-        action="store_true",
-        help="on a GPU, launch the kernels of decode steps one by one",
-    )
-    command.add_argument(
-        "--skip-tokenizer-init",
-        action="store_true",
-        help="speak token ids alone, no text (set by qurl train)",
-    )
-    command.add_argument(
-        "--stream-interval", type=int, default=1, help="tokens per event of a stream"
-    )
-    command.add_argument(
-        "--incremental-streaming-output",
-        action="store_true",
-        help="events of a stream have what is new, instead of all there is so far",
     )
 
 

@@ -1,19 +1,18 @@
 """Is this record slower than that one? Exit code 0: no, 1: yes, 3: no verdict.
 
-Times, and rates, are first divided by the yardstick of their own repeat, which takes out what the
-whole machine did at that moment. Then every new repeat is set against every old one; the median of
-these ratios is the estimate (Hodges and Lehmann's), and those that the rank test of Mann and
-Whitney cannot exclude are its confidence interval. It is exact, needs no shape of the noise, and
-one outlier does not move it; with too few repeats it is endless, and there is no verdict.
+Times and rates are first divided by the yardstick of their own repeat, which takes out what the
+whole machine did at that moment. Then the new repeats are set against the old ones by the rank test
+of Mann and Whitney (scipy's, exact), which needs no shape of the noise. The ratio is the median of
+every new repeat over every old one.
 
-A **regression** is at least ``SMALLEST`` worse, more than ``NOISE`` times the spread, and excludes
-"no change" with confidence ``ALARM``, even when as many figures are looked at as there are
-(Bonferroni's correction: twenty figures are twenty chances of a false alarm). What slows a machine
-down comes in bursts, which neighbouring repeats share and the rank test takes for evidence; but it
-leaves the quickest repeats alone, so a regression must show there, too. **Equal** excludes
-``SMALLEST`` and more. In between nothing is claimed. Cases of one name are compared where all their
-keys agree, and figures that are neither better high nor low are left out. Of times nothing is said
-where the yardsticks, or the rates at which memory was read, show two different machines.
+A **regression** is at least ``SMALLEST`` worse, more than ``NOISE`` times the spread, and no chance
+with confidence ``ALARM``, even among as many figures as there are (Bonferroni's correction: twenty
+figures are twenty chances of a false alarm). What slows a machine down comes in bursts, which
+neighbouring repeats share and the test takes for evidence; but it leaves the quickest repeats
+alone, so a regression must show there, too. **Equal** excludes ``SMALLEST`` and more. In between
+nothing is claimed. Cases of one name are compared where all their keys agree; figures that are
+neither better high nor low are left out. Nothing is said of times where the yardsticks, or the
+rates at which memory was read, show two different machines.
 """
 
 import itertools
@@ -21,7 +20,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from qurl_megatron.bench.environment import HARDWARE
@@ -56,14 +54,12 @@ class Compared:
     figure: str
     verdict: str  # "better", "equal", "regression", "no verdict"
     ratio: float | None = None  # above 1 is worse
-    low: float | None = None  # of the confidence interval
-    high: float | None = None
     why: str = ""  # no verdict
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of two records."""
+    """All figures of two records."""
 
     compared: tuple[Compared, ...]
     why: str = ""  # nothing was compared at all
@@ -75,10 +71,10 @@ class Comparison:
 
     @property
     def word(self) -> str:
-        found = {each.verdict for each in self.compared}
-        if "regression" in found:
+        verdicts = {each.verdict for each in self.compared}
+        if "regression" in verdicts:
             return "regression"
-        if not self.looked_at or "no verdict" in found:
+        if not self.looked_at or "no verdict" in verdicts:
             return "no verdict"
         return "equal or better"
 
@@ -89,52 +85,45 @@ class Comparison:
     def text(self) -> str:
         """For a terminal: a line per figure, and the verdict last."""
         width = max((len(f"{c.case}: {c.figure}") for c in self.compared), default=0)
-        lines = [f"{f'{c.case}: {c.figure}':<{width}}  {_tell(c)}\n" for c in self.compared]
+        lines = []
+        for each in self.compared:
+            ratio = "" if each.ratio is None else f"{each.ratio:.3f} "
+            why = f": {each.why}" if each.why else ""
+            lines.append(f"{f'{each.case}: {each.figure}':<{width}}  {ratio}{each.verdict}{why}\n")
         count = f"{how_many(self.looked_at, 'figure')} compared"
         return "".join(lines) + f"{self.word}: {self.why or count}\n"
 
 
-def _tell(found: Compared) -> str:
-    if found.ratio is None:
-        return f"{found.verdict}: {found.why}"
-    interval = f"{found.ratio:.3f} [{found.low:.3f}, {found.high:.3f}] {found.verdict}"
-    return f"{interval}: {found.why}" if found.why else interval
-
-
 def compare(old: BenchRecord, new: BenchRecord) -> Comparison:
-    """Every figure of every case; pure."""
+    """Compare every figure of every case."""
     if old.benchmark != new.benchmark:
-        return Comparison(
-            (), f"one is of bench {old.benchmark}, the other of bench {new.benchmark}"
-        )
-    if differing := _differing(old.environment, new.environment):
-        return Comparison((), f"they ran on different hardware ({', '.join(differing)})")
+        why = f"one is of bench {old.benchmark}, the other of bench {new.benchmark}"
+        return Comparison((), why)
+    if differing := _different(old.environment, new.environment, HARDWARE):
+        return Comparison((), f"they ran on different hardware ({differing})")
     before = {case.name: case for case in old.cases}
     after = {case.name: case for case in new.cases}
-    looked_at = sum(
-        len(_shared(before[name], case)) for name, case in after.items() if name in before
-    )
+    both = [name for name in after if name in before]
+    looked_at = sum(len(_shared(before[name], after[name])) for name in both)
     memories = _memories_differ(old.environment, new.environment)
-    found: list[Compared] = []
+    compared: list[Compared] = []
     for name in dict.fromkeys([*before, *after]):
-        if name not in after or name not in before:
-            where = "the new" if name in before else "the old"
-            found.append(Compared(name, "all", "no verdict", why=f"{where} record lacks it"))
+        if name in both:
+            compared += _cases(before[name], after[name], looked_at, memories)
         else:
-            found += _cases(before[name], after[name], looked_at, memories)
-    return Comparison(tuple(found))
+            lacking = "the new" if name in before else "the old"
+            compared.append(Compared(name, "all", "no verdict", why=f"{lacking} record lacks it"))
+    return Comparison(tuple(compared))
 
 
-def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [
-        f"{key}: {old.get(key)} and {new.get(key)}"
-        for key in HARDWARE
-        if old.get(key) != new.get(key)
-    ]
+def _different(old: Any, new: Any, names: Sequence[str]) -> str:
+    """Return what differs, as "tokens: 100 and 10000"; or ""."""
+    pairs = {name: (old.get(name), new.get(name)) for name in names}
+    return ", ".join(f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b)
 
 
 def _memories_differ(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Why times of one machine, measured at two moments, cannot be compared, or ""."""
+    """Return why times of one machine, measured at two moments, cannot be compared, or ""."""
     then, today = ((environment.get("limits") or {}).get(MEMORY) for environment in (old, new))
     if then is None or today is None or abs(math.log(today / then)) <= math.log(1 + READ):
         return ""
@@ -144,52 +133,8 @@ def _memories_differ(old: dict[str, Any], new: dict[str, Any]) -> str:
     )
 
 
-def _judged(old: Case, new: Case) -> list[str]:
-    """Names of all figures but those that are only reported, in either record."""
-    every = [*old.figures, *new.figures]
-    told = {figure.name for figure in every if figure.better is None}
-    return [name for name in dict.fromkeys(figure.name for figure in every) if name not in told]
-
-
-def _shared(old: Case, new: Case) -> list[str]:
-    both = {figure.name for figure in old.figures} & {figure.name for figure in new.figures}
-    return [name for name in _judged(old, new) if name in both]
-
-
-def _settings_differ(old: Case, new: Case) -> str:
-    """What was set otherwise, "tokens: 100 and 10000"; or ""."""
-    names = dict.fromkeys([*old.keys, *new.keys])
-    pairs = {name: (old.keys.get(name), new.keys.get(name)) for name in names}
-    return ", ".join(f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b)
-
-
-def _cases(old: Case, new: Case, looked_at: int, memories: str) -> list[Compared]:
-    if not old.figures and not new.figures:  # neither could be run
-        return []
-    if settings := _settings_differ(old, new):
-        why = f"it measured something else ({settings})"
-        return [Compared(new.name, "all", "no verdict", why=why)]
-    if reasons := sorted({*old.reasons, *new.reasons}):
-        return [Compared(new.name, "all", "no verdict", why=", ".join(reasons))]
-    shared = _shared(old, new)
-    found = [
-        Compared(new.name, name, "no verdict", why="one record lacks it")
-        for name in _judged(old, new)
-        if name not in shared
-    ]
-    differ = memories or _yardsticks_differ(old.yardsticks, new.yardsticks)
-    for name in shared:
-        one, other = old.figure(name), new.figure(name)
-        if min(*one.repeats, *other.repeats) <= 0:
-            found.append(_with_zeros(new.name, one, other))
-            continue
-        low, high = _scaled(one, old.yardsticks), _scaled(other, new.yardsticks)
-        found.append(_figure(new.name, other, low, high, looked_at, differ))
-    return found
-
-
 def _yardsticks_differ(old: Sequence[float], new: Sequence[float]) -> str:
-    """Why times beside them cannot be compared, or ""."""
+    """Return why times beside them cannot be compared, or ""."""
     if not old or not new:
         return ""
     ratio = statistics.median(new) / statistics.median(old)
@@ -198,15 +143,47 @@ def _yardsticks_differ(old: Sequence[float], new: Sequence[float]) -> str:
     return f"the yardstick took {ratio:.2f} times as long: another load"
 
 
-def _with_zeros(case: str, old: Figure, new: Figure) -> Compared:
-    """Nothing is so many times as much as 0."""
-    if not any((*old.repeats, *new.repeats)):
-        return Compared(case, new.name, "equal", 1.0, 1.0, 1.0)
-    return Compared(case, new.name, "no verdict", why="a repeat is 0")
+def _judged(old: Case, new: Case) -> list[str]:
+    """Names of all figures but those that are only reported, in either record."""
+    figures = [*old.figures, *new.figures]
+    reported = {figure.name for figure in figures if figure.better is None}
+    return [n for n in dict.fromkeys(figure.name for figure in figures) if n not in reported]
+
+
+def _shared(old: Case, new: Case) -> list[str]:
+    both = {figure.name for figure in old.figures} & {figure.name for figure in new.figures}
+    return [name for name in _judged(old, new) if name in both]
+
+
+def _cases(old: Case, new: Case, looked_at: int, memories: str) -> list[Compared]:
+    if not old.figures and not new.figures:  # neither could be run
+        return []
+    settings = _different(old.keys, new.keys, list(dict.fromkeys([*old.keys, *new.keys])))
+    why = f"it measured something else ({settings})" if settings else ""
+    if why := why or ", ".join(sorted({*old.reasons, *new.reasons})):
+        return [Compared(new.name, "all", "no verdict", why=why)]
+    shared = _shared(old, new)
+    compared = [
+        Compared(new.name, name, "no verdict", why="one record lacks it")
+        for name in _judged(old, new)
+        if name not in shared
+    ]
+    differ = memories or _yardsticks_differ(old.yardsticks, new.yardsticks)
+    for name in shared:
+        before, after = old.figure(name), new.figure(name)
+        repeats = [*before.repeats, *after.repeats]
+        if not any(repeats):
+            compared.append(Compared(new.name, name, "equal", 1.0))
+        elif min(repeats) <= 0:  # nothing is so many times as much as 0
+            compared.append(Compared(new.name, name, "no verdict", why="a repeat is 0"))
+        else:
+            logs = _scaled(before, old.yardsticks), _scaled(after, new.yardsticks)
+            compared.append(_figure(new.name, after, *logs, looked_at, differ))
+    return compared
 
 
 def is_time(unit: str) -> bool:
-    """Seconds and rates follow the speed of the machine; bytes and errors do not."""
+    """Whether it follows the speed of the machine, as seconds and rates do; bytes do not."""
     return unit in SECONDS or unit.endswith("/s")
 
 
@@ -222,21 +199,36 @@ def _scaled(figure: Figure, yardsticks: Sequence[float]) -> list[float]:
 def _figure(
     case: str, figure: Figure, old: list[float], new: list[float], looked_at: int, differ: str
 ) -> Compared:
-    ratio, low, high = (math.exp(x) for x in shift(old, new, CONFIDENCE))
-    surely = math.exp(shift(old, new, 1 - (1 - ALARM) / looked_at)[1])  # 0: too few for a verdict
-    least = min(ratio, math.exp(_quickest(new) - _quickest(old)))
-    noise = math.exp(NOISE * max(_spread(old), _spread(new)))
+    from scipy.stats import mannwhitneyu  # half a second, which no help should wait for
+
+    def chance(alternative: str, shift: float = 0.0) -> float:
+        """That equal speeds, but for ``shift``, give ranks as far on one side as these."""
+        shifted = [log - shift for log in new]
+        return mannwhitneyu(shifted, old, alternative=alternative, method="exact").pvalue
+
+    smallest = math.log(1 + SMALLEST)
+    difference = statistics.median(b - a for a in old for b in new)
+    quickest = _quickest(new) - _quickest(old)
+    noise = NOISE * max(_spread(old), _spread(new))
+    accident = (1 - ALARM) / 2 / looked_at
+    doubt = (1 - CONFIDENCE) / 2
+    repeats = min(len(old), len(new))
     why = differ if is_time(figure.unit) else ""
     if why:
         verdict = "no verdict"
-    elif surely > 1 and least >= 1 + SMALLEST and ratio >= noise:
+    elif (
+        chance("greater") <= accident
+        and min(difference, quickest) >= smallest
+        and difference >= noise
+    ):
         verdict = "regression"
-    elif high < 1 + SMALLEST:
-        verdict = "better" if high < 1 else "equal"
+    elif chance("less", smallest) <= doubt:
+        verdict = "better" if chance("less") <= doubt else "equal"
     else:
         verdict = "no verdict"
-        why = "too noisy" if surely else _too_few(min(len(old), len(new)), looked_at)
-    return Compared(case, figure.name, verdict, ratio, low, high, why)
+        enough = most_figures(repeats) >= looked_at
+        why = "too noisy" if enough else _too_few(repeats, looked_at)
+    return Compared(case, figure.name, verdict, math.exp(difference), why)
 
 
 def _too_few(repeats: int, figures: int) -> str:
@@ -248,7 +240,10 @@ def _too_few(repeats: int, figures: int) -> str:
 
 
 def most_figures(repeats: int) -> int:
-    """Of so many figures one can be a regression, where both records have ``repeats`` of each."""
+    """Return of how many figures one can be a regression, with ``repeats`` of each in both records.
+
+    No ranks are less likely than all new repeats above all old ones, 1 in so many orders of them.
+    """
     return math.floor((1 - ALARM) / 2 * math.comb(2 * repeats, repeats))
 
 
@@ -263,41 +258,3 @@ def _spread(logs: Sequence[float]) -> float:
 def _quickest(logs: Sequence[float]) -> float:
     """The lower quartile; of so few as four, the least."""
     return sorted(logs)[(len(logs) - 1) // 4]
-
-
-def shift(
-    old: Sequence[float], new: Sequence[float], confidence: float
-) -> tuple[float, float, float]:
-    """By how much ``new`` lies above ``old``: Hodges and Lehmann's estimate and its interval, which
-    is endless where there are too few of them."""
-    differences = sorted(b - a for a in old for b in new)
-    tail = (1 - confidence) / 2
-    # The interval leaves out as many of the smallest differences, and of the largest, as the rank
-    # statistic stays below with a probability of no more than ``tail``.
-    left_out = -1
-    below = 0.0
-    while (below := below + _probability(len(old), len(new), left_out + 1)) <= tail:
-        left_out += 1
-    middle = statistics.median(differences)
-    if left_out < 0:
-        return middle, -math.inf, math.inf
-    return middle, differences[left_out], differences[-1 - left_out]
-
-
-def _probability(m: int, n: int, statistic: int) -> float:
-    """That Mann and Whitney's U of two like samples has this value."""
-    return _ways(m, n)[statistic] / math.comb(m + n, m) if statistic <= m * n else 1.0
-
-
-@cache
-def _ways(m: int, n: int) -> tuple[int, ...]:
-    """In how many orders of m and n values U is 0, 1, ..., m n."""
-    if m == 0 or n == 0:
-        return (1,)
-    counts = [0] * (m * n + 1)
-    # The largest value is one of the n, and stands above all m, or it is one of the m.
-    for u, ways in enumerate(_ways(m, n - 1)):
-        counts[u + m] += ways
-    for u, ways in enumerate(_ways(m - 1, n)):
-        counts[u] += ways
-    return tuple(counts)

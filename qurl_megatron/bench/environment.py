@@ -56,14 +56,6 @@ def load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def beside(environment: dict[str, Any]) -> list[str]:
-    """What else a record's machine did, in a few words; nothing where it is not known."""
-    if "others" in environment:
-        return [f"others used {environment['others']:.0%} of the cores"]
-    loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
-    return [f"load {' to '.join(f'{load:.2g}' for load in loads)}"] if loads else []
-
-
 def started() -> str:
     """Now, as a record writes it."""
     return datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")

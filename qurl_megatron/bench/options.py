@@ -17,31 +17,25 @@ from qurl_megatron.schemes import SCHEMES
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One row: what it measures, its own options, and the words of its short form in ``all``."""
+    """What a benchmark measures, and its options."""
 
     help: str
     add_options: Callable[[argparse.ArgumentParser], None]
-    short: tuple[str, ...] | None  # None: needs what ``all`` cannot make up
     repeats: int = 10  # ten show a slowdown of a tenth through noise of a few percent
     model: str = ""  # default of --model; "" has no such option
     schemes: tuple[str, ...] = ()  # those it can take; all by default
 
 
 def add_benchmarks(command: argparse.ArgumentParser) -> None:
-    """To ``qurl bench``: a subcommand for each row, and ``all``."""
+    """Give ``qurl bench`` a subcommand for each row, and for each name of ``REMOVED``."""
     names = command.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, row in BENCHMARKS.items():
         parser = names.add_parser(name, help=row.help, description=f"Measure {row.help}.")
         add_shared(parser, row)
         row.add_options(parser)
-    everything = names.add_parser("all", help="a short form of each", description=ALL)
-    everything.add_argument("--out", type=Path, default=Path("runs/bench/short"), metavar="DIR")
-
-
-ALL = (
-    "Run a short form of every benchmark that this machine can run; the others say why not. "
-    "The exit code is 0 where at least one ran, otherwise 2."
-)
+    for name in REMOVED:  # no help lists them; their options, behind dashes, are words
+        removed = names.add_parser(name, add_help=False, prefix_chars="+")
+        removed.add_argument("words", nargs="*")
 
 
 def add_shared(parser: argparse.ArgumentParser, row: BenchRow) -> None:
@@ -72,7 +66,7 @@ def add_shared(parser: argparse.ArgumentParser, row: BenchRow) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for BENCHMARK.json and the page index.html; default: only the table",
+        help="folder for BENCHMARK.json; default: only the table",
     )
     parser.add_argument(
         "--against",
@@ -102,11 +96,11 @@ def quant_scheme(name: str) -> str:
 
 def _names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     def names(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        if unknown := [name for name in found if name not in known]:
-            given = ", ".join(unknown)
-            raise argparse.ArgumentTypeError(f"{given} is not among {', '.join(known)}")
-        return found
+        given = [name for name in text.split(",") if name]
+        if unknown := [name for name in given if name not in known]:
+            wrong = ", ".join(unknown)
+            raise argparse.ArgumentTypeError(f"{wrong} is not among {', '.join(known)}")
+        return given
 
     return names
 
@@ -122,23 +116,15 @@ def _engines(text: str) -> list[str]:
 
 
 def _rollout(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, default, metavar, told) in ROLLOUT.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=told)
+    for name, (kind, default, metavar, text) in ROLLOUT.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--tensor",
-        type=int,
+        type=_at_least_one,
         nargs="+",
         default=[1],
         metavar="N",
         help="over how many ranks an SGLang engine is split; default 1",
-    )
-    parser.add_argument(
-        "--guidellm",
-        nargs="?",
-        const="guidellm",
-        metavar="PATH",
-        help="the same load through GuideLLM as well; PATH is its executable, if that is not on "
-        "the PATH",
     )
     parser.add_argument(
         "--protocol",
@@ -148,9 +134,17 @@ def _rollout(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _clients(text: str) -> int:
+    """Return the requests under way at a time; 0: all."""
+    match = re.fullmatch(r"closed|concurrency:([1-9]\d*)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"must be closed or concurrency:N, got {text!r}")
+    return int(match[1] or 0)
+
+
 def _publish_every(text: str) -> str:
-    found = re.fullmatch(r"half|(\d+)tokens|(\d*\.?\d+)s", text)
-    if not found or any(float(number) == 0 for number in found.groups() if number):
+    match = re.fullmatch(r"half|(\d+)tokens|(\d*\.?\d+)s", text)
+    if not match or any(float(number) == 0 for number in match.groups() if number):
         raise argparse.ArgumentTypeError(
             f"must be half, seconds (10s) or tokens (5000tokens), got {text!r}"
         )
@@ -165,13 +159,14 @@ ROLLOUT: Mapping[str, tuple[Callable, Any, str, str]] = {
         "embedded, sglang, or the URL of an engine that runs; default embedded",
     ),
     "threads": (int, 0, "N", "threads of each rank; default: all cores"),
-    "cache-gb": (float, 2.0, "GIB", "keys and values of an embedded engine; default 2"),
-    "clients": (
+    "sglang-python": (
         str,
-        "closed",
-        "HOW",
-        "closed (all requests at once), concurrency:N or poisson:RATE; default closed",
+        "",
+        "PATH",
+        "Python that has SGLang; default: as rollout.sglang_python finds it",
     ),
+    "cache-gb": (float, 2.0, "GIB", "keys and values of an embedded engine; default 2"),
+    "clients": (_clients, 0, "HOW", "closed (all at once; the default) or concurrency:N"),
     "prompts": (_at_least_one, 8, "N", "how many; default 8"),
     "samples": (_at_least_one, 4, "N", "responses to each prompt; default 4"),
     "prompt": (_at_least_one, 32, "N", "tokens of each prompt; default 32"),
@@ -187,8 +182,7 @@ ROLLOUT: Mapping[str, tuple[Callable, Any, str, str]] = {
         Path,
         None,
         "RUN_DIR",
-        "take the lengths of a run instead: of its last step if it was trained with "
-        "train.save_rollouts=true, else of its last qurl eval",
+        "take the lengths of a run's last step instead; it needs train.save_rollouts=true",
     ),
     "publish-every": (
         _publish_every,
@@ -196,7 +190,7 @@ ROLLOUT: Mapping[str, tuple[Callable, Any, str, str]] = {
         "WHEN",
         "half (once, at half of the tokens), 10s or 5000tokens; default: never",
     ),
-    "seed": (int, 0, "N", "of the order of lengths, prompts and arrivals; default 0"),
+    "seed": (int, 0, "N", "of the order of lengths, and of prompts; default 0"),
     "timeout": (float, 3600.0, "SECONDS", "give a response up after these; default 3600"),
 }
 """Option -> its type, default, placeholder and help."""
@@ -205,7 +199,7 @@ ROLLOUT: Mapping[str, tuple[Callable, Any, str, str]] = {
 def _publish(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-tp", nargs="+", type=int, default=[1, 2], metavar="N")
     parser.add_argument("--bucket-mb", type=float, default=64.0, metavar="MIB")
-    parser.add_argument("--candidates", nargs="+", metavar="WAY", help="measure these ways alone")
+    parser.add_argument("--candidates", nargs="+", metavar="TRANSPORT", help="these alone")
     parser.add_argument("--work", type=Path, metavar="DIR", help="a folder on a disk; takes 5 GB")
 
 
@@ -222,7 +216,6 @@ def _loss(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="threads of each rank; default: its share of the cores",
     )
-    parser.add_argument("--verl", type=Path, metavar="DIR", help="folder with the package verl")
     parser.add_argument("--only", nargs="+", metavar="WAY", help="measure these ways alone")
 
 
@@ -235,49 +228,6 @@ def _quantize(parser: argparse.ArgumentParser) -> None:
         help="of the weights; default: both",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
-
-
-def _convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--work", type=Path, metavar="DIR", help="a folder on a disk; takes 15 GB")
-    parser.add_argument(
-        "--peers", type=Path, metavar="DIR", help="folder of packages for the peers alone"
-    )
-    parser.add_argument(
-        "--sizes", nargs="*", default=[], metavar="SHAPE", help="more shapes, to see what grows"
-    )
-
-
-def _decode(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=_at_least_one, nargs="+", default=[1, 8, 32], metavar="N")
-    parser.add_argument(
-        "--steps",
-        type=_at_least_one,
-        default=16,
-        metavar="N",
-        help="decode steps of one repeat; default 16",
-    )
-    parser.add_argument(
-        "--transformers",
-        action="store_true",
-        help="beside transformers' generate, in those of --schemes that are not quantized",
-    )
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's own")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--disable-cuda-graph",
-        action="store_true",
-        help="on a GPU, launch the kernels of a step one by one",
-    )
-
-
-def _scale(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--factor",
-        type=int,
-        default=8,
-        metavar="N",
-        help="measure one Nth of the samples; default 8",
-    )
 
 
 def _step(parser: argparse.ArgumentParser) -> None:
@@ -298,7 +248,7 @@ def _step(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
         "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2; default: none. With "
-        "--against, the default --repeats finds a phase twice as slow among up to 34 cases; more "
+        "--against, the default --repeats finds a phase twice as slow among up to 40 cases; more "
         "cases need more repeats",
     )
     parser.add_argument(
@@ -317,78 +267,43 @@ def _step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 
 
-def _versions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument(
-        "--responses",
-        type=int,
-        default=64,
-        metavar="N",
-        help="responses scored of each version; default 64",
-    )
-
-
 BENCHMARKS = {
     "rollout": BenchRow(
         "engines under a load with long-tailed, grouped responses",
         _rollout,
-        ("--model", "tiny", "--schemes", "bf16,int8", "--prompts", "4", "--mean", "16")
-        + ("--max", "64", "--repeats", "3"),
         model="h1024",
         schemes=("bf16", "int8", "fp8", "fp32"),
     ),
-    "decode": BenchRow(
-        "tokens/s of the embedded engine by scheme and batch",
-        _decode,
-        ("--steps", "4", "--batch", "1", "8"),
-        model="h1024",
-        schemes=("int8", "fp8", "bf16", "fp32"),
-    ),
     "step": BenchRow(
-        "seconds and joules of a whole RL step, with rollouts in turn and ahead, and its scaling",
+        "seconds of a whole RL step, with rollouts in turn and ahead, and its scaling",
         _step,
-        ("--steps", "4", "--staleness", "0", "1", "--repeats", "2"),
-        # Of a case a step, five phases and its joules are compared: 21 figures by default, some 70
-        # with --layouts. Eight repeats cannot show that one of more than 64 is worse, nine of 243.
+        # Of a case a step and five phases are compared: 18 figures by default, some 60 with
+        # --layouts. Eight repeats cannot show that one of more than 64 is worse, nine of 243.
         repeats=9,
     ),
     "publish": BenchRow(
-        "publishing a version to a real SGLang engine, beside gathering it",
+        "publishing a version to a real SGLang engine, by transport",
         _publish,
-        ("--model", "tiny", "--schemes", "int8", "--engine-tp", "1", "--repeats", "3"),
         model="0.5B",
         schemes=("int8", "fp8", "bf16"),
     ),
     "loss": BenchRow(
-        "time and memory of log-probs, entropy and the ACR objective",
-        _loss,
-        ("--tokens", "512", "--tensor", "1", "2", "--repeats", "6"),
-        model="0.5B",
+        "time and memory of log-probs, entropy and the ACR objective", _loss, model="0.5B"
     ),
     "quantize": BenchRow(
         "quantizing one layer's weights, beside a copy of the bytes",
         _quantize,
-        ("--model", "tiny", "--repeats", "3"),
         model="0.5B",
         schemes=("int8", "fp8"),
     ),
-    "convert": BenchRow(
-        "the checkpoint converters, beside a plain copy and peers",
-        _convert,
-        ("--model", "0.1B", "--repeats", "3"),
-        model="0.5B",
-    ),
-    "scale": BenchRow(
-        "what the leading rank's Python does for one step of a 32B model",
-        _scale,
-        ("--factor", "64", "--repeats", "5"),
-    ),
-    "versions": BenchRow(
-        "whether the engines of a run served what its checkpoints hold",
-        _versions,
-        None,
-        repeats=1,
-    ),
 }
-"""By name, what decides purchases first; so stand the help, ``qurl bench all`` and the page of
-results."""
+"""By name, what decides purchases first; so stand the help and the page of results."""
+
+REMOVED = {
+    "all": "run the benchmarks that you want one by one",
+    "decode": "qurl bench rollout --engine embedded measures the same engine with its server",
+    "convert": "time the tools of checkpoints_tools themselves",
+    "scale": "qurl bench step measures what the leading rank does as part of a step",
+    "versions": "qurl rescore RUN_DIR STEP holds a fresh engine against what a step recorded",
+}
+"""Benchmarks that there are no more -> what to do instead."""

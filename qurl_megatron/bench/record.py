@@ -1,4 +1,4 @@
-"""What a benchmark found: figures by case, each beside its limit and what was predicted for it.
+"""What a benchmark measured: figures by case, each beside its limit and what was predicted for it.
 
 A **figure** is one measured quantity, all its repeats kept. A **case** is one setting (a scheme, a
 batch, an engine) with its figures. A **record** is one run of one benchmark on one machine, and the
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from qurl_megatron.disk import read_json, write_whole
+from qurl_megatron.disk import write_whole
 from qurl_megatron.errors import ConfigError, reading
 from qurl_megatron.observe.text import NARROW_SPACE, number
 from qurl_megatron.runtime.filesystem import refusing
@@ -27,7 +27,6 @@ REASONS = {
     "not run": "it cannot be run here; its note says why",
     "failed": "it ended with an error; its note says which",
     "client-bound": "the load generator was too slow to see what the engine can do",
-    "wrong requests": "another load generator did not send what it was asked to",
     "wrong lengths": "responses came back longer or shorter than was asked for",
     "cache hits": "prompts that nobody had sent were in the engine's cache",
     "failed requests": "requests failed; their tokens are not counted, their time is",
@@ -110,7 +109,8 @@ class BenchRecord:
     schema: str = SCHEMA
 
     def write(self, path: Path) -> None:
-        """
+        """Write it as JSON.
+
         Raises:
             ConfigError: it cannot be written; an older file stays whole.
         """
@@ -165,7 +165,8 @@ def _line(line: tuple[str, ...], widths: list[int]) -> str:
 
 
 def read(path: Path) -> BenchRecord:
-    """
+    """Read a record back.
+
     Raises:
         ConfigError: the file is missing, or is not a record of this schema.
     """
@@ -174,12 +175,12 @@ def read(path: Path) -> BenchRecord:
     try:
         with reading(path):
             text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
+        record = json.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give a file that qurl bench wrote") from None
     except ValueError:
         raise ConfigError(f"{path} is not JSON; give a file that qurl bench wrote") from None
-    schema = found.get("schema") if isinstance(found, dict) else None
+    schema = record.get("schema") if isinstance(record, dict) else None
     if schema != SCHEMA:
         raise ConfigError(
             f"{path} has schema {schema!r}, this version reads {SCHEMA!r}; measure it again"
@@ -190,19 +191,3 @@ def read(path: Path) -> BenchRecord:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path}: {where}: {first['msg']}; measure it again") from None
-
-
-def records_in(folder: Path) -> dict[Path, BenchRecord]:
-    """All records of a folder by file; other files are left alone, whatever they hold.
-
-    Raises:
-        ConfigError: a record is damaged.
-    """
-    return {path: read(path) for path in sorted(folder.glob("*.json")) if _is_record(path)}
-
-
-def _is_record(path: Path) -> bool:
-    try:
-        return read_json(path).get("schema") == SCHEMA
-    except ConfigError:  # it holds no JSON object: somebody else's
-        return False

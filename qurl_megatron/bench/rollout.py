@@ -7,14 +7,13 @@ of a decode step allow.
 """
 
 import argparse
-import ipaddress
 import itertools
 import random
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
@@ -22,26 +21,29 @@ from urllib.parse import urlsplit
 
 import torch
 
-from qurl_megatron.bench.load import limits, load_figures, reasons
-from qurl_megatron.bench.load.drive import DrivenLoad, Publishing
-from qurl_megatron.bench.load.engines import Target, reached, started
-from qurl_megatron.bench.load.guidellm import GuideLLM, program
-from qurl_megatron.bench.load.lengths import long_tailed, recorded
-from qurl_megatron.bench.load.model import Version, checkpoint_of, model_folder
-from qurl_megatron.bench.load.outcome import LoadOutcome
-from qurl_megatron.bench.load.requests import (
-    PROMPTS,
-    Ask,
-    Clients,
-    arriving,
-    groups,
-    serial_digits,
-)
-from qurl_megatron.bench.load.words import Words
+from qurl_megatron.bench import limits, load_figures
+from qurl_megatron.bench.drive import DrivenLoad, Publishing
 from qurl_megatron.bench.options import quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.bench.rollout_engines import (
+    Target,
+    Version,
+    engine_config,
+    model_folder,
+    reached,
+    started,
+)
+from qurl_megatron.bench.rollout_load import (
+    PROMPTS,
+    Ask,
+    LoadOutcome,
+    groups,
+    long_tailed,
+    recorded,
+    serial_digits,
+)
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
@@ -53,9 +55,7 @@ from qurl_megatron.tensors.arch import Arch, read_arch
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 SETTINGS = ("seed", "mean", "sigma", "max", "threads", "cache_gb", "protocol")
 """Options that are keys of a case as they are."""
-GPU_NODES = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA, of AMD, of Windows' Linux
-OURS, GUIDELLM = SENDERS = ("qurl", "GuideLLM")
-"""Who sends the requests."""
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -66,41 +66,32 @@ class LoadPlan:
     lengths: Sequence[int]
     samples: int
     prompt: int
-    clients: Clients
+    at_once: int  # 0: all
     vocab: int
     seed: int
     first: int  # serial number of the first prompt
     publish: str | None = None  # "half", "2.5s", "1000tokens" or never
     settings: Mapping[str, str | int | float | None] = field(default_factory=dict)
     """Of ``SETTINGS``, and where lengths are from: only records of equal ones are compared."""
-    words: Words | None = None  # that prompts are made of, where they are sent as text as well
 
     @property
     def prompts(self) -> int:
         return len(self.lengths) // self.samples
 
     @property
-    def ids(self) -> Sequence[int]:
-        """Of which prompts are made: not the first and the last one, to which engines give
-        meanings of their own."""
-        return self.words.ids if self.words else range(1, self.vocab - 1)
-
-    @property
     def slots(self) -> int:
         """Responses that run at once, if the engine holds them."""
-        return min(self.clients.at_once or len(self.lengths), len(self.lengths))
+        return min(self.at_once or len(self.lengths), len(self.lengths))
 
     def asks(self, repeat: int) -> list[Ask]:
-        made = groups(
+        return groups(
             self.lengths,
             samples=self.samples,
             prompt=self.prompt,
-            ids=self.ids,
+            vocab=self.vocab,
             first=self.first + repeat * self.prompts,
             seed=self.seed,
         )
-        rate = self.clients.rate
-        return made if rate is None else arriving(made, rate, self.seed)
 
     def publishing(self, target: Target) -> Publishing | None:
         if self.publish is None:
@@ -124,13 +115,15 @@ class Subject:
     engine: str  # "embedded", "sglang" or a URL
     scheme: str  # as --schemes names it
     tensor: int = 1
-    sender: str = OURS  # of SENDERS
 
     @property
     def name(self) -> str:
         tensor = f" tp{self.tensor}" if self.tensor > 1 else ""
-        sender = f", {self.sender}" if self.sender != OURS else ""
-        return f"{self.engine} {self.scheme}{tensor}{sender}"
+        return f"{self.engine} {self.scheme}{tensor}"
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.engine
 
     @property
     def dtype(self) -> str:
@@ -145,36 +138,27 @@ class Subject:
         return ENGINE_KINDS[self.engine].planned_on if self.engine in ENGINE_KINDS else ""
 
     @property
-    def elsewhere(self) -> str:
-        """The host of an engine at a URL, if that is not this machine; or ""."""
-        host = urlsplit(self.engine).hostname if "://" in self.engine else None
-        if host is None or host == "localhost":
-            return ""
-        try:
-            return "" if ipaddress.ip_address(host).is_loopback else host
-        except ValueError:  # a name
-            return host
+    def elsewhere(self) -> bool:
+        """Whether it is on another machine."""
+        return self.is_url and urlsplit(self.engine).hostname not in LOCAL
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """
+    """Measure all engines, in turns.
+
     Raises:
         ConfigError: an engine does not start or answer, or the options do not fit together.
     """
     arch = read_arch(config_of(options.model))
     plan, subjects = plan_of(options, arch), subjects_of(options)
-    guidellm = program(options.guidellm) if options.guidellm else None
     logs = (
         options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="qurl-bench-logs-"))
     )
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
-        folder = _folder(options, subjects, Path(work))
-        if guidellm:
-            plan = replace(plan, words=Words(folder, plan.vocab))
-        targets = _targets(options, plan, subjects, folder, Path(work), logs, stack)
+        targets = _targets(options, subjects, Path(work), logs, stack)
         before = {name: _identity(name, target) for name, target in targets.items()}
-        candidates = _candidates(plan, targets, guidellm)
-        found = interleaved(candidates, repeats=options.repeats, seen=_tell)
+        candidates = {name: _candidate(plan, target) for name, target in targets.items()}
+        measured = interleaved(candidates, repeats=options.repeats, seen=_show)
         changed = {name: changed_since(before[name], target) for name, target in targets.items()}
     if any(changed.values()):
         progress(f"the engines' logs are in {logs}")
@@ -189,10 +173,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         device = device_of(before[name])
         devices.add(device)
         bounds = bounds_of(plan, subject, arch, device, gpu, cpu)
-        for sender in SENDERS[: 2 if guidellm else 1]:
-            one = replace(subject, sender=sender)
-            repeats = found[one.name]
-            cases.append(case_of(plan, one, repeats, bounds, changed[name], before[name]))
+        cases.append(case_of(plan, subject, measured[name], bounds, changed[name], before[name]))
     # The record has the limits of what the engines ran on.
     options.device = "cuda" if gpu and "cuda" in devices else "cpu"
     return cases
@@ -205,22 +186,26 @@ def _identity(name: str, target: Target) -> dict[str, object]:
         raise ConfigError(f"{name} does not answer: {error}") from None
 
 
-def device_of(identity: Mapping[str, object], nodes: Path = Path("/dev")) -> str:
+def device_of(identity: Mapping[str, object]) -> str:
     """ "cuda" or "cpu", by what an engine says of itself; "" where it does not say.
 
-    Args:
-        nodes: has the device files of this machine; without those of a GPU, nothing runs on one.
+    Without a GPU that this side sees, an engine that does not say is taken to run on the CPU.
     """
-    told = str(identity.get("device") or "").partition(":")[0]
-    return told or ("" if any(next(nodes.glob(name), None) for name in GPU_NODES) else "cpu")
+    device = str(identity.get("device") or "").partition(":")[0]
+    return device or ("" if torch.cuda.is_available() else "cpu")
 
 
 def changed_since(before: Mapping[str, object], target: Target) -> str:
     """What an engine says otherwise than before, or that it says nothing any more; or ""."""
     try:
-        return reasons.changed(before, target.identity())
+        after = target.identity()
     except EngineError as error:  # what the others did is no worse for it
         return f"it does not answer any more: {error}"
+    return "; ".join(
+        f"{name} was {before.get(name)}, is {after.get(name)}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    )
 
 
 def plan_of(options: argparse.Namespace, arch: Arch) -> LoadPlan:
@@ -236,7 +221,7 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> LoadPlan:
         lengths,
         options.samples,
         options.prompt,
-        Clients.read(options.clients),
+        options.clients,
         arch.vocab,
         options.seed,
         # An engine that was there before may have cached the prompts of an earlier command.
@@ -249,12 +234,7 @@ def plan_of(options: argparse.Namespace, arch: Arch) -> LoadPlan:
 
 def subjects_of(options: argparse.Namespace) -> list[Subject]:
     """Every engine in every scheme; tensor sizes are SGLang's."""
-    if options.guidellm and options.publish_every:
-        raise ConfigError(
-            "--guidellm cannot go with --publish-every: it does not say which weights made a "
-            "token; leave one of them out"
-        )
-    found = []
+    subjects = []
     for engine in options.engine:
         if engine not in ENGINE_KINDS and "://" not in engine:
             raise ConfigError(f"--engine {engine} is neither {', '.join(ENGINE_KINDS)} nor a URL")
@@ -264,8 +244,8 @@ def subjects_of(options: argparse.Namespace) -> list[Subject]:
             )
         split = engine not in ENGINE_KINDS or ENGINE_KINDS[engine].takes_gpus
         tensors = options.tensor if split else [_alone(options)]
-        found += [Subject(engine, s, t) for s in options.schemes for t in tensors]
-    return found
+        subjects += [Subject(engine, s, t) for s in options.schemes for t in tensors]
+    return subjects
 
 
 def _alone(options: argparse.Namespace) -> int:
@@ -279,100 +259,65 @@ def _alone(options: argparse.Namespace) -> int:
     return 1
 
 
-def _folder(options: argparse.Namespace, subjects: Sequence[Subject], work: Path) -> Path:
-    """The model of the engines: where they are started, with weights."""
-    if all("://" in subject.engine for subject in subjects):
-        return Path(options.model)
-    return model_folder(options.model, work)
-
-
 def _targets(
     options: argparse.Namespace,
-    plan: LoadPlan,
     subjects: Sequence[Subject],
-    folder: Path,
     work: Path,
     logs: Path,
     stack: ExitStack,
 ) -> dict[str, Target]:
     """Every engine, up and with its weights; ``stack`` ends them."""
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
+    folder = cache(partial(model_folder, options.model, work))  # where an engine is started
     versions: dict[tuple[str, str], Version] = {}
     for subject in subjects:
-        if "://" in subject.engine:
-            found[subject.name] = reached(
+        if subject.is_url:
+            targets[subject.name] = reached(
                 subject.engine, options.protocol, timeout_s=options.timeout
             )
             continue
         kind = quant_scheme(subject.scheme), subject.dtype
         if kind not in versions:
-            source = checkpoint_of(folder)
-            versions[kind] = Version(source, *kind, work / f"versions-{'-'.join(kind)}")
+            versions[kind] = Version(folder(), *kind, work / f"versions-{'-'.join(kind)}")
         progress(f"starting {subject.name}")
+        config = engine_config(
+            subject.engine,
+            tensor=subject.tensor,
+            threads=options.threads,
+            timeout_s=options.timeout,
+            cache_gb=options.cache_gb,
+            sglang_python=options.sglang_python,
+        )
+        own_logs = logs / subject.name.replace(" ", "-")
         try:
-            engine = started(
-                subject.engine,
-                folder,
-                versions[kind],
-                plan.vocab,
-                logs / subject.name.replace(" ", "-"),
-                tensor=subject.tensor,
-                threads=options.threads,
-                timeout_s=options.timeout,
-                cache_gb=options.cache_gb,
-                text=plan.words is not None,
-            )
-            found[subject.name] = stack.enter_context(engine)
+            engine = started(config, folder(), versions[kind], own_logs)
+            targets[subject.name] = stack.enter_context(engine)
         except EngineError as error:
             raise ConfigError(f"{subject.name} did not start: {error}") from None
-    return found
+    return targets
 
 
-def _candidates(
-    plan: LoadPlan, targets: Mapping[str, Target], guidellm: str | None
-) -> dict[str, Callable[[], LoadOutcome]]:
-    """What is measured, by name; each sends prompts that nobody else does."""
-    found = {}
-    step = 2 if guidellm else 1
-    for name, target in targets.items():
-        found[name] = _candidate(plan, target, itertools.count(0, step))
-        if guidellm:
-            found[f"{name}, {GUIDELLM}"] = _through(
-                guidellm, plan, target, itertools.count(1, step)
-            )
-    return found
-
-
-def _through(program: str, plan: LoadPlan, target: Target, repeats: itertools.count):
-    words = plan.words
-    assert words is not None, "GuideLLM sends text"
+def _candidate(plan: LoadPlan, target: Target) -> Callable[[], LoadOutcome]:
+    repeats = itertools.count()
 
     def load() -> LoadOutcome:
-        one = GuideLLM(program, target.client, target.look, words.text)
-        return one.drive(plan.asks(next(repeats)), plan.clients)
-
-    return load
-
-
-def _candidate(plan: LoadPlan, target: Target, repeats: itertools.count):
-    def load() -> LoadOutcome:
-        one = DrivenLoad(
+        driven = DrivenLoad(
             target.client,
             target.protocol,
             target.model,
             look=target.look,
             publishing=plan.publishing(target),
         )
-        return one.drive(plan.asks(next(repeats)), plan.clients.at_once)
+        return driven.drive(plan.asks(next(repeats)), plan.at_once)
 
     return load
 
 
-def _tell(name: str, outcome: LoadOutcome) -> None:
+def _show(name: str, outcome: LoadOutcome) -> None:
     answers = outcome.answers
     seconds, tokens = load_figures.makespan(answers), load_figures.tokens(answers)
-    wrong = sum(not answer.done for answer in answers)
-    failures = f", {wrong} failed" if wrong else ""
+    failed = sum(bool(answer.failure) for answer in answers)
+    failures = f", {failed} failed" if failed else ""
     progress(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f}/s{failures}")
     if outcome.unseen:
         progress(f"{name}: not looked at: {outcome.unseen}")
@@ -380,12 +325,51 @@ def _tell(name: str, outcome: LoadOutcome) -> None:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds of the makespan; None where a rate of arrivals decides, or another machine."""
+    """Seconds of the makespan; None where this side knows none."""
 
     least: float | None = None  # by the bytes of its decode steps
     predicted: float | None = None  # by qurl plan, where it knows the machine
-    why: str = ""  # there is no limit, where that is not the load's doing
-    unplanned: str = ""  # why there is a limit and no prediction
+
+
+def bounds_of(
+    plan: LoadPlan,
+    subject: Subject,
+    arch: Arch,
+    device: str,
+    gpu: str | None,
+    cpu: Callable[[str], Gpu],
+) -> Bounds:
+    """Return the limit and the prediction of one engine.
+
+    Args:
+        device: that the engine says it uses, "cuda" or "cpu"; "" where it does not say.
+        gpu: what its driver calls the GPU that this side sees; None: it sees none.
+        cpu: measures this machine, where what is not quantized is of a ``model.dtype``.
+    """
+    on_gpu = device == "cuda"
+    if subject.elsewhere or not device or (on_gpu and not gpu):
+        return Bounds()
+    read_gb_s = machine_limits.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
+    scheme = quant_scheme(subject.scheme)
+    rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype])
+    # Ranks on CPUs share the memory's rate; GPUs have each their own.
+    share = 1 if on_gpu else subject.tensor
+    load = {"prompt": plan.prompt, "slots": plan.slots}
+    least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
+    if not on_gpu and subject.planned_on != "cpu":  # of CPUs the planner knows this engine alone
+        return Bounds(least)
+    known = limits.gpu_named(gpu or "", scheme) if on_gpu else cpu(subject.dtype).of_rank(1)
+    if known is None:
+        return Bounds(least)
+    predicted = limits.predicted_seconds(
+        engine_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype], known),
+        plan.lengths,
+        **load,
+        prompts=plan.prompts,
+        gpu=known,
+        constants=constants_of(known, scheme),
+    )
+    return Bounds(least, predicted)
 
 
 def case_of(
@@ -402,117 +386,57 @@ def case_of(
         changed: what the engine says otherwise than before the first repeat.
         identity: what it said then.
     """
-    told: dict[str, object] = {}
-    for outcome in repeats.results:
-        told |= reasons.found(outcome, serial_digits(len(plan.ids)) - 1)
+    outcomes = repeats.results
+    reasons: dict[str, str] = {}
+    for outcome in outcomes:
+        reasons |= load_figures.reasons(outcome, serial_digits(plan.vocab) - 1)
     if changed:
-        told["engine changed"] = changed
-    names = [*told, *(reason for reason in repeats.reasons if reason not in told)]
-    lengths = plan.lengths
-    keys = {
-        "model": plan.model,
-        "engine": subject.engine,
-        "scheme": subject.scheme,
-        "dtype": subject.dtype,
-        "tensor": subject.tensor,
-        "prompts": plan.prompts,
-        "samples": plan.samples,
-        "prompt tokens": plan.prompt,
-        "tokens": sum(lengths),
-        "longest": max(lengths),
-        "clients": plan.clients.text,
-        "publish": plan.publish,
-        **plan.settings,
-        **({"sent by": subject.sender} if plan.words else {}),
-    }
-    outcomes = [o for o in repeats.results if any(answer.done for answer in o.answers)]
-    whole = len(outcomes) == len(repeats.results)  # else there is nothing to time
-    figures = figures_of(outcomes, bounds) if whole else []
-    notes = _notes(bounds, repeats.results)
-    if partial := [figure.name for figure in figures if len(figure.repeats) < len(outcomes)]:
-        notes["not compared"] = f"{', '.join(partial)}, which only some repeats have"
+        reasons["engine changed"] = changed
+    notes: dict[str, object] = {"identity": identity, **reasons}
+    if unseen := [outcome.unseen for outcome in outcomes if outcome.unseen]:
+        notes["not looked at"] = unseen[0]
+    # A repeat without a single whole answer leaves nothing to time.
+    timed = all(load_figures.tokens(outcome.answers) for outcome in outcomes)
     return Case(
         name=subject.name,
-        keys=keys,
-        figures=figures,
+        keys={
+            "model": plan.model,
+            "engine": subject.engine,
+            "scheme": subject.scheme,
+            "dtype": subject.dtype,
+            "tensor": subject.tensor,
+            "prompts": plan.prompts,
+            "samples": plan.samples,
+            "prompt tokens": plan.prompt,
+            "tokens": sum(plan.lengths),
+            "longest": max(plan.lengths),
+            "clients": f"concurrency:{plan.at_once}" if plan.at_once else "closed",
+            "publish": plan.publish,
+            **plan.settings,
+        },
+        figures=figures_of(outcomes, bounds) if timed else [],
         # Of this machine, whose speed is not that of an engine on another one.
         yardsticks=[] if subject.elsewhere else repeats.yardsticks,
-        reasons=names,
-        notes={"identity": identity, **told, **notes},
+        reasons=[*reasons, *(reason for reason in repeats.reasons if reason not in reasons)],
+        notes=notes,
     )
 
 
-def _notes(bounds: Bounds, outcomes: Sequence[LoadOutcome]) -> dict[str, str]:
-    """What figures lack, and why."""
-    found = {}
-    if bounds.why:
-        found["limit"] = f"none: {bounds.why}"
-    if bounds.unplanned:
-        found["prediction"] = f"none: {bounds.unplanned}"
-    if outcomes[0].sender:
-        found["sent by"] = outcomes[0].sender
-    if unseen := [outcome.unseen for outcome in outcomes if outcome.unseen]:
-        found["not looked at"] = unseen[0]
-    valid = [
-        v
-        for o in outcomes
-        for v in (load_figures.first_valid(p, o.answers) for p in o.publications)
-    ]
-    if missing := valid.count(None):
-        found["first valid token"] = f"{missing} of {len(valid)} publications had none after them"
-    return found
-
-
-def bounds_of(
-    plan: LoadPlan,
-    subject: Subject,
-    arch: Arch,
-    device: str,
-    gpu: str | None,
-    cpu: Callable[[str], Gpu],
-) -> Bounds:
-    """
-    Args:
-        device: that the engine says it uses, "cuda" or "cpu"; "" where it does not say.
-        gpu: what its driver calls the GPU that this side sees; None: it sees none.
-        cpu: measures this machine, where what is not quantized is of a ``model.dtype``.
-    """
-    if plan.clients.rate is not None:
-        return Bounds()
-    if why := _unmeasured(subject, device, gpu):
-        return Bounds(why=why)
-    on_gpu = device == "cuda"
-    read_gb_s = machine_limits.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
-    scheme = quant_scheme(subject.scheme)
-    rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype])
-    # Ranks on CPUs share the memory's rate; GPUs have each their own.
-    share = 1 if on_gpu else subject.tensor
-    load = {"prompt": plan.prompt, "slots": plan.slots}
-    least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
-    if not on_gpu and subject.planned_on != "cpu":
-        why = "on CPUs, only embedded engines that this command started are predicted"
-        return Bounds(least, unplanned=why)
-    known = limits.gpu_named(gpu or "", scheme) if on_gpu else cpu(subject.dtype).of_rank(1)
-    if known is None:
-        return Bounds(least, unplanned=f"qurl plan has no data sheet of {gpu} for {scheme}")
-    predicted = limits.predicted_seconds(
-        engine_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype], known),
-        plan.lengths,
-        **load,
-        prompts=plan.prompts,
-        gpu=known,
-        constants=constants_of(known, scheme),
-    )
-    return Bounds(least, predicted)
-
-
-def _unmeasured(subject: Subject, device: str, gpu: str | None) -> str:
-    """Why this side cannot measure what an engine runs on; or ""."""
-    if subject.elsewhere:
-        return f"{subject.elsewhere} is another machine"
-    if not device:
-        return "the engine does not say whether it runs on a GPU"
-    return "this side's torch does not see the engine's GPU" if device == "cuda" and not gpu else ""
+Kind = tuple[str, Literal["higher", "lower"] | None]
+LATENCY: Kind = ("ms", "lower")
+KINDS: Mapping[str, Kind] = {
+    "tokens/s": ("1/s", "higher"),
+    "makespan": ("s", "lower"),
+    "tail": ("%", None),
+    "cache in use, mean": ("%", None),
+    "cache in use, most": ("%", None),
+    "preemptions": ("times", None),
+    "paused to publish": ("s", "lower"),
+    "first valid token": ("s", "lower"),
+    "client's CPU": ("%", None),
+}
+"""Unit of each figure but latencies, and which way is better: a faster engine keeps this side
+busier, its cache fuller, and its tail as long as the lengths are."""
 
 
 def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
@@ -521,14 +445,11 @@ def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = load_figures.tokens(outcomes[0].answers)
     least, predicted = (s and tokens / s for s in (bounds.least, bounds.predicted))
-    told = {
-        "tokens/s": Bounds(least, predicted),
-        "makespan": bounds,
-    }
+    known = {"tokens/s": Bounds(least, predicted), "makespan": bounds}
     figures = []
-    for name in dict.fromkeys(name for one in measured for name in one):
-        repeats = [one[name] for one in measured if name in one]
-        own = told.get(name, Bounds())
+    for name in dict.fromkeys(name for quantities in measured for name in quantities):
+        repeats = [quantities[name] for quantities in measured if name in quantities]
+        own = known.get(name, Bounds())
         unit, better = KINDS.get(name, LATENCY)
         figures.append(
             Figure(
@@ -544,51 +465,30 @@ def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
     return figures
 
 
-Kind = tuple[str, Literal["higher", "lower"] | None]
-LATENCY: Kind = ("ms", "lower")
-KINDS: Mapping[str, Kind] = {
-    "tokens/s": ("1/s", "higher"),
-    "makespan": ("s", "lower"),
-    "tail": ("%", None),
-    "cache in use, mean": ("%", None),
-    "cache in use, most": ("%", None),
-    "preemptions": ("times", None),
-    "paused to publish": ("s", "lower"),
-    "first valid token": ("s", "lower"),
-    "tokens computed anew": ("tokens", None),
-    "client's CPU": ("%", None),
-}
-"""Unit of each figure but latencies, and which way is better: a faster engine keeps this side
-busier, its cache fuller, and its tail as long as the lengths are."""
-
-
 def _measured(outcome: LoadOutcome) -> dict[str, float]:
     """Every quantity of one repeat, in its unit."""
     answers = outcome.answers
     seconds = load_figures.makespan(answers)
-    found = {
+    quantities = {
         "tokens/s": load_figures.tokens(answers) / seconds,
         "makespan": seconds,
         "tail": 100 * load_figures.tail_share(answers),
     }
     latencies = {
         "first token": load_figures.first_token(answers),
-        "between tokens": [] if outcome.sender else load_figures.gaps(answers),
+        "between tokens": load_figures.gaps(answers),
         "per token": load_figures.per_token(answers),
     }
     for name, values in latencies.items():
         for percent, value in load_figures.percentiles(values).items():
-            found[f"{name}, p{percent}"] = 1e3 * value
+            quantities[f"{name}, p{percent}"] = 1e3 * value
     if (used := load_figures.occupancy(outcome)) is not None:
-        found["cache in use, mean"], found["cache in use, most"] = (100 * share for share in used)
-    if not outcome.sender or any(look.preemptions is not None for look in outcome.looks):
-        found["preemptions"] = load_figures.preemptions(outcome)
+        quantities["cache in use, mean"], quantities["cache in use, most"] = (100 * u for u in used)
+    quantities["preemptions"] = load_figures.preemptions(outcome)
     if published := outcome.publications:
-        found["paused to publish"] = max(p.paused_s for p in published)
-        valid = (load_figures.first_valid(p, answers) for p in published)
-        if told := [seconds for seconds in valid if seconds is not None]:
-            found["first valid token"] = max(told)
-        found["tokens computed anew"] = sum(load_figures.recomputed(p, answers) for p in published)
-    if outcome.client is not None:
-        found["client's CPU"] = 100 * outcome.client.cpu_s / seconds
-    return found
+        quantities["paused to publish"] = max(p.paused_s for p in published)
+        valid = [load_figures.first_valid(p, answers) for p in published]
+        if times := [seconds for seconds in valid if seconds is not None]:
+            quantities["first valid token"] = max(times)
+    quantities["client's CPU"] = 100 * outcome.client_cpu_s / seconds
+    return quantities

@@ -192,12 +192,6 @@ class UpdateEnd:
         if message.action in ("check", "finish"):
             self._report(session)
 
-    def forget(self) -> None:
-        """The weights have come in another way: what is still to come of a session is dropped."""
-        if self._session is not None:
-            self._past.add(self._session.id)
-            self._session = None
-
     def _begin(self, message: Message) -> UpdateSession:
         """The first message of a session opens the transport, whatever its action."""
         if self._session is not None:

@@ -59,9 +59,6 @@ class Start:
     empty: bool
     """The first version brings all weights."""
 
-    text: bool
-    """They read and write text beside token ids."""
-
     trainer_ranks: int
     """Training ranks on this machine, each on the GPU of its number."""
 

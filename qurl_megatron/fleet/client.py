@@ -155,11 +155,11 @@ class EngineClient:
         *,
         rid: Sequence[str] | None = None,
     ) -> list[dict]:
-        """Responses with log-probs, in the order of the prompts, then of their samples."""
+        """Responses with log-probs, in the order of the prompts."""
         body = _generation(input_ids, sampling_params, rid)
         given = body["sampling_params"]
         params = [given] * len(input_ids) if isinstance(given, dict) else given
-        limit = answer_limit([one.get("max_new_tokens", 128) * one.get("n", 1) for one in params])
+        limit = answer_limit([one.get("max_new_tokens", 128) for one in params])
         answers = self._parsed("/generate", self._request("POST", "/generate", body, limit=limit))
         if not isinstance(answers, list):
             raise EngineError(f"{self.url}/generate answered a batch with {shortened(answers)!r}")

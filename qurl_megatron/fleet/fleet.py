@@ -63,7 +63,6 @@ class Fleet(Roster):
         api_key: str | None = None,
         fixed: bool = False,
         trainer_ranks: int = 0,
-        text: bool = False,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """
@@ -79,7 +78,6 @@ class Fleet(Roster):
             fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
                 load those in ``model_dir``, whose config.json says how they are quantized.
             trainer_ranks: training ranks on this machine, each on the GPU of its number.
-            text: engines started here read and write text as well, by a tokenizer in ``model_dir``.
             stop: asked while the first engines are waited for.
 
         Raises:
@@ -91,7 +89,7 @@ class Fleet(Roster):
         self.names, self.stops = Names("" if fixed else owner.token), stops
         self._model_dir, self._dtype = model_dir, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
-        self._trainer_ranks, self._text, self._stop = trainer_ranks, text, stop
+        self._trainer_ranks, self._stop = trainer_ranks, stop
         adopts = config.urls or config.rendezvous
         self.api_key = api_key or (given_key(os.environ) if adopts else None)
         self.tenancy = Tenancy(self, owner)
@@ -298,7 +296,6 @@ class Fleet(Roster):
             empty=not self.fixed,
             trainer_ranks=self._trainer_ranks,
             serve_command=self._serve_command,
-            text=self._text,
         )
 
 

@@ -185,7 +185,6 @@ def launches(
     empty: bool = True,
     trainer_ranks: int = 0,
     serve_command: Sequence[str] = SERVE_COMMAND,
-    text: bool = False,
 ) -> dict[str, Launch]:
     """How to start each engine of this machine, by its name.
 
@@ -193,7 +192,6 @@ def launches(
         empty: where its kind can, an engine starts without weights, for the first version brings
             them.
         trainer_ranks: training ranks on this machine, each on the GPU of its number.
-        text: they read and write text beside token ids.
 
     Raises:
         ConfigError: such engines cannot be started here.
@@ -209,7 +207,6 @@ def launches(
         threads=config.engine_threads or max(1, len(children_cores()) // ranks),
         api_key=api_key,
         empty=empty and kind.starts_empty,
-        text=text,
         trainer_ranks=trainer_ranks,
         serve_command=serve_command,
     )

@@ -6,12 +6,11 @@ the rates of its machine; what overlaps counts as the longest, the rest as the s
     first bucket: quantize, put   then for each next one: max(quantize + put, load before)   load
 
 On a machine with fewer cores than busy processes no overlap helps beyond all work over the cores.
-``qurl bench publish`` sets it beside what it measures, ``qurl plan`` takes it into its steps.
+``qurl plan`` takes it into its steps.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -57,19 +56,6 @@ class Rates:
             hash=hbm / HASH_TRAFFIC,
             link=link,
             disk=disk,
-        )
-
-    @staticmethod
-    def of_cpu(limits: Mapping[str, float], scheme: str, *, cores: int) -> "Rates":
-        """From what ``bench.publish`` measured of its machine."""
-        return Rates(
-            quantize=limits[f"quantize_{'int8' if scheme == 'none' else scheme}_gbps"],
-            cast=limits["cast_bf16_gbps"],
-            copy=limits["copy_gbps"],
-            hash=limits["hash_gbps"],
-            link=limits["gloo_gbps"],
-            disk=limits["copy_gbps"],  # /dev/shm
-            cores=cores,
         )
 
 

@@ -33,7 +33,12 @@ READY = {
         *("loss", "--device", "cuda", "--tokens", "20480", "--vocab", "152064"),
         *("--tensor", "2", "4", "8", "--out", "runs/bench/loss_14b"),
     ),
-    "bench_32b.sbatch": ("bench", "scale", "--factor", "1", "--out", "runs/bench/scale_32b"),
+    "bench_32b.sbatch": (
+        "bench",
+        *("rollout", "--model", "32B", "--engine", "sglang", "--tensor", "8", "--schemes", "int8"),
+        *("--prompts", "64", "--samples", "8", "--mean", "2000", "--max", "16384"),
+        *("--publish-every", "half", "--out", "runs/bench/rollout_32b"),
+    ),
 }
 """Kind and words of each: a recipe, or a command."""
 

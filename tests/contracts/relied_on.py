@@ -404,7 +404,6 @@ SGLANG = [
             ),
             "PauseGenerationReqInput": ("mode",),
             "AbortReq": ("rid", "abort_all"),
-            "UpdateWeightFromDiskReqInput": ("model_path", "weight_version", "flush_cache"),
             "UpdateWeightsFromTensorReqInput": (
                 "serialized_named_tensors",
                 "load_format",

@@ -17,8 +17,6 @@ CASES = {
         "test_bench_loss": "cases",  # two ranks on the CPU all the same
         "test_dry_run": "cut or gpus",  # finds the same, and takes none
         "test_engine_server": "test",  # the embedded engine takes the one that it finds
-        "test_engine_static": "cuda",  # and decodes by graphs
-        "test_bench_decode": "on_cuda",
     },
     6: {
         "test_transport": "gpu",  # CUDA's handles

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qurl_megatron.config import RolloutConfig
 from qurl_megatron.engines.sglang.command_line import engine_launch
+from qurl_megatron.engines.starting import Start
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import quantization_config, stored
@@ -78,6 +80,21 @@ def _version(case: Case, base: Path, folder: Path, seed: int) -> Checkpoint:
     return Checkpoint(folder, tensors)
 
 
+def start_of(model: Path, case: Case, api_key: str, empty: bool) -> Start:
+    return Start(
+        config=RolloutConfig(backend="sglang", engine_tensor=case.tensor),
+        model_dir=model,
+        port_files=(),
+        scheme=case.scheme,
+        dtype=case.dtype,
+        threads=1,
+        api_key=api_key,
+        empty=empty,
+        trainer_ranks=0,
+        serve_command=(),
+    )
+
+
 class Server:
     """One SGLang server of the test's own, with an API key."""
 
@@ -88,25 +105,13 @@ class Server:
         folder: Path,
         *,
         empty: bool = False,
-        text: bool = False,
         extra: Sequence[str] = (),
     ) -> None:
         self.case = case
         self.key = secrets.token_hex(16)
         self.log = folder / "engine.log"
         self._port = folder / "engine.port"
-        launch = engine_launch(
-            PYTHON,
-            model,
-            scheme=case.scheme,
-            dtype=case.dtype,
-            tensor=case.tensor,
-            port_file=self._port,
-            api_key=self.key,
-            empty=empty,
-            text=text,
-            extra=extra,
-        )
+        launch = engine_launch(start_of(model, case, self.key, empty), PYTHON, self._port, extra)
         folder.mkdir()
         with self.log.open("wb") as out:
             self.popen = subprocess.Popen(

@@ -5,7 +5,7 @@ import time
 from qurl_megatron.engines.sglang.command_line import engine_launch
 from qurl_megatron.fleet.process import EngineProcess, port_file, stop
 from qurl_megatron.testing.models import tiny_checkpoint
-from tests.sglang.engines import PYTHON, START_S
+from tests.sglang.engines import PYTHON, START_S, Case, start_of
 from tests.unit.test_children import TORCHRUN
 
 
@@ -14,7 +14,8 @@ def test_an_engine_starts_under_torchrun(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     model = tiny_checkpoint(tmp_path / "model", "qwen2")
     port = port_file(tmp_path, "engine")
-    launch = engine_launch(PYTHON, model, scheme="none", dtype="float32", port_file=port)
+    start = start_of(model, Case("qwen2", "none"), "key", empty=True)
+    launch = engine_launch(start, PYTHON, port)
     engine = EngineProcess("engine", launch, tmp_path)
     engine.start()
     try:

@@ -11,21 +11,17 @@ import pytest
 import torch
 import uvicorn
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.decoder import Decoder
-from qurl_megatron.engines.embedded.endpoints import Speech, build_app
+from qurl_megatron.engines.embedded.endpoints import build_app
 from qurl_megatron.engines.embedded.engine import Engine, Sequence
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.embedded.thread import EngineThread
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.manifest import manifest_of
 from tests.waiting import wait_until
 
 TINY = {
@@ -53,21 +49,6 @@ def write_model(folder: Path, *, seed: int = 0, **changes) -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer whose first 256 tokens are the bytes of UTF-8, and 8 special ones after them."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: index for index, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = ["<eos>", *(f"<s{index}>" for index in range(1, 8))]
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
 def random_tensors(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     slots = Decoder(read_arch(read_config(folder)), "none", torch.float32, CPU).slots
@@ -76,27 +57,6 @@ def random_tensors(folder: Path, seed: int) -> dict[str, torch.Tensor]:
         + name.endswith("norm.weight")
         for name, slot in slots.items()
     }
-
-
-def write_version(
-    folder: Path, tensors: dict[str, torch.Tensor], version: int, scheme: str = "none"
-) -> Path:
-    """Publish whole tensors as a version with two slices along the first dimension."""
-    published = published_tensors(tensors, scheme)
-    root = folder.with_name(f"{folder.name}-root")
-    senders = [FilesSender(root, name, leads=False) for name in ("a", "b")]
-    halves: list[list] = [[], []]
-    for name, tensor in published.items():
-        half = tensor.shape[0] // 2
-        halves[0].append(Shard(name, tensor[:half], tensor.shape, 0, 0))
-        halves[1].append(Shard(name, tensor[half:], tensor.shape, 0, half))
-    blobs = []
-    for sender, parts in zip(senders, halves, strict=True):
-        sender.begin(version)
-        blobs.append(sender.put(0, parts))
-    shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
-    manifest_of(version, scheme, blobs, shapes).write(senders[0].folder)
-    return senders[0].folder.rename(folder)
 
 
 def published_tensors(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
@@ -120,7 +80,7 @@ def engine_for(
     **options,
 ) -> Engine:
     decoder = Decoder(read_arch(read_config(folder)), scheme, dtype, device)
-    decoder.load(read_weights(folder, decoder)[0])
+    decoder.load(read_weights(folder, decoder))
     return Engine(decoder, cache_gb, **options)
 
 
@@ -143,6 +103,12 @@ def sequence(prompt: list[int], new: int = 12, *, seed: int = 0, **options) -> S
     return Sequence(f"s{seed}", list(prompt), new, seed, **options)
 
 
+def switch(engine: Engine, tensors: dict[str, torch.Tensor], version: str) -> None:
+    """Other weights between two steps; running sequences continue with them."""
+    engine.decoder.load(tensors)
+    engine.rename(version)
+
+
 def finish(engine: Engine, *sequences: Sequence) -> None:
     engine.add(list(sequences))
     while engine.busy:
@@ -156,7 +122,7 @@ class LiveServer:
     request is under way.
     """
 
-    def __init__(self, folder, *, scheme="int8", api_key=None, speech=None) -> None:
+    def __init__(self, folder, *, scheme="int8", api_key=None) -> None:
         self.folder = folder
         engine, self.token_s = engine_for(folder, scheme=scheme), 0.0
         step = engine.step
@@ -168,7 +134,7 @@ class LiveServer:
         engine.step = slowed
         self.worker = EngineThread(engine)
         config = uvicorn.Config(
-            build_app(self.worker, str(folder), api_key=api_key, speech=speech or Speech()),
+            build_app(self.worker, str(folder), api_key=api_key),
             port=0,
             log_level="warning",
             lifespan="off",
@@ -184,11 +150,6 @@ class LiveServer:
 
     def post(self, endpoint: str, body: dict | None = None) -> httpx.Response:
         return httpx.post(self.url + endpoint, json=body, timeout=60, trust_env=False)
-
-    def load(self, folder: Path, version: int | str, **options) -> httpx.Response:
-        """Weights from a folder, which the trainer itself never asks for."""
-        body = {"model_path": str(folder), "weight_version": str(version), **options}
-        return self.post("/update_weights_from_disk", body)
 
     def wait_for(self, key: str, value: int) -> None:
         wait_until(lambda: self.client.server_info()[key] == value)

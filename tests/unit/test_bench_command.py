@@ -1,5 +1,3 @@
-import argparse
-import dataclasses
 import importlib
 import json
 import random
@@ -7,49 +5,51 @@ import random
 import pytest
 
 from qurl_megatron import cli
-from qurl_megatron.bench import command, decode, peer, random_model
-from qurl_megatron.bench.options import BENCHMARKS
+from qurl_megatron.bench import command, quantize, random_model
+from qurl_megatron.bench.options import BENCHMARKS, REMOVED
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure, read
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning import machine_limits
 
-DECODE = ["bench", "decode", "--model", "tiny", "--batch", "1", "--steps", "1"]
+QUANTIZE = ["bench", "quantize", "--model", "tiny", "--dtype", "float32", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
-    """Nobody else uses it, and its rates come from work that is over at once."""
+    """Its rates come from work that is over at once."""
     monkeypatch.setattr(machine_limits, "SIZE", 64)
     monkeypatch.setattr(machine_limits, "READ_MIB", 1)
-    monkeypatch.setattr(command.Others, "share", lambda _: 0.0)
     machine_limits.limits.cache_clear()
     yield
     machine_limits.limits.cache_clear()
 
 
-def test_a_benchmark_leaves_its_record_and_page_and_shows_its_table(tmp_path, capsys):
-    words = [*DECODE, "--schemes", "int8,fp32", "--repeats", "2", "--out", str(tmp_path)]
+def test_a_benchmark_leaves_its_record_and_shows_its_table(tmp_path, capsys):
+    words = [*QUANTIZE, "--schemes", "int8,fp8", "--repeats", "2", "--out", str(tmp_path)]
     assert cli.main(words) == 0
-    record = read(tmp_path / "decode.json")
-    assert [case.name for case in record.cases] == ["int8, batch 1", "fp32, batch 1"]
-    figure = record.cases[0].figure("decode")
+    record = read(tmp_path / "quantize.json")
+    assert [case.name for case in record.cases] == [
+        "float32 to int8, torch",
+        "float32 to fp8, torch",
+    ]
+    figure = record.cases[0].figure("quantize")
     assert len(figure.repeats) == len(record.cases[0].yardsticks) == 2
-    assert figure.limit > 0 and figure.predicted > 0
+    assert figure.limit > 0
     assert record.environment["limits"]["read_gb_s"] > 0
     said = capsys.readouterr().out
-    assert "int8, batch 1" in said and said.endswith(f"{tmp_path}/index.html\n")
+    assert "float32 to int8, torch" in said and said.endswith(f"{tmp_path}/quantize.json\n")
 
 
 def test_too_few_repeats_against_an_older_record_are_no_verdict(tmp_path, capsys):
-    words = [*DECODE, "--schemes", "fp32", "--repeats", "2"]
+    words = [*QUANTIZE, "--schemes", "int8", "--repeats", "2"]
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
-    assert cli.main([*words, "--against", str(tmp_path / "decode.json")]) == 3
+    assert cli.main([*words, "--against", str(tmp_path / "quantize.json")]) == 3
     assert "no verdict" in capsys.readouterr().out
 
 
 def planted(factor: float, seed: int):
-    """A decode benchmark whose repeats take ``factor`` times as long, with 2 % of noise."""
+    """A benchmark whose repeats take ``factor`` times as long, with 2 % of noise."""
 
     def run(options) -> list[Case]:
         draw = random.Random(seed)
@@ -64,11 +64,11 @@ def planted(factor: float, seed: int):
 def test_a_tenth_slower_leaves_with_exit_code_1_and_noise_never_does(
     factor, codes, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(decode, "run", planted(1.0, seed=0))
-    assert cli.main([*DECODE, "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(quantize, "run", planted(1.0, seed=0))
+    assert cli.main([*QUANTIZE, "--out", str(tmp_path)]) == 0
     for seed in range(1, 6):
-        monkeypatch.setattr(decode, "run", planted(factor, seed))
-        assert cli.main([*DECODE, "--against", str(tmp_path / "decode.json")]) in codes
+        monkeypatch.setattr(quantize, "run", planted(factor, seed))
+        assert cli.main([*QUANTIZE, "--against", str(tmp_path / "quantize.json")]) in codes
     told = "regression: 1 figure compared" in capsys.readouterr().out
     assert told == (codes == {1})
 
@@ -80,21 +80,10 @@ def test_no_limit_is_0_however_slow_the_machine_is(monkeypatch):
     assert found["fp32_gflop_s"] == pytest.approx(2 * 64**3 / 1e11, rel=1e-3)
 
 
-def test_others_that_used_the_machine_meanwhile_give_every_case_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(command.Others, "share", lambda _: 0.12)
-    words = [*DECODE, "--schemes", "fp32", "--repeats", "1", "--out", str(tmp_path)]
-    assert cli.main(words) == 0
-    record = read(tmp_path / "decode.json")
-    (case,) = record.cases
-    assert case.reasons == ["another load"]
-    assert case.why("another load") == "another load: others used 12% of the cores"
-    assert record.environment["others"] == 0.12
-
-
 def test_a_wrong_record_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "old.json").write_text(json.dumps({"results": []}))
-    assert cli.main([*DECODE, "--against", str(tmp_path / "old.json")]) == 2
+    assert cli.main([*QUANTIZE, "--against", str(tmp_path / "old.json")]) == 2
     assert "old.json has schema None" in capsys.readouterr().err
 
 
@@ -116,65 +105,36 @@ def test_every_benchmark_has_help_and_a_module_that_runs(name, capsys):
     assert callable(importlib.import_module(f"qurl_megatron.bench.{name}").run)
 
 
-def test_the_short_form_of_every_benchmark_is_made_of_its_options():
-    for row in BENCHMARKS.values():
-        if row.short is not None:
-            parser = argparse.ArgumentParser()
-            command.add_shared(parser, row)
-            row.add_options(parser)
-            parser.parse_args(row.short)
-
-
-def test_all_goes_on_where_one_cannot_be_run(tmp_path, capsys, monkeypatch):
-    short = {name: BENCHMARKS[name] for name in ("publish", "decode")}
-    monkeypatch.setattr(command, "BENCHMARKS", short)
-    words = ("--model", "tiny", "--batch", "1", "--steps", "1", "--repeats", "1")
-    short["decode"] = dataclasses.replace(short["decode"], short=words)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "all"]) == 0
-    # Apart from the long forms, which others compare with.
-    (path,) = (tmp_path / "runs/bench/short").glob("*.json")
-    assert path.name == "decode.json"
-    assert read(path).command == f"qurl bench decode {' '.join(words)}"
-    assert "publish: rollout.backend=sglang needs SGLang" in capsys.readouterr().err
-
-
-def test_all_that_could_not_run_at_all_leaves_with_2_and_not_with_the_code_of_a_regression(
-    tmp_path, capsys, monkeypatch
-):
-    short = {name: BENCHMARKS[name] for name in ("publish", "versions")}
-    monkeypatch.setattr(command, "BENCHMARKS", short)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "all"]) == 2
+@pytest.mark.parametrize(
+    "words", ["scale --factor 1 --out x", "decode --batch 1 8", "versions RUN", "convert", "all"]
+)
+def test_a_benchmark_that_is_gone_says_what_to_do_instead(words, capsys):
+    name = words.split()[0]
+    assert cli.main(["bench", *words.split()]) == 2
     said = capsys.readouterr().err
-    assert "versions: left out" in said and "not one benchmark could be run here" in said
+    assert said == f"qurl: there is no qurl bench {name} any more; {REMOVED[name]}\n"
 
 
-def test_a_file_that_is_not_ours_costs_neither_the_verdict_nor_the_page(tmp_path, capsys):
-    (tmp_path / "half.json").write_text('{"schema": "qurl-')
-    (tmp_path / "list.json").write_text("[1]")
-    words = [*DECODE, "--schemes", "fp32", "--repeats", "1", "--out", str(tmp_path)]
-    assert cli.main(words) == 0 and (tmp_path / "index.html").is_file()
-    capsys.readouterr()
-    # Nor does a page that cannot be written cost the verdict.
-    (tmp_path / "damaged.json").write_text('{"schema": "qurl-bench/1"}')
-    assert cli.main([*words, "--against", str(tmp_path / "decode.json")]) == 2
+def test_a_record_that_cannot_be_written_does_not_cost_the_verdict(tmp_path, capsys):
+    words = [*QUANTIZE, "--schemes", "int8", "--repeats", "1"]
+    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    old, out = tmp_path / "quantize.json", tmp_path / "quantize.json" / "below"
+    assert cli.main([*words, "--against", str(old), "--out", str(out)]) == 2
     said = capsys.readouterr()
-    assert "\nno verdict: " in said.out and "damaged.json" in said.err
+    assert "\nno verdict: " in said.out and "--out" in said.err
 
 
 def test_a_scheme_that_is_not_known_is_named(capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main([*DECODE, "--schemes", "int8,int3"])
-    assert left.value.code == 2 and "int3 is not among int8, fp8, bf16" in capsys.readouterr().err
+        cli.main([*QUANTIZE, "--schemes", "int8,int3"])
+    assert left.value.code == 2 and "int3 is not among int8, fp8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--batch", "--steps", "--repeats"])
-def test_none_at_all_of_what_is_measured_is_refused_by_its_name(option, capsys):
+def test_no_repeats_at_all_are_refused_by_the_options_name(capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main([*DECODE, option, "0"])
+        cli.main([*QUANTIZE, "--repeats", "0"])
     assert left.value.code == 2
-    assert f"{option}: must be a whole number, 1 or more" in capsys.readouterr().err
+    assert "--repeats: must be a whole number, 1 or more" in capsys.readouterr().err
 
 
 def test_a_model_is_a_shape_a_folder_or_refused(tmp_path):
@@ -192,21 +152,3 @@ def test_shapes_are_those_of_the_models_that_ship():
         for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"):
             assert ours[key] == theirs[key], (size, key)
     assert set(random_model.UNTIED) < set(random_model.SIZES)
-
-
-@pytest.mark.parametrize(
-    ("words", "missing"),
-    [
-        ("loss --only megatron --vocab 64", "benchmarks/peers/losses.py"),
-        ("decode --transformers", "benchmarks/peers/through_transformers.py"),
-        ("publish --candidates gathered", "benchmarks/peers/gathered.py"),
-        ("convert --model tiny", "checkpoints_tools"),
-    ],
-)
-def test_an_installed_wheel_says_which_file_a_peer_needs(
-    words, missing, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(peer, "ROOT", tmp_path)  # a wheel's site-packages: nothing beside it
-    assert cli.main(["bench", *words.split()]) == 2
-    said = capsys.readouterr().err
-    assert f"{missing} is not in the installed package: run this benchmark in a checkout" in said

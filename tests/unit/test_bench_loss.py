@@ -1,6 +1,7 @@
 import argparse
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,29 +17,25 @@ def options(*given: str) -> argparse.Namespace:
     return parser.parse_args(["--device", "cpu", *given])
 
 
-def test_cases_compare_with_megatron_and_tell_the_errors():
-    given = ["--tokens", "64", "--vocab", "4096", "--tensor", "2", "--repeats", "1"]
-    only = ["--only", "ours", "megatron_eager", "dense", "liger"]
+def test_every_way_has_its_seconds_and_memory_beside_the_limit():
+    given = ["--tokens", "64", "--vocab", "4096", "--tensor", "2", "--repeats", "2"]
+    only = ["--only", "ours", "ours_torch", "ours_entropy_gradient", "megatron"]
     cases = {case.keys["way"]: case for case in loss.run(options(*given, *only))}
-    for name in ("ours", "megatron_eager"):
+    for name in ("ours", "ours_entropy_gradient", "megatron"):
         case = cases[name]
-        assert case.notes["log_prob_error"] < 1e-6
-        assert case.notes["gradient_error"] < 4e-3  # a BF16 gradient has 8 bits
-        assert len(case.figure("seconds").repeats) == len(case.yardsticks) == 1
-        assert case.figure("seconds").limit < case.figure("seconds").median
-    assert cases["ours"].notes["entropy_error"] < 1e-6
-    assert cases["dense"].notes["not run"] == "needs the whole vocabulary"
-    assert cases["liger"].notes["not run"] == "needs CUDA"
-    seconds = [cases[name].figure("seconds").median for name in ("ours", "megatron_eager")]
-    ratio = cases["ours"].notes["seconds_over_megatron"]
-    assert ratio == pytest.approx(seconds[0] / seconds[1], abs=1e-3)
+        seconds, peak = case.figure("seconds"), case.figure("peak")
+        assert len(seconds.repeats) == len(peak.repeats) == len(case.yardsticks) == 2
+        assert 0 < seconds.limit < seconds.median and peak.limit == 1.0
+        assert min(case.yardsticks) > 0
+    assert cases["ours_torch"].notes["not run"] == "needs CUDA"
 
 
 def test_a_case_tells_all_that_was_set():
     words = ("--tokens", "64", "--vocab", "512", "--dtype", "float32", "--threads", "3")
-    case = loss.case_of("liger", 2, options(*words), [{"not run": "needs CUDA"}])
+    case = loss.case_of("ours_torch", 2, options(*words), None, "needs CUDA")
     set_ = {"tokens": 64, "vocab": 512, "dtype": "float32", "threads": 3, "device": "cpu"}
-    assert case.keys == {"way": "liger", "tensor": 2, **set_}
+    assert case.keys == {"way": "ours_torch", "tensor": 2, **set_}
+    assert case.why("not run") == "not run: needs CUDA"
 
 
 def test_a_way_that_is_not_known_is_refused():
@@ -47,11 +44,11 @@ def test_a_way_that_is_not_known_is_refused():
 
 
 def test_what_does_not_fit_into_memory_is_not_tried(monkeypatch):
-    monkeypatch.setattr(loss, "_free_memory", lambda: 8 << 30)
+    free = SimpleNamespace(available=8 << 30)
+    monkeypatch.setattr(loss.psutil, "virtual_memory", lambda: free)
     given = options("--tokens", "8192", "--vocab", "151936")  # 2.3 GiB of logits
-    assert loss._obstacle("ours", 1, given) is None
-    assert loss._obstacle("dense", 1, given) == "needs 17 GiB and 3 to spare, 8 are free"
-    assert loss._obstacle("verl", 1, given) == "needs --verl"
+    assert loss._obstacle("ours", 1, given) == ""
+    assert loss._obstacle("megatron", 1, given) == "needs 14 GiB and 3 to spare, 8 are free"
 
 
 def test_the_high_water_mark_is_of_what_happened_inside():

@@ -1,148 +1,24 @@
-import dataclasses
-import io
-import os
-import pickletools
-import sys
-
-import pytest
-import torch
-
-from qurl_megatron.bench.publish import anonymous, bytes_under, cases_of, shares
-from qurl_megatron.bench.random_model import config_of
-from qurl_megatron.planning.publish_model import PublishSetting, Rates, predict, tensors, volumes
-from qurl_megatron.publish.routes import Layout, transfers
-from qurl_megatron.tensors.arch import Arch, read_arch
-
-GPUS = Rates.of_gpus(hbm=3000, link=50, disk=10)
-WAYS = ("memory", "files", "group", "gathered")
+from qurl_megatron.bench.publish import case_of
+from qurl_megatron.bench.repeats import Repeats
 
 
-def arch_of(model: str) -> Arch:
-    return read_arch(config_of(model))
+def turn(seconds: float, paused_s: float) -> dict[str, float]:
+    return {
+        "seconds": seconds,
+        "bytes": 2e9,
+        "paused_s": paused_s,
+        "work_s": 2 * seconds,
+        "copy_gb_s": 2.0,
+    }
 
 
-def setting(scheme="int8", **changes) -> PublishSetting:
-    defaults = dict(trainer=Layout(tensor=8), engines=4, engine_tp=2)
-    return PublishSetting(arch=arch_of("32B"), scheme=scheme, **{**defaults, **changes})
-
-
-def test_bytes_are_those_of_the_tensors_that_a_version_holds():
-    names = tensors(arch_of("0.5B"), "int8")
-    # What two training ranks really sent, in the benchmark.
-    assert sum(torch.Size(shape).numel() * size for shape, size in names.values()) == 631455488
-
-
-def test_quantized_versions_of_32b_have_half_the_bytes_and_ranks_share_them():
-    int8, bf16 = predict(setting(), "memory", GPUS), predict(setting("none"), "memory", GPUS)
-    assert int8.bytes / bf16.bytes == pytest.approx(0.52, abs=0.01)
-    assert int8.bytes / int8.bytes_per_rank == pytest.approx(8, rel=0.01)
-    halves = predict(setting(trainer=Layout(tensor=4, pipeline=2)), "memory", GPUS)
-    assert halves.bytes == int8.bytes
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "engine_tp"), [(1, 1, 1), (2, 4, 2), (2, 3, 1)])
-def test_volumes_from_two_layers_are_those_of_the_whole_plan(tensor, pipeline, engine_tp):
-    arch = arch_of("0.5B")
-    trainer = Layout(tensor=tensor, pipeline=pipeline)
-    sent, received = {}, {}
-    for part in transfers(tensors(arch, "int8"), arch, trainer, engine_tp):
-        sent[part.source] = sent.get(part.source, 0) + part.bytes
-        received[part.engine_rank] = received.get(part.engine_rank, 0) + part.bytes
-    found = volumes(arch, "int8", tensor, pipeline, engine_tp)
-    assert (found.sent, found.received) == (max(sent.values()), max(received.values()))
-    assert found.whole == sum(
-        torch.Size(shape).numel() * size for shape, size in tensors(arch, "int8").values()
-    )
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_faster_link_or_disk_never_takes_longer(way):
-    slow = predict(setting(), way, GPUS)
-    for field in ("link", "disk", "copy", "hash", "quantize"):
-        faster = dataclasses.replace(GPUS, **{field: 2 * getattr(GPUS, field)})
-        assert predict(setting(), way, faster).seconds <= slow.seconds
-
-
-@pytest.mark.parametrize("way", ["memory", "files", "group"])
-def test_phases_overlap_but_none_gets_shorter(way):
-    cost = predict(setting(bucket_mb=16), way, dataclasses.replace(GPUS, call_s=0.0))
-    phases = (cost.quantize_s + cost.put_s, cost.load_s)
-    assert max(phases) <= cost.seconds < sum(phases)
-
-
-def test_on_few_cores_all_work_takes_its_turn():
-    alone = dataclasses.replace(GPUS, call_s=0.0)
-    cost = predict(setting(), "group", dataclasses.replace(alone, cores=10_000))
-    crowded = predict(setting(), "group", dataclasses.replace(alone, cores=1))
-    work = 8 * (cost.quantize_s + cost.put_s) + 4 * 2 * cost.load_s
-    assert crowded.seconds == pytest.approx(work) and work > cost.seconds
-
-
-RECORD = {
-    "scheme": "int8",
-    "engine_tp": 1,
-    "candidate": "memory",
-    "seconds": 2.0,
-    "quantize_s": 1.0,
-    "put_s": 0.5,
-    "load_s": 1.0,
-    "bytes": 2e9,
-    "trainer_mib": 10.0,
-    "engine_mib": 1.0,
-    "trainer_cpu_s": 1.5,
-    "engine_cpu_s": 0.5,
-    "paused_s": 0.7,
-    "yardstick": 0.01,
-    "copy_gbps": 2.0,
-}
-
-
-def test_phases_stand_beside_a_plain_copy():
-    turns = [RECORD, {**RECORD, "seconds": 1.0}, {**RECORD, "seconds": 9.0}]
-    found = shares(turns, fp32_bytes=int(6e9))
-    assert found["quantize_share"] == 1.0  # each of two ranks moves 2 GB as a copy would
-    assert found["put_share"] == 1.0
-    assert found["overlap"] == 0.2  # 2.5 s of work in 2 s
-
-
-RATES = {
-    "copy_gbps": 5.0,
-    "hash_gbps": 20.0,
-    "quantize_int8_gbps": 2.0,
-    "cast_bf16_gbps": 4.0,
-    "gloo_gbps": 1.0,
-}
-
-
-def test_a_case_has_every_turn_the_limit_of_a_copy_and_the_models_prediction():
-    records = [RECORD, {**RECORD, "candidate": "files on disk"}, {**RECORD, "seconds": 1.0}]
-    memory, disk = cases_of(
-        records, arch=arch_of("0.5B"), model="0.5B", rates=RATES, bucket_mb=64.0
-    )
-    assert memory.name == "int8, engine TP1, memory"
-    seconds = memory.figure("seconds")
+def test_a_case_has_every_turn_and_the_limit_of_a_copy():
+    repeats = Repeats(results=[turn(2.0, 0.5), turn(1.0, 0.7)], yardsticks=[0.01, 0.01])
+    case = case_of("int8", 1, "memory", repeats, model="0.5B", bucket_mb=64.0)
+    assert case.name == "int8, engine TP1, memory"
+    seconds = case.figure("seconds")
     assert (seconds.repeats, seconds.limit) == ([2.0, 1.0], 1.0)  # 2 GB at 2 GB/s
-    assert seconds.predicted > 0 and memory.figure("work").median == 2.0
-    assert memory.yardsticks == [0.01, 0.01]
-    assert disk.figure("seconds").predicted is None  # the model knows no such disk
-
-
-def test_memory_of_processes_and_files_is_counted_and_that_of_the_gone_is_not(tmp_path):
-    assert anonymous(os.getpid()) > 1 << 20
-    assert anonymous(2**22 + 1) == 0
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner/file").write_bytes(bytes(1 << 16))
-    assert bytes_under(tmp_path) == 1 << 16
-    assert bytes_under(tmp_path / "gone") == 0
-
-
-def test_the_bucket_of_the_baseline_names_sglangs_class_and_leaves_no_module_behind():
-    import base64
-
-    from benchmarks.peers.gathered import PLACE, _serialized
-
-    text, held = _serialized([("a", torch.ones(2, 3, dtype=torch.bfloat16))])
-    assert held.numel() == 12
-    strings = {arg for _, arg, _ in pickletools.genops(io.BytesIO(base64.b64decode(text))) if arg}
-    assert {PLACE, "FlattenedTensorMetadata"} <= strings
-    assert PLACE not in sys.modules
+    assert case.figure("work").repeats == [4.0, 2.0]
+    assert case.figure("paused").repeats == [0.5, 0.7]
+    assert case.yardsticks == [0.01, 0.01] and case.notes == {"bytes": 2e9}
+    assert case.keys["scheme"] == "int8" and case.keys["bucket_mb"] == 64.0

@@ -12,10 +12,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from qurl_megatron.bench.load import load_figures
-from qurl_megatron.bench.load.drive import DrivenLoad, Publishing
-from qurl_megatron.bench.load.protocols import PROTOCOLS, read_look, read_metrics
-from qurl_megatron.bench.load.requests import Ask, arriving, groups
+from qurl_megatron.bench import load_figures
+from qurl_megatron.bench.drive import PROTOCOLS, DrivenLoad, Publishing
+from qurl_megatron.bench.rollout_engines import read_look
+from qurl_megatron.bench.rollout_load import Ask
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient, EngineError
 
@@ -131,13 +131,13 @@ def server(running):
     return running
 
 
-def drive(server, asks, *, protocol="sglang", at_once=None, **options):
+def drive(server, asks, *, protocol="sglang", at_once=0, **options):
     client = EngineClient(server.url, timeout_s=20)
     return DrivenLoad(client, PROTOCOLS[protocol], "toy", **options).drive(asks, at_once)
 
 
 def ask(tokens):
-    return Ask(0, 0, (1, 2, 3, 4), tokens)
+    return Ask(0, (1, 2, 3, 4), tokens)
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -147,7 +147,7 @@ def test_every_token_of_a_stream_is_seen_whether_all_or_only_new_ones_are_sent(
 ):
     server.cumulative, server.together, server.token_s = cumulative, together, 0.005
     (answer,) = drive(server, [ask(7)]).answers
-    assert answer.done and answer.ids == list(range(7))
+    assert not answer.failure and answer.ids == list(range(7))
     # A busy machine may bring several events in one piece.
     assert answer.counts == sorted({*answer.counts} & {*range(together, 7, together), 7})
     assert answer.tokens == 7
@@ -163,7 +163,7 @@ def test_every_token_of_a_stream_is_seen_whether_all_or_only_new_ones_are_sent(
 def test_openai_streams_are_counted_by_ids_and_by_the_usage_at_the_end(server, tells_ids):
     server.tells_ids, server.together = tells_ids, 2
     (answer,) = drive(server, [ask(5)], protocol="openai").answers
-    assert answer.done and answer.tokens == 5
+    assert not answer.failure and answer.tokens == 5
     assert answer.ids == ([0, 1, 2, 3, 4] if tells_ids else [])
     (body,) = server.bodies
     assert (body["model"], body["prompt"], body["max_tokens"]) == ("toy", [1, 2, 3, 4], 5)
@@ -173,22 +173,13 @@ def test_openai_streams_are_counted_by_ids_and_by_the_usage_at_the_end(server, t
 def test_a_closed_batch_has_all_requests_under_way_at_once(server):
     server.may_send = lambda end: server.most >= 120  # more than libraries usually connect
     outcome = drive(server, [ask(4)] * 120)
-    assert all(answer.done for answer in outcome.answers)
+    assert all(not answer.failure for answer in outcome.answers)
 
 
 def test_concurrency_is_kept_to_the_end(server):
     server.may_send = lambda end: server.most >= 4
     outcome = drive(server, [ask(3)] * 12, at_once=4)
     assert server.most == 4 and len(outcome.answers) == 12
-
-
-def test_requests_are_sent_when_they_are_due_and_timed_from_then(server):
-    asks = arriving(
-        groups([2] * 10, samples=1, prompt=8, ids=range(1, 98), first=0, seed=0), 100.0, 0
-    )
-    outcome = drive(server, asks)
-    assert [answer.began for answer in outcome.answers] == [ask.due for ask in asks]
-    assert all(answer.times[0] > answer.ask.due for answer in outcome.answers)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +194,7 @@ def test_requests_are_sent_when_they_are_due_and_timed_from_then(server):
 def test_a_failed_request_stays_failed_with_its_cause(server, fault, said):
     server.fault = fault
     outcome = drive(server, [ask(6), ask(6)])
-    assert not any(answer.done for answer in outcome.answers)
+    assert all(answer.failure for answer in outcome.answers)
     assert load_figures.tokens(outcome.answers) == 0
     assert re.search(said, outcome.answers[0].failure)
 
@@ -222,8 +213,6 @@ def test_a_publication_comes_in_the_middle_and_its_first_token_is_found(server):
     assert publication.name == "2" and publication.paused_s == 0.125
     valid = load_figures.first_valid(publication, outcome.answers)
     assert 0 < valid < outcome.answers[0].ended - publication.began
-    # The others keep what they have: 10 tokens each, or a few more, and their prompts.
-    assert 20 + 8 <= load_figures.recomputed(publication, outcome.answers) <= 40 + 8
 
 
 def test_publications_repeat_until_the_load_is_over(server):
@@ -251,20 +240,20 @@ def test_a_publication_that_fails_is_told_and_the_load_goes_on(server, kind):
 
     outcome = drive(server, [ask(8)], publishing=Publishing(publish, tokens=2))
     assert outcome.unpublished == "engine-0 rejects version 2"
-    assert outcome.answers[0].done and outcome.publications == []
+    assert not outcome.answers[0].failure and outcome.publications == []
 
 
 def test_the_engine_is_looked_at_and_this_sides_own_work_is_measured(server):
     server.token_s, looks = 0.01, []
     server.may_send = lambda end: end < 20 or looks
 
-    async def look(session, at):
-        looks.append(at)
-        return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120}, at)
+    async def look(session):
+        looks.append(1)
+        return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120})
 
     outcome = drive(server, [ask(20)], look=look)
     assert load_figures.occupancy(outcome) == (0.25, 0.25)
-    assert outcome.client.cpu_s > 0 and outcome.client.lags
+    assert outcome.client_cpu_s > 0
 
 
 @pytest.mark.parametrize("fault", [KeyError("loads"), ValueError("not a number")], ids=repr)
@@ -272,12 +261,12 @@ def test_a_look_that_cannot_be_read_is_told_once_and_ends_the_looking(server, fa
     server.token_s, looks = 0.02, []
     server.may_send = lambda end: looks
 
-    async def look(session, at):
-        looks.append(at)
+    async def look(session):
+        looks.append(1)
         raise fault
 
     outcome = drive(server, [ask(20)], look=look)
-    assert outcome.answers[0].done and len(looks) == 1
+    assert not outcome.answers[0].failure and len(looks) == 1
     assert outcome.unseen == f"what the engine says of itself cannot be read ({fault!r})"
 
 
@@ -285,11 +274,11 @@ def test_an_engine_that_is_too_busy_to_be_looked_at_is_looked_at_again_and_that_
     looks = []
     server.may_send = lambda end: end < 20 or len(looks) >= 2
 
-    async def look(session, at):
-        looks.append(at)
+    async def look(session):
+        looks.append(1)
         if len(looks) == 1:
             raise EngineError("/server_info did not answer")
-        return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120}, at)
+        return read_look({"num_used_tokens": 30, "max_total_num_tokens": 120})
 
     outcome = drive(server, [ask(20)], look=look)
     assert load_figures.occupancy(outcome) == (0.25, 0.25)
@@ -298,17 +287,5 @@ def test_an_engine_that_is_too_busy_to_be_looked_at_is_looked_at_again_and_that_
 
 def test_the_embedded_engines_own_names_are_read():
     told = {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_retractions": 4}
-    look = read_look(told, at=1.0)
+    look = read_look(told)
     assert (look.running, look.waiting, look.preemptions) == (3, 2, 4)
-
-
-def test_vllms_metrics_are_read_for_what_they_tell():
-    text = """# HELP vllm:kv_cache_usage_perc KV-cache usage.
-vllm:num_requests_running{engine="0",model_name="m"} 3.0
-vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
-vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
-"""
-    look = read_metrics(text, at=1.5)
-    assert (look.running, look.waiting, look.occupancy, look.preemptions) == (3, 2, 0.25, 7)
-    assert read_metrics("", at=0.0) == read_look({}, at=0.0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from qurl_megatron.bench.load.limits import gpu_named, least_seconds, predicted_seconds
+from qurl_megatron.bench.limits import gpu_named, least_seconds, predicted_seconds
 from qurl_megatron.planning.constants import GPUS, Constants
 from qurl_megatron.planning.rollout_time import DecodeRank, decode_rank
 from qurl_megatron.tensors.arch import read_arch

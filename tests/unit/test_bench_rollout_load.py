@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from qurl_megatron.bench.load.lengths import long_tailed, recorded
-from qurl_megatron.bench.load.requests import Clients, arriving, groups, serial_digits
+from qurl_megatron.bench.rollout_load import groups, long_tailed, recorded, serial_digits
 from qurl_megatron.errors import ConfigError
 
 
@@ -51,33 +50,31 @@ def test_a_mean_beyond_the_longest_is_refused():
         long_tailed(8, mean=64, sigma=1.0, longest=32, seed=0)
 
 
-def _samples(folder, tokens):
-    folder.mkdir(parents=True)
-    lines = [{"settings": {"temperature": 1}}, *({"tokens": count} for count in tokens)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "sums.samples.jsonl").write_text(text)
+def _rollouts(folder, step, counts):
+    (folder / "rollouts").mkdir(exist_ok=True)
+    lines = [json.dumps({"response_ids": [1] * count}) for count in counts]
+    (folder / f"rollouts/step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_lengths_of_a_run_are_those_of_its_newest_evaluation(tmp_path):
-    _samples(tmp_path / "eval/step_000020", [1, 1])
-    _samples(tmp_path / "eval/step_000040", [5, 6, 7])
-    assert sorted(recorded(tmp_path, 3, seed=0)) == [5, 6, 7]
-
-
-def test_lengths_of_a_run_that_kept_its_rollouts_are_those_of_its_last_step(tmp_path):
-    _samples(tmp_path / "eval/step_000040", [9])
-    (tmp_path / "rollouts").mkdir()
-    for step, counts in ((2, [3, 4]), (10, [5, 6])):
-        lines = [json.dumps({"response_ids": [1] * count}) for count in counts]
-        (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
+def test_lengths_of_a_run_are_those_of_its_last_step(tmp_path):
+    _rollouts(tmp_path, 2, [3, 4])
+    _rollouts(tmp_path, 10, [5, 0, 6])
     assert sorted(recorded(tmp_path, 2, seed=0)) == [5, 6]
 
 
 def test_all_recorded_lengths_are_drawn_before_one_comes_again(tmp_path):
-    _samples(tmp_path / "eval", range(1, 11))
-    drawn = recorded(tmp_path / "eval/sums.samples.jsonl", 25, seed=3)
+    _rollouts(tmp_path, 1, range(1, 11))
+    drawn = recorded(tmp_path, 25, seed=3)
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(1, 11))
     assert len(drawn) == 25
+
+
+def test_a_damaged_line_of_lengths_is_named(tmp_path):
+    _rollouts(tmp_path, 1, [3])
+    with (tmp_path / "rollouts/step_000001.jsonl").open("a") as file:
+        file.write('{"respon')
+    with pytest.raises(ConfigError, match="step_000001.jsonl line 2 is not JSON"):
+        recorded(tmp_path, 4, seed=0)
 
 
 def test_a_run_without_lengths_is_told_what_records_them(tmp_path):
@@ -85,25 +82,9 @@ def test_a_run_without_lengths_is_told_what_records_them(tmp_path):
         recorded(tmp_path, 4, seed=0)
 
 
-def test_a_folder_of_lengths_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=f"--lengths {tmp_path}/run does not exist"):
-        recorded(tmp_path / "run", 4, seed=0)
-
-
-def test_a_damaged_line_of_lengths_is_named(tmp_path):
-    (tmp_path / "a.samples.jsonl").write_text('{"tokens": 3}\n{"tok')
-    with pytest.raises(ConfigError, match="a.samples.jsonl line 2 is not JSON"):
-        recorded(tmp_path, 4, seed=0)
-
-
 def test_samples_of_a_group_share_its_prompt_and_have_lengths_of_their_own():
-    asks = groups([4, 5, 6, 7], samples=2, prompt=8, ids=range(1, 63), first=0, seed=0)
-    assert [(a.group, a.sample, a.tokens) for a in asks] == [
-        (0, 0, 4),
-        (0, 1, 5),
-        (1, 0, 6),
-        (1, 1, 7),
-    ]
+    asks = groups([4, 5, 6, 7], samples=2, prompt=8, vocab=64, first=0, seed=0)
+    assert [(ask.group, ask.tokens) for ask in asks] == [(0, 4), (0, 5), (1, 6), (1, 7)]
     assert asks[0].prompt == asks[1].prompt != asks[2].prompt
     assert {len(ask.prompt) for ask in asks} == {8}
 
@@ -111,11 +92,9 @@ def test_samples_of_a_group_share_its_prompt_and_have_lengths_of_their_own():
 def test_no_prompt_comes_twice_nor_begins_like_another_over_all_repeats():
     vocab, seen = 12, []
     for repeat in range(5):
-        asks = groups(
-            [1] * 30, samples=1, prompt=16, ids=range(1, vocab - 1), first=30 * repeat, seed=7
-        )
+        asks = groups([1] * 30, samples=1, prompt=16, vocab=vocab, first=30 * repeat, seed=7)
         seen += [ask.prompt for ask in asks]
-    digits = serial_digits(vocab - 2)
+    digits = serial_digits(vocab)
     assert len({prompt[:digits] for prompt in seen}) == 150
     # Whatever their random ids are: those that are asked for together begin with other tokens.
     for start in range(len(seen) - vocab + 2):
@@ -125,22 +104,4 @@ def test_no_prompt_comes_twice_nor_begins_like_another_over_all_repeats():
 
 def test_prompts_too_short_to_differ_are_refused():
     with pytest.raises(ConfigError, match="--prompt 1 is too short: of 48 tokens"):
-        groups([1], samples=1, prompt=1, ids=range(1, 49), first=0, seed=0)
-
-
-def test_requests_arrive_at_the_rate_asked_for_and_at_the_same_moments_each_time():
-    asks = groups([1] * 2000, samples=1, prompt=4, ids=range(1, 98), first=0, seed=0)
-    due = [ask.due for ask in arriving(asks, rate=4.0, seed=1)]
-    assert due == sorted(due) == [ask.due for ask in arriving(asks, rate=4.0, seed=1)]
-    gaps = np.diff(due)
-    assert gaps.mean() == pytest.approx(0.25, rel=0.1)
-    assert gaps.std() == pytest.approx(0.25, rel=0.1)  # exponential: as wide as it is long
-
-
-def test_clients_are_closed_concurrent_or_poisson_and_nothing_else():
-    assert Clients.read("closed") == Clients()
-    assert Clients.read("concurrency:8") == Clients(at_once=8)
-    assert Clients.read("poisson:0.5") == Clients(rate=0.5)
-    for text in ("open", "concurrency:0", "concurrency:x", "poisson:", "poisson:inf"):
-        with pytest.raises(ConfigError, match="--clients must be closed"):
-            Clients.read(text)
+        groups([1], samples=1, prompt=1, vocab=50, first=0, seed=0)

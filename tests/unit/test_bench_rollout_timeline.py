@@ -2,14 +2,13 @@
 
 import pytest
 
-from qurl_megatron.bench.load import load_figures
-from qurl_megatron.bench.load.outcome import LoadOutcome, Look, Publication, TimedAnswer
-from qurl_megatron.bench.load.requests import Ask
+from qurl_megatron.bench import load_figures
+from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication, TimedAnswer
 
 
 def answer(began, times, ended=None, *, tokens=None, counts=None, prompt=3, failure=""):
     counts = counts or list(range(1, len(times) + 1))
-    ask = Ask(0, 0, (1,) * prompt, counts[-1] if tokens is None else tokens)
+    ask = Ask(0, (1,) * prompt, counts[-1] if tokens is None else tokens)
     return TimedAnswer(ask, began, list(times), counts, ended or times[-1], failure)
 
 
@@ -83,27 +82,14 @@ def test_the_first_valid_token_after_a_publication_is_the_first_of_its_own_weigh
     assert load_figures.first_valid(publication, [old]) is None
 
 
-def test_a_publication_makes_old_what_responses_under_way_have_so_far():
-    publication = Publication("7", began=2.0, ended=3.0, paused_s=0.8)
-    under_way = answer(0.0, [1.0, 2.0, 4.0], prompt=5)  # 5 + 2 tokens
-    over, waiting = answer(0.0, [1.5]), answer(0.0, [3.5])
-    assert load_figures.recomputed(publication, [under_way, over, waiting]) == 7
-
-
-def test_lengths_other_than_those_asked_for_are_wrong_and_failures_are_not_lengths():
-    short, right = answer(0.0, [1.0], tokens=5), answer(0.0, [1.0], tokens=1)
-    failed = answer(0.0, [1.0], tokens=5, failure="cut off")
-    assert load_figures.wrong_lengths([short, right, failed]) == [short]
-
-
 def test_occupancy_is_none_where_the_engine_does_not_tell():
-    assert load_figures.occupancy(LoadOutcome(looks=[Look(0.0, running=3)])) is None
-    looks = [Look(0.0, occupancy=0.25), Look(1.0), Look(2.0, occupancy=0.75)]
+    assert load_figures.occupancy(LoadOutcome(looks=[Look(running=3)])) is None
+    looks = [Look(occupancy=0.25), Look(), Look(occupancy=0.75)]
     assert load_figures.occupancy(LoadOutcome(looks=looks)) == (0.5, 0.75)
 
 
 def test_preemptions_are_those_of_the_load_by_the_engines_counter_or_its_answers():
-    looks = [Look(0.0, preemptions=40), Look(1.0), Look(2.0, preemptions=43)]
+    looks = [Look(preemptions=40), Look(), Look(preemptions=43)]
     assert load_figures.preemptions(LoadOutcome(looks=looks)) == 3
     taken_back = answer(0.0, [1.0])
     taken_back.preempted = 2

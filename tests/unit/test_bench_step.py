@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from qurl_megatron.bench import step as bench_step
-from qurl_megatron.bench.energy import JouleCounter, Meter
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
 from qurl_megatron.bench.record import Case
 from qurl_megatron.bench.repeats import Repeats
-from qurl_megatron.bench.step import one_run
-from qurl_megatron.bench.step.cases import case_of, told
-from qurl_megatron.bench.step.forecast import Foretold
-from qurl_megatron.bench.step.one_run import Usual, read_run
-from qurl_megatron.bench.step.settings import StepSetting
-from qurl_megatron.bench.step.sizes import Sizes, doubled, linear, parse, sharing, smallest
-from qurl_megatron.engines.embedded import native
+from qurl_megatron.bench.step import (
+    Sizes,
+    StepSetting,
+    Usual,
+    case_of,
+    linear,
+    parse,
+    read_run,
+    smallest,
+)
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.planning.constants import GPUS
 from qurl_megatron.planning.machine import cpu
@@ -91,26 +93,6 @@ def test_a_sample_is_accepted_where_the_loss_counts_it(tmp_path, metrics, masked
     assert read_run(tmp_path / "run").accepted == accepted
 
 
-def test_joules_are_those_of_the_steps_that_count(tmp_path):
-    write_run(tmp_path / "run", {"rollout": 2.0, "train": 3.0})  # steps end at 15, 20, 25, 30
-    joules, clock = [0.0], [0.0]
-    meter = Meter([JouleCounter("package-0", lambda: joules[0])], clock=lambda: clock[0])
-    for moment, watts in ((0, 1000), (20, 0), (30, 40), (100, 40)):
-        joules[0] += watts * (moment - clock[0])
-        clock[0] = moment
-        meter.sample()
-    assert read_run(tmp_path / "run", meter).joules == pytest.approx(200)  # 40 W for 5 s
-    assert read_run(tmp_path / "run", Meter([])).joules is None
-    assert read_run(tmp_path / "run").joules is None
-
-
-def test_a_machine_that_reports_no_energy_gives_a_note():
-    assert told([], ["no RAPL", "no NVML"]) == "the machine reports no energy: no RAPL; no NVML"
-    counter = JouleCounter("package-0", float)
-    assert told([counter], ["no NVML"]) == "package-0 (no NVML)"
-    assert told([counter], []) == "package-0"
-
-
 # -- layouts -----------------------------------------------------------------------------------
 
 
@@ -119,7 +101,6 @@ def test_a_layout_is_its_sizes():
     assert [parse(name).name for name in ("tp1", "engines2+dp2")] == ["tp1", "dp2+engines2"]
     layouts = [parse(name) for name in ("dp2", "tp1+engines2", "tp2+pp2")]
     assert smallest(layouts) == parse("dp2")
-    assert [one.name for one in doubled(layouts)] == ["dp4", "engines4", "tp4+pp4"]
 
 
 @pytest.mark.parametrize("name", ["", "tp", "tp0", "cp2", "tp2+tp4", "2"])
@@ -163,13 +144,6 @@ def test_threads_of_one_core_put_the_limit_where_they_multiply_no_faster():
     assert found["train"] == pytest.approx(3.0 / 1.1)
 
 
-def test_ranks_that_share_cores_are_told():
-    here = cpu(ALONE, BOTH, "float32", cores=2, threads=1)
-    told = "4 training ranks, 2 a core; 1 engine, 0.5 a core (2 cores)"
-    assert sharing(parse("tp2+dp2"), here) == told
-    assert sharing(parse("tp2"), GPUS["h100"]) == ""
-
-
 # -- the benchmark -----------------------------------------------------------------------------
 
 
@@ -195,7 +169,7 @@ def bench(monkeypatch, tmp_path):
             return SimpleNamespace(returncode=0, stdout="")
 
         outside = SimpleNamespace(run=trains, PIPE=None, STDOUT=None)
-        monkeypatch.setattr(one_run, "subprocess", outside)
+        monkeypatch.setattr(bench_step, "subprocess", outside)
         parser = argparse.ArgumentParser()
         add_shared(parser, BENCHMARKS["step"])
         BENCHMARKS["step"].add_options(parser)
@@ -220,42 +194,15 @@ def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_
     assert case.figure("step").limit == 3.0 and case.figure("step").share == 0.6
     # 512 responses are not those of the fake run's settings: 32 in 5 s on two cores.
     assert case.figure("per accepted sample").median == pytest.approx(2 * 5 / 32)
-    assert case.notes["energy"].startswith("the machine reports no energy: ")
 
 
-def test_the_overlap_of_a_case_is_a_figure_in_percent_that_is_told_and_not_compared():
-    runs = [
-        Usual(seconds=TOOK, engines=4.0, overlap=share, length=3.0, accepted=5.0, joules=None)
-        for share in (0.5, 0.625)
-    ]
+def test_what_follows_from_other_figures_is_shown_and_not_compared_with_an_older_record():
+    runs = [Usual(seconds=TOOK, engines=4.0, overlap=share, accepted=5.0) for share in (0.5, 0.625)]
     setting = StepSetting(name="q", keys={}, own=Own(QUICKSTART, (), GPUS["h100"], node=8))
-    figure = case_of(setting, Repeats(results=runs, yardsticks=[1.0] * 2), Foretold(), "").figure(
-        "overlap"
-    )
-    assert (figure.repeats, figure.unit, figure.better) == ([50.0, 62.5], "%", None)
-
-
-def test_what_follows_from_other_figures_is_not_compared_with_an_older_record():
-    usual = Usual(seconds=TOOK, engines=4.0, overlap=0.0, length=3.0, accepted=5.0, joules=10.0)
-    own = Own(QUICKSTART, (), GPUS["h100"], node=8)
-    setting = StepSetting(name="quickstart", keys={}, own=own)
-    case = case_of(setting, Repeats(results=[usual], yardsticks=[1.0]), Foretold(), "package-0")
-    assert case.figure("energy per accepted sample").median == 2.0
-    compared = {figure.name for figure in case.figures if figure.better}
-    assert compared == {*TOOK, "energy of a step"}
-
-
-def test_a_counter_that_failed_is_noted_beside_the_case_without_joules(bench, monkeypatch):
-    reads = iter([7.0, 8.0, 7.0])  # of making the model, and of the run
-
-    def read() -> float:
-        return next(reads)
-
-    counter = JouleCounter("GPU 0", read)
-    monkeypatch.setattr(bench_step, "joule_counters", lambda: ([counter], []))
-    (case,) = bench("--staleness", "0")
-    assert "energy of a step" not in {figure.name for figure in case.figures}
-    assert case.notes["energy"] == "no joules: GPU 0 failed: StopIteration"
+    case = case_of(setting, Repeats(results=runs, yardsticks=[1.0] * 2), ({}, ""), {}, "")
+    overlap = case.figure("overlap")
+    assert (overlap.repeats, overlap.unit) == ([50.0, 62.5], "%")
+    assert {figure.name for figure in case.figures if figure.better} == {*TOOK}
 
 
 def test_a_model_that_is_missing_is_made_before_anything_is_measured(bench):
@@ -302,16 +249,14 @@ def test_perfect_scaling_is_a_hundred_percent_strong_and_weak(bench):
     cases = scaling(bench, phases_of)
     measured = ["tp1, strong", "tp2, strong", "dp2, strong", "engines2, strong"]
     measured += ["dp2, weak", "engines2, weak"]
-    planned = ["tp4, not measured", "dp4, not measured", "engines4, not measured"]
-    assert list(cases) == measured + planned
+    assert list(cases) == measured
     for name in measured[1:]:
         assert cases[name].figure("step").share == pytest.approx(1.0), name
     assert cases["tp1, strong"].figure("step").limit is None
     assert cases["dp2, weak"].figure("train").median == 3.0
     assert cases["dp2, weak"].figure("rollout").limit == 4.0  # one engine, twice the prompts
-    assert (
-        cases["tp2, strong"].notes["cores"]
-        == "2 training ranks, 1 a core; 1 engine, 0.5 a core (2 cores)"
+    assert cases["tp2, strong"].notes["cores"] == (
+        "2 training ranks and 1 engines on 2 cores, threads: 1"
     )
 
 
@@ -327,65 +272,9 @@ def test_a_slow_phase_is_found_in_its_layout_and_phase_alone(bench):
     # Linear: 2 + 0.5 + 1.5 + 0.5 of 6 s.
     assert cases["tp2, strong"].figure("step").share == pytest.approx(4.5 / 6)
     assert cases["dp2, strong"].figure("step").share == pytest.approx(1.0)
-    # The plan made of the others does not know of it.
-    even = scaling(bench, phases_of)["tp2, strong"]
-    slow = cases["tp2, strong"]
-    planned = "step, planned from the others"
-    assert slow.figure(planned).median == pytest.approx(even.figure(planned).median)
-    assert slow.figure("error of that").median < even.figure("error of that").median - 15
-
-
-def test_a_layout_is_not_planned_from_its_own_runs_at_another_scale(bench):
-    def planned(slow: float) -> float:
-        def took(given):
-            phases = phases_of(given)
-            own = given.get("parallel.data") == "2"
-            return {phase: (slow if own else 1.0) * seconds for phase, seconds in phases.items()}
-
-        words = ["--staleness", "0", "--threads", "1", "--layouts", "tp1", "dp2"]
-        cases = {case.name: case for case in bench(*words, took=took)}
-        case = cases["quickstart, dp2, strong"]
-        return case.figure("step, planned from the others").median
-
-    assert planned(1.0) == pytest.approx(planned(10.0))
-
-
-def test_layouts_that_nobody_ran_are_planned_from_those_that_were(bench):
-    """Runs that all take three times what a plan says of them leave no error, and make it say three
-    times as much of the next layout."""
-    built = native.library() is not None
-    here = cpu(ALONE, BOTH, "float32", cores=2, threads=1, native=built)
-
-    def plan(given: dict, **more) -> dict[str, float]:
-        words = {**given, "rollout.engine_threads": "1", **more}
-        overrides = tuple(f"{key}={value}" for key, value in words.items())
-        logged = Own(QUICKSTART, overrides, here, node=1).predict(mean=3.0).logged
-        return {name.removeprefix("time/"): seconds for name, seconds in logged.items()}
-
-    def took(given: dict) -> dict[str, float]:
-        phases = plan(given)
-        return {phase: 3 * phases[phase] for phase in ("rollout", "score", "train", "publish")}
-
-    cases = scaling(bench, took)
-    measured = [case for name, case in cases.items() if "not measured" not in name]
-    errors = [case.figure("error of that").median for case in measured]
-    assert errors == pytest.approx([0.0] * len(measured), abs=1e-6)
-    larger = cases["engines4, not measured"]
-    planned = larger.figure("step, planned from the others")
-    assert planned.better is None and planned.unit == "s"
-    ran = next(given for given in bench.started if given.get("rollout.engines") == "2")
-    four = 3 * plan(ran, **{"rollout.engines": 4})["step"]
-    assert planned.median == pytest.approx(four)
-    assert larger.notes["cores"] == "1 training rank, 0.5 a core; 4 engines, 2 a core (2 cores)"
 
 
 def test_a_layout_that_the_recipe_cannot_have_is_refused_before_anything_runs(bench):
     with pytest.raises(ConfigError, match="must be a multiple of"):
         bench("--layouts", "tp1", "dp3")
     assert not bench.started
-
-
-def test_a_larger_layout_that_does_not_divide_is_a_case_with_its_reason(bench):
-    *_, last = bench("--staleness", "0", "--layouts", "dp8")
-    assert last.name == "quickstart, dp16, not measured" and last.reasons == ["not run"]
-    assert "must be a multiple of" in last.notes["not run"]

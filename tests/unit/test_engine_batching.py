@@ -13,6 +13,7 @@ from tests.unit.engine_models import (
     published_tensors,
     random_tensors,
     sequence,
+    switch,
     write_model,
 )
 
@@ -200,7 +201,9 @@ def test_tokens_carry_the_version_that_generated_them(folder, recompute):
     engine.add([one])
     for _ in range(5):
         engine.step()
-    engine.update(random_tensors(folder, seed=9), "2", recompute=recompute)
+    switch(engine, random_tensors(folder, seed=9), "2")
+    if recompute:
+        engine.retract()
     while engine.busy:
         engine.step()
     assert one.versions == [("default", 5), ("2", 12)]
@@ -217,7 +220,7 @@ def test_an_update_copies_into_the_buffers_that_are_there(folder):
     engine = engine_for(folder, scheme="int8")
     before = {name: slot.target.data_ptr() for name, slot in engine.decoder.slots.items()}
     tensors = published_tensors(random_tensors(folder, seed=3), "int8")
-    engine.update(tensors, "1")
+    switch(engine, tensors, "1")
     for name, slot in engine.decoder.slots.items():
         assert slot.target.data_ptr() == before[name]
         assert torch.equal(slot.target, tensors[name])
@@ -229,7 +232,7 @@ def test_packed_weights_follow_every_update(folder, monkeypatch, by_torch):
     for least in (kernels.PACK_FROM, 0):
         monkeypatch.setattr(kernels, "PACK_FROM", least)
         engine = engine_for(folder, scheme="int8")
-        engine.update(tensors, "1")
+        switch(engine, tensors, "1")
         one = sequence([5, 6, 7], 12, seed=1)
         finish(engine, one)
         answers.append((one.output_ids, one.log_probs))
@@ -243,7 +246,7 @@ def test_a_bad_update_changes_nothing(folder):
     before = {name: slot.target.clone() for name, slot in engine.decoder.slots.items()}
     tensors["model.layers.0.mlp.up_proj.weight_scale"][3] = float("nan")
     with pytest.raises(ConfigError, match="up_proj.weight_scale"):
-        engine.update(tensors, "1")
+        switch(engine, tensors, "1")
     assert engine.version == "default"
     assert all(torch.equal(slot.target, before[n]) for n, slot in engine.decoder.slots.items())
 
@@ -253,14 +256,14 @@ def test_nan_weights_leave_no_trace_once_they_are_replaced(folder):
     engine = engine_for(folder)
     broken = {**good, "model.norm.weight": good["model.norm.weight"]}
     broken["model.layers.0.self_attn.k_proj.bias"] = torch.full((16,), float("nan"))
-    engine.update(broken, "broken")
+    switch(engine, broken, "broken")
     hopeless = [sequence(p, 60, seed=i) for i, p in enumerate(prompts(6))]
     finish(engine, *hopeless)
     assert {s.finish_reason["type"] for s in hopeless} == {"abort"}
     assert all(s.output_ids == [] for s in hopeless)
     with torch.inference_mode():
         engine.cache.values[0].fill_(float("nan"))
-    engine.update(good, "good")
+    switch(engine, good, "good")
     work = [sequence(p, 10 + 20 * i, seed=i) for i, p in enumerate(prompts(3))]
     finish(engine, *work)
     assert [len(one.output_ids) for one in work] == [10, 30, 50]

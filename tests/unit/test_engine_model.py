@@ -9,7 +9,6 @@ from qurl_megatron.convert.job import run
 from qurl_megatron.convert.quantized_export import to_quantized
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.endpoints import load_engine
-from qurl_megatron.engines.embedded.live_weights import EmbeddedWeights
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.errors import ConfigError
@@ -125,7 +124,7 @@ def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
     finish(engine, sequence(range(2, 30), 4))  # so that whatever is made at the first step is there
     sender.begin(1)
     blob = sender.put(0, [Shard.whole(name, tensor) for name, tensor in published.items()])
-    end = UpdateEnd(EmbeddedWeights(engine))
+    end = UpdateEnd(engine.decoder)
     with torch.inference_mode():
         for action, index, blobs in (("bucket", 0, (blob,)), ("check", 1, ()), ("finish", 1, ())):
             end.handle(Message(action, "one", 1, index, sender.describe("engine-0"), blobs))
@@ -175,7 +174,7 @@ def test_what_others_write_in_bf16_or_as_a_vector_is_read_and_half_a_block_is_no
         for name, one in tensors.items()
     }
     save_file(theirs, folder / "model.safetensors")
-    read, _ = read_weights(folder, decoder)
+    read = read_weights(folder, decoder)
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(read[f"{name}_scale"], theirs[f"{name}_scale"].float()[:, None])
     save_file({**theirs, name: torch.zeros(32, 48)}, folder / "model.safetensors")
@@ -194,7 +193,7 @@ def test_a_folder_in_squares_is_refused_by_name(tmp_path):
 def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):
     folder = write_model(tmp_path / "m")
     decoder = engine_for(folder).decoder
-    good, _ = read_weights(folder, decoder)
+    good = read_weights(folder, decoder)
     name = "model.layers.1.mlp.down_proj.weight"
     bad_sets = {
         "missing": {k: v for k, v in good.items() if k != name},

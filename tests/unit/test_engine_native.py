@@ -17,6 +17,7 @@ from tests.unit.engine_models import (
     published_tensors,
     random_tensors,
     sequence,
+    switch,
     write_model,
 )
 
@@ -129,7 +130,7 @@ def test_an_update_reaches_the_native_step(tmp_path):
     engine = engine_for(folder, scheme="int8")
     finish(engine, sequence([5, 6, 7], 3, seed=1))  # the step is made, of the old weights
     other = published_tensors(random_tensors(folder, seed=3), "int8")
-    engine.update(other, "1")
+    switch(engine, other, "1")
     fresh = engine_for(folder, scheme="int8")
     fresh.decoder.load(other)
     answers = [sequence([5, 6, 7], 12, seed=1) for _ in range(2)]
@@ -150,7 +151,7 @@ def test_a_model_that_breaks_in_a_native_step_ends_its_requests(tmp_path):
     engine.step()
     broken = published_tensors(random_tensors(folder, seed=0), "int8")
     broken["model.layers.0.self_attn.k_proj.bias"] = torch.full((16,), float("nan"))
-    engine.update(broken, "broken")
+    switch(engine, broken, "broken")
     while engine.busy:
         engine.step()
     assert one.finish_reason["type"] == "abort"

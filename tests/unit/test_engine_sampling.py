@@ -5,7 +5,6 @@ from qurl_megatron.engines.embedded.sampling import (
     blocks,
     draw,
     sample,
-    sample_seed,
     uniform,
 )
 
@@ -101,9 +100,3 @@ def test_splitmix64_gives_its_published_numbers():
     drawn = uniform(torch.tensor([0, 0]), torch.tensor([0, 1]))
     expected = [(x >> 11) * 2.0**-53 for x in (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4)]
     assert drawn.tolist() == expected
-
-
-def test_seeds_of_samples_differ_and_fit_into_int64():
-    seeds = [sample_seed(2**63 - 1, i) for i in range(1000)]
-    assert len(set(seeds)) == 1000
-    assert all(-(2**63) <= s < 2**63 for s in seeds)

@@ -7,21 +7,37 @@ import pytest
 from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.engines.sglang.command_line import engine_launch, server_arguments
-from qurl_megatron.engines.starting import API_KEY, given_key
+from qurl_megatron.engines.starting import API_KEY, Launch, Start, given_key
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.fleet.process import launches
 
 ROOT = Path(__file__).parents[2]
 
 
+def launch_of(scheme: str, *, empty: bool = True) -> Launch:
+    config = RolloutConfig(backend="sglang")
+    start = Start(
+        config=config,
+        model_dir=Path("model"),
+        port_files=(),
+        scheme=scheme,
+        dtype="bfloat16",
+        threads=1,
+        api_key="secret",
+        empty=empty,
+        trainer_ranks=0,
+        serve_command=(),
+    )
+    return engine_launch(start, "python", "port")
+
+
 def test_the_key_is_in_the_environment_and_nowhere_else():
-    launch = engine_launch("python", "model", scheme="none", port_file="port", api_key="secret")
+    launch = launch_of("none")
     assert launch.env[API_KEY] == "secret"
     assert "secret" not in " ".join(launch.command) + repr(launch)
 
 
 def test_an_empty_engine_is_told_how_its_weights_will_be_quantized():
-    launch = engine_launch("python", "model", scheme="int8", port_file="port")
+    launch = launch_of("int8")
     command = launch.command
     changes = json.loads(command[command.index("--json-model-override-args") + 1])
     assert changes["quantization_config"]["quant_method"] == "w8a8_int8"
@@ -29,17 +45,8 @@ def test_an_empty_engine_is_told_how_its_weights_will_be_quantized():
 
 
 def test_a_checkpoint_says_by_itself_how_it_is_quantized():
-    launch = engine_launch("python", "model", scheme="int8", port_file="port", empty=False)
+    launch = launch_of("int8", empty=False)
     assert not {"dummy", "--json-model-override-args"} & set(launch.command)
-
-
-@pytest.mark.parametrize("text", [True, False])
-def test_only_an_engine_that_is_sent_text_needs_a_tokenizer(text, tmp_path):
-    sglang = engine_launch("python", "model", scheme="none", port_file="port", text=text)
-    kind = {"scheme": "none", "dtype": "bfloat16", "api_key": "secret"}
-    (embedded,) = launches(RolloutConfig(), "model", tmp_path, **kind, text=text).values()
-    for launch in (sglang, embedded):
-        assert ("--skip-tokenizer-init" in launch.command) == (not text)
 
 
 @pytest.mark.parametrize("given", [["--port", "7"], ["--port=7"]])

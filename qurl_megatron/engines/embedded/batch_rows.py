@@ -1,9 +1,5 @@
-"""What each running sequence needs at every step, as tensors: no Python per sequence and token.
+"""What each running sequence needs at every step, as tensors: no Python per sequence and token."""
 
-Shapes: B running sequences, or those of some rows.
-"""
-
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,19 +11,8 @@ if TYPE_CHECKING:
     from qurl_megatron.engines.embedded.engine import Sequence
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The tokens of a step, and which sequences end with them."""
-
-    token_B: Tensor  # int64
-    log_prob_B: Tensor  # float32
-    stopped_B: Tensor  # bool: the token is one of the sequence's stop ids
-    broken_B: Tensor  # bool: its log-prob is not finite, so it means nothing
-    ended_B: Tensor  # bool: stopped, broken, or as long as it may be
-
-
 class Rows:
-    """A number in each column for every row of the cache. Columns never move, but ``stop_ids``."""
+    """A number in each column for every row of the cache."""
 
     @torch.inference_mode()
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -80,11 +65,7 @@ class Rows:
         return int(self.length[row] - self.start[row])
 
     def sampling(self, rows: slice) -> SamplingState:
-        sampled = not bool(self.greedy[rows].all())
-        return self.state(rows, any_sampled=sampled, any_filtered=self.filtered(rows))
-
-    def state(self, rows: slice, *, any_sampled: bool, any_filtered: bool) -> SamplingState:
-        """``sampling``, where the caller knows what is asked for."""
+        narrowed_B = (self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)
         return SamplingState(
             temperature_B=self.temperature[rows],
             greedy_B=self.greedy[rows],
@@ -92,17 +73,6 @@ class Rows:
             position_B=self.length[rows] - self.start[rows],
             top_p_B=self.top_p[rows],
             top_k_B=self.top_k[rows],
-            any_sampled=any_sampled,
-            any_filtered=any_filtered,
+            any_sampled=not bool(self.greedy[rows].all()),
+            any_filtered=bool(narrowed_B.any()),
         )
-
-    def filtered(self, rows: slice) -> bool:
-        """Whether top_p or top_k narrows the choice of any row."""
-        return bool(((self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)).any())
-
-    def drawn(self, rows: slice, token_B: Tensor, log_prob_B: Tensor) -> Drawn:
-        """What a step drew, once ``length`` counts it."""
-        stopped_B = (token_B[:, None] == self.stop_ids[rows]).any(dim=1)
-        broken_B = ~log_prob_B.isfinite()
-        ended_B = stopped_B | broken_B | (self.length[rows] >= self.limit[rows])
-        return Drawn(token_B, log_prob_B, stopped_B, broken_B, ended_B)

@@ -8,7 +8,8 @@ Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O an
 sides.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qurl_megatron.engines.embedded import kernels, native
-from qurl_megatron.engines.embedded.rope import inverse_frequencies
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant.products import has_fp8_hardware
 from qurl_megatron.schemes import INTEGER as CODES
 from qurl_megatron.schemes import ROLLOUT as SCHEMES
-from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.arch import Arch, Llama3Rope
+from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -95,7 +96,7 @@ class Decoder:
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(arch.num_layers)]
         self.norm = self._float("model.norm.weight")
         self.head = self.embedding if arch.tied else self._float("lm_head.weight")
-        self.inverse_frequencies = inverse_frequencies(arch).to(device)
+        self.inverse_frequencies = _inverse_frequencies(arch).to(device)
 
     @torch.inference_mode()
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -119,13 +120,20 @@ class Decoder:
             for matrix in layer.matrices:
                 matrix.pack()
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All that a forward pass reads on a GPU."""
-        yield from (self.embedding, self.norm, self.head, self.inverse_frequencies)
-        for layer in self.layers:
-            beside = (layer.input_norm, layer.qkv_bias, layer.qk_norm, layer.post_norm)
-            matrices = (part for m in layer.matrices for part in (m.weight_OI, m.scale_O))
-            yield from (tensor for tensor in (*beside, *matrices) if tensor is not None)
+    # What an update asks (``engines.session.LiveWeights``).
+
+    def tensor_rank(self) -> int:
+        return 0
+
+    def targets(self) -> Mapping[str, Shard]:
+        return {name: Shard.whole(name, slot.target) for name, slot in self.slots.items()}
+
+    def takes(self, target: Shard, dtype: torch.dtype) -> bool:
+        """Return True also for other floats, and for FP8 codes that a CPU keeps as FP32."""
+        return dtype in self.slots[target.name].dtypes
+
+    def finish(self) -> None:
+        self.pack()
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         for word, names in (
@@ -240,3 +248,23 @@ class Decoder:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.slots[name] = Slot(tensor, FLOATS)
         return tensor
+
+
+def _inverse_frequencies(arch: Arch) -> Tensor:
+    """Return the radians per position of each pair of channels, [D / 2] float32, by transformers'
+    formulas."""
+    exponent = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+    inverse = 1.0 / (arch.rope_theta**exponent)
+    return _llama3(inverse, arch.rope_scaling) if arch.rope_scaling else inverse
+
+
+def _llama3(inverse: Tensor, rope: Llama3Rope) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched, middle ones blend, short ones stay."""
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    old_context = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / inverse
+    stretched = torch.where(wavelength > old_context / low, inverse / rope.factor, inverse)
+    smooth = (old_context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    middle = (wavelength >= old_context / high) & (wavelength <= old_context / low)
+    return torch.where(middle, blended, stretched)

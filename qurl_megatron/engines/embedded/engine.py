@@ -20,17 +20,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.engines.embedded import native
-from qurl_megatron.engines.embedded.batch_rows import Drawn, Rows
+from qurl_megatron.engines.embedded.batch_rows import Rows
 from qurl_megatron.engines.embedded.cache import Cache
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.sampling import sample
-from qurl_megatron.engines.embedded.static import StaticSteps
 from qurl_megatron.errors import ConfigError
 
 MAX_ROWS = 512
@@ -39,16 +38,6 @@ SCORED_TOKENS = 512  # of a prompt, whose logits are made at once
 RECOMPUTE_TOKENS = 512
 """Likewise of sequences that continue after an update: those of a step wait for each other, and are
 padded to its longest; but far fewer tokens at a time would take longer."""
-
-
-class Listener(Protocol):
-    """Gets a sequence's tokens as they come. The engine calls it: it must not wait or fail."""
-
-    def token(self, token: int, log_prob: float, version: str) -> None:
-        """One that is not the sequence's last."""
-
-    def ended(self) -> None:
-        """The sequence has its results, the last token among them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,15 +53,12 @@ class Sequence:
     top_k: int = -1
     stop_ids: frozenset[int] = frozenset()
     job: "Job | None" = None
-    listener: Listener | None = None
     scores_prompt: bool = False
 
     prompt_log_probs: list[float] = field(default_factory=list)  # of all its tokens but the first
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # (version, first token beyond it)
+    versions: list[tuple[str, int]] = field(default_factory=list)  # name, first token beyond it
     retractions: int = 0
     finish_reason: dict | None = None
 
@@ -100,19 +86,7 @@ class Job:
 class Engine:
     """A decoder, its cache, the queue and the batch. Not thread-safe."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache_gb: float = 2.0,
-        max_rows: int = MAX_ROWS,
-        *,
-        static: bool | None = None,
-    ) -> None:
-        """
-        Args:
-            static: decode by ``static`` steps, which a GPU replays as CUDA graphs; None: on a GPU
-                alone. A CPU has nothing to replay, and computes them more slowly than its own.
-        """
+    def __init__(self, decoder: Decoder, cache_gb: float = 2.0, max_rows: int = MAX_ROWS) -> None:
         self.decoder = decoder
         self.cache = Cache(decoder.arch, decoder.dtype, decoder.device, cache_gb, max_rows)
         if self.cache.capacity == 0:
@@ -122,17 +96,12 @@ class Engine:
         self.running: list[Sequence] = []
         self.generated = 0
         self.retractions = 0
-        self._listeners = 0  # of running sequences
         self._recomputed = False  # by the latest step
         self._batch = Rows(max_rows, decoder.device)
-        wanted = decoder.device.type == "cuda" if static is None else static
-        self._static = StaticSteps(decoder, self.cache, self._batch) if wanted else None
 
     @property
     def decode_step(self) -> str:
-        """What computes one: "CUDA graphs", "native", or why it is torch's kernels one by one."""
-        if self._static is not None:
-            return self._static.name
+        """Return "native", or why torch computes the decode steps."""
         return native.refusal(self.decoder) or "native"
 
     @property
@@ -186,39 +155,16 @@ class Engine:
             sequence.retractions += 1
         self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
 
-    def update(self, tensors: dict[str, Tensor], version: str, *, recompute: bool = False) -> None:
-        """Switch to other weights between two steps; running sequences continue with them.
-
-        Args:
-            tensors: a whole set of weights; a bad one raises ConfigError and changes nothing.
-            version: name of the new weights, stamped on every token they generate.
-            recompute: recompute the keys and values of running sequences with the new weights.
-        """
-        self.decoder.load(tensors)
-        self._look_at_weights()
-        self.rename(version)
-        if recompute:
-            self.retract()
-
-    def written(self) -> None:
-        """Take in what was written into the decoder's slots."""
-        self.decoder.pack()
-        self._look_at_weights()
-
     def rename(self, version: str) -> None:
-        """What the weights are called from now on; tokens there are keep the name they have."""
+        """Name the weights from now on; tokens that are there keep the name they have."""
         for row, sequence in enumerate(self.running):
             _stamp(sequence, self.version, self._batch.produced(row))
         for sequence in self.waiting:
             _stamp(sequence, self.version, len(sequence.output_ids))
         self.version = version
 
-    def _look_at_weights(self) -> None:
-        if self._static is not None:
-            self._static.look_at_weights()
-
     def _admit(self) -> list[Sequence]:
-        """Waiting sequences, in order, that fit into rows of the cache and one prefill."""
+        """Take waiting sequences, in order, that fit into rows of the cache and one prefill."""
         if not self.running and self.waiting:
             # An empty cache can be cut for free: once, for the longest of all that wait.
             self.cache.cut(max(s.total for s in self.waiting), live_rows=0)
@@ -242,8 +188,6 @@ class Engine:
     def _prefill(self, joining: list[Sequence]) -> None:
         first_row, cache, device = len(self.running), self.cache, self.decoder.device
         self.running += joining
-        self._rows_changed()
-        self._listeners += sum(s.listener is not None for s in joining)
         self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
         # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
         owner, prefixes, prompt_rows = [], [], []
@@ -294,10 +238,6 @@ class Engine:
 
     def _decode(self) -> None:
         batch, cache, count = self._batch, self.cache, len(self.running)
-        if self._static is not None and self._static.serves(count):
-            drawn, any_ended = self._static(count)
-            self._settle(0, drawn, any_ended=any_ended)
-            return
         position_B = batch.length[:count] - 1
         ids_B = cache.tokens[batch.row[:count], position_B]
         longest = int(position_B.max()) + 1
@@ -321,42 +261,23 @@ class Engine:
         self.cache.tokens[batch.row[rows], batch.length[rows]] = token_B
         self.cache.log_probs[batch.row[rows], batch.length[rows]] = log_prob_B
         batch.length[rows] += 1
-        drawn = batch.drawn(rows, token_B, log_prob_B)
-        self._settle(first_row, drawn, any_ended=bool(drawn.ended_B.any()))
-
-    def _settle(self, first_row: int, drawn: Drawn, *, any_ended: bool) -> None:
-        """Report what was drawn for the rows from ``first_row`` on; end what ends with it."""
-        self.generated += len(drawn.token_B)
-        if self._listeners:
-            self._tell(first_row, drawn)
-        if not any_ended:
-            return
-        for offset in reversed(drawn.ended_B.nonzero()[:, 0].tolist()):
+        self.generated += len(token_B)
+        stopped_B = (token_B[:, None] == batch.stop_ids[rows]).any(dim=1)
+        broken_B = ~log_prob_B.isfinite()
+        ended_B = stopped_B | broken_B | (batch.length[rows] >= batch.limit[rows])
+        for offset in reversed(ended_B.nonzero()[:, 0].tolist()):
             row = first_row + offset
-            if drawn.broken_B[offset]:
-                self._batch.length[row] -= 1  # a token drawn from nan means nothing
+            if broken_B[offset]:
+                batch.length[row] -= 1  # a token drawn from nan means nothing
             sequence = self._remove(row)
             reason: dict[str, Any]
-            if drawn.broken_B[offset]:
+            if broken_B[offset]:
                 reason = {"type": "abort", "message": "The model's logits are not finite."}
-            elif drawn.stopped_B[offset]:
+            elif stopped_B[offset]:
                 reason = {"type": "stop", "matched": sequence.output_ids[-1]}
             else:
                 reason = {"type": "length", "length": len(sequence.output_ids)}
             self._end(sequence, reason)
-
-    def _tell(self, first_row: int, drawn: Drawn) -> None:
-        """Report the new tokens; the last of a sequence comes with its end."""
-        told = zip(
-            self.running[first_row:],
-            drawn.token_B.tolist(),
-            drawn.log_prob_B.tolist(),
-            drawn.ended_B.tolist(),
-            strict=True,
-        )
-        for sequence, token, log_prob, ended in told:
-            if sequence.listener is not None and not ended:
-                sequence.listener.token(token, log_prob, self.version)
 
     @torch.inference_mode()
     def _remove(self, row: int) -> Sequence:
@@ -371,21 +292,13 @@ class Engine:
             self._batch.move(last, row)
             self.running[row] = self.running[last]
         self.running.pop()
-        self._rows_changed()
-        self._listeners -= sequence.listener is not None
         return sequence
-
-    def _rows_changed(self) -> None:
-        if self._static is not None:
-            self._static.rows_changed()
 
     def _end(self, sequence: Sequence, reason: dict) -> None:
         _stamp(sequence, self.version, len(sequence.output_ids))
         sequence.finish_reason = reason
         if sequence.job is not None:
             sequence.job.one_ended()
-        if sequence.listener is not None:
-            sequence.listener.ended()
 
 
 def _prefix_length(sequence: Sequence) -> int:

@@ -1,8 +1,6 @@
-"""Weights from a folder: a published version, or a checkpoint of either kind.
+"""Weights from a folder: a checkpoint of either kind.
 
-Everything is read and joined first and checked by ``Decoder.check`` before the first copy, so a
-broken file leaves the engine on the version it has. Files are memory-mapped: reading a version
-whose tensors have one slice each costs page cache, not a second copy of the model. Nothing is
+Files are memory-mapped: reading them costs page cache, not a second copy of the model. Nothing is
 unpickled.
 """
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
 from qurl_megatron.errors import ConfigError
+from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.schemes import ROLLOUT
 from qurl_megatron.tensors.arch import read_config
@@ -27,52 +26,37 @@ from qurl_megatron.weights.places import (
     safetensors_files,
 )
 from qurl_megatron.weights.source import open_checkpoint
-from qurl_megatron.wire.manifest import MANIFEST, Manifest, read_version
 
 
-def read_weights(folder: Path, decoder: Decoder) -> tuple[dict[str, Tensor], int | None]:
-    """Read a folder of any kind and check it against the decoder.
-
-    Returns:
-        All tensors, and the version number that a manifest gives (None for a checkpoint).
+def read_weights(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
+    """Return all tensors of a folder of any kind, as the decoder takes them.
 
     Raises:
-        ConfigError: the folder does not hold exactly the weights of this engine.
+        ConfigError: the folder holds a tensor twice, or is quantized in part.
     """
-    if (folder / MANIFEST).is_file():
-        manifest = Manifest.read(folder)
-        if manifest.scheme != decoder.scheme:
-            raise ConfigError(
-                f"{folder} is quantized as {manifest.scheme!r}, "
-                f"this engine serves {decoder.scheme!r}"
-            )
-        tensors = _collect(read_version(folder, manifest), folder)
-        decoder.check(tensors)
-        return tensors, manifest.version
-    found = _megatron_tensors if find_torch_dist(folder) else _hugging_face_tensors
-    tensors = _from_hugging_face(_collect(found(folder), folder), decoder)
-    decoder.check(tensors)
-    return tensors, None
+    read = _megatron_tensors if find_torch_dist(folder) else _hugging_face_tensors
+    return _from_hugging_face(_collect(read(folder), folder), decoder)
 
 
 def stored_scheme(folder: Path) -> str | None:
-    """The scheme of a folder whose weights are quantized already; None: they are not.
+    """Return the scheme of a folder whose weights are quantized already, or None.
 
     Raises:
         ConfigError: they are quantized in a way that no embedded engine computes.
     """
     try:
-        found = read_quantization(read_config(description_of(folder)))
+        quantization = read_quantization(read_config(description_of(folder)))
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
-    if found is None:
+    if quantization is None:
         return None
-    if found[0] not in ROLLOUT:
+    scheme = quantization[0]
+    if scheme not in ROLLOUT:
         raise ConfigError(
-            f"{folder} holds weights of scheme {found[0]}, which embedded engines do not compute; "
+            f"{folder} holds weights of scheme {scheme}, which embedded engines do not compute; "
             "quantize the checkpoint they were made from to int8 or fp8, or have SGLang serve them"
         )
-    return found[0]
+    return scheme
 
 
 def refuse_other_scheme(folder: Path, scheme: str) -> None:
@@ -107,42 +91,35 @@ def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     indexed = (folder / INDEX).is_file()
     paths = safetensors_files(folder) if indexed else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ConfigError(f"{folder} has neither {MANIFEST} nor *.safetensors files")
+        raise ConfigError(f"{folder} has no *.safetensors files")
     for path in paths:
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield name, file.get_tensor(name)
 
 
-def _from_hugging_face(found: dict[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
+def _from_hugging_face(stored: dict[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
     """Drop what a tied model repeats, take FP16 as FP32, quantize what is not quantized yet.
 
     Raises:
         ConfigError: some layers of the block are quantized already, and others are not.
     """
-    tensors = {}
-    of_block = [name for name in found if is_quantized(name)]
-    floats = [
-        name for name in of_block if found[name].is_floating_point() and found[name].itemsize > 1
-    ]
+    of_block = [name for name in stored if is_quantized(name)]
+    floats = [n for n in of_block if stored[n].is_floating_point() and stored[n].itemsize > 1]
     if 0 < len(floats) < len(of_block):
         raise ConfigError(
-            f"{floats[0]} is {found[floats[0]].dtype} where other layers are quantized; the engine "
-            "computes all layers of a block alike, so quantize all of them or none"
+            f"{floats[0]} is {stored[floats[0]].dtype} where other layers are quantized; the "
+            "engine computes all layers of a block alike, so quantize all of them or none"
         )
-    for name, tensor in found.items():
+    tensors = {}
+    for name, tensor in stored.items():
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.arch.tied):
             continue
         if tensor.dtype is torch.float16:
             tensor = tensor.float()
         if name.endswith(".weight_scale"):  # others write it in BF16, or as a vector
             tensor = tensor.float().reshape(-1, 1)
-        quantize_it = decoder.scheme != "none" and is_quantized(name)
-        if quantize_it and tensor.dtype in FLOATS:
-            # Imported here: an engine that only ever receives published versions needs no
-            # quantizer.
-            from qurl_megatron.quant import quantize
-
+        if decoder.scheme != "none" and is_quantized(name) and tensor.dtype in FLOATS:
             quantized = quantize(tensor, decoder.scheme)
             tensors[name] = quantized.values
             tensors[name + "_scale"] = quantized.scale.reshape(-1, 1)

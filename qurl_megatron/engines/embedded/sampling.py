@@ -99,14 +99,6 @@ def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
     return _shift(bits_B, 11).double() * 2.0**-53
 
 
-def sample_seed(seed: int, index: int) -> int:
-    """Seed of sample ``index`` of a request for several; sample 0 keeps the request's own."""
-    if index == 0:
-        return seed
-    stream = _mix(torch.tensor([_signed(seed % 2**64), index]))
-    return int(_mix(stream[0] ^ stream[1]))
-
-
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's finalizer; int64 products wrap, as the algorithm wants."""
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -16,26 +16,16 @@ def refuse_not_installed(config: RolloutConfig) -> None:
 
 
 def launches(start: Start) -> list[Launch]:
-    """One per port file."""
-    return [
-        Launch((*start.serve_command, *_arguments(start, port)), _env(start))
-        for port in start.port_files
-    ]
-
-
-def _arguments(start: Start, port: object) -> list[str]:
+    """Return one per port file."""
     options = {
         "--scheme": start.scheme,
         "--dtype": start.dtype,
         "--host": start.config.engine_host,
-        "--port-file": port,
         "--threads": start.threads,
         "--cache-gb": start.config.engine_memory_gb,
     }
     flat = [str(part) for pair in options.items() for part in pair]
-    ids_only = () if start.text else ("--skip-tokenizer-init",)  # as trainer and engine speak
-    return [str(start.model_dir), *flat, "--exit-with-stdin", *ids_only]
-
-
-def _env(start: Start) -> dict[str, str]:
-    return {**start.environment, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)}
+    command = (*start.serve_command, str(start.model_dir), *flat, "--exit-with-stdin")
+    spin_count = os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)
+    env = {**start.environment, "GOMP_SPINCOUNT": spin_count}
+    return [Launch((*command, "--port-file", str(port)), env) for port in start.port_files]

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
@@ -18,25 +17,13 @@ from qurl_megatron.engines.embedded.engine import Engine, Job, Sequence
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class EngineInfo:
-    version: str
-    running: int
-    waiting: int
-    retracted: int  # of those that wait
-    generated: int  # tokens since it started
-    retractions: int  # since it started
-    cached_tokens: int
-    paused: bool
-
-
 class EngineThread:
     """Runs an engine in a thread; ``call`` executes a function there, between two steps."""
 
     def __init__(self, engine: Engine, threads: int = 0) -> None:
         self.engine = engine
         self.failure: BaseException | None = None
-        self._paused = False
+        self.paused = False
         self._threads = threads
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -60,37 +47,21 @@ class EngineThread:
         self.call(lambda engine: engine.add(sequences)).add_done_callback(refused)
         return job.future
 
-    def pause(self, mode: str) -> Future:
-        """Stop: running sequences end (abort), are requeued (retract) or wait (in_place)."""
+    def pause(self, *, retract: bool) -> Future:
+        """Stop; running sequences are requeued if asked, or else wait where they are."""
 
         def run(engine: Engine) -> None:
-            self._paused = True
-            if mode == "abort":
-                engine.abort(lambda _: True, "Aborted by pause_generation.")
-            elif mode == "retract":
+            self.paused = True
+            if retract:
                 engine.retract()
 
         return self.call(run)
 
     def resume(self) -> Future:
         def run(engine: Engine) -> None:
-            self._paused = False
+            self.paused = False
 
         return self.call(run)
-
-    def info(self) -> Future:
-        return self.call(
-            lambda engine: EngineInfo(
-                version=engine.version,
-                running=len(engine.running),
-                waiting=len(engine.waiting),
-                retracted=sum(s.retractions > 0 for s in engine.waiting),
-                generated=engine.generated,
-                retractions=engine.retractions,
-                cached_tokens=engine.cached_tokens,
-                paused=self._paused,
-            )
-        )
 
     def close(self) -> None:
         self._commands.put(None)
@@ -101,7 +72,7 @@ class EngineThread:
             torch.set_num_threads(self._threads)
         try:
             while self._obey():
-                if self.engine.busy and not self._paused:
+                if self.engine.busy and not self.paused:
                     self.engine.step()
         except BaseException as error:
             # A failed step leaves the batch half written: no answer from it could be trusted.
@@ -115,7 +86,7 @@ class EngineThread:
     def _obey(self) -> bool:
         """Run what is queued; with nothing to generate, sleep until it comes. False: the end."""
         while True:
-            idle = self._paused or not self.engine.busy
+            idle = self.paused or not self.engine.busy
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:

@@ -1,12 +1,14 @@
 """The engine's end of the rollouts: SGLang's server with our weight loader inside.
 
-    server    the process: an API key that is never shown, a port chosen, an end with the trainer's
-    loader    what SGLang calls with each message of an update
-    targets   where each Hugging Face tensor lives in SGLang's parameters
-    cpu       what SGLang lacks on a machine without a GPU
-    vision    what its torchvision lacks there, for SGLang's tools too
-    launch    the command line of one engine, for the fleet
+    server           the process: an API key that is never shown, a port chosen, an end with the
+                     trainer's
+    loader           what SGLang calls with each message of an update
+    targets          where each Hugging Face tensor lives in SGLang's parameters
+    cpu_layers       what SGLang lacks on a machine without a GPU
+    vision           what its torchvision lacks there, for SGLang's tools too
+    command_line     the command of one engine, and what the server makes of it
+    starting_sglang  the commands of a run's engines, on their GPUs
 
-All but ``launch`` runs in SGLang's environment, where this package is installed without its
+All but the last runs in SGLang's environment, where this package is installed without its
 dependencies: torch, orjson, xxhash, psutil and the standard library may be imported, nothing else.
 """

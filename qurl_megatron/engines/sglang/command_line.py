@@ -1,4 +1,4 @@
-"""The command line and environment of one SGLang engine, from plain values.
+"""The command line and environment of one SGLang engine.
 
 ``engine_launch`` is what the fleet runs; ``server_arguments`` what the server makes of it, on the
 machine where it runs, for SGLang.
@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from qurl_megatron.engines.starting import API_KEY, Launch
+from qurl_megatron.engines.starting import Launch, Start
 from qurl_megatron.wire.message import LOADER
 
 CPU_OPTIONS = {
@@ -24,64 +24,37 @@ UNQUANTIZED = ("lm_head",)  # linear layers that keep the model's own format
 
 
 def engine_launch(
-    python: Path | str,
-    model_dir: Path | str,
-    *,
-    scheme: str,
-    dtype: str = "bfloat16",
-    tensor: int = 1,
-    threads: int = 1,
-    host: str = "127.0.0.1",
-    port_file: Path | str,
-    api_key: str | None = None,
-    empty: bool = True,
-    text: bool = False,
-    extra: Sequence[str] = (),
+    start: Start, python: Path | str, port_file: Path | str, extra: Sequence[str] = ()
 ) -> Launch:
-    """How to start one engine.
+    """Return how to start one engine.
 
     Args:
         python: interpreter of the environment that has SGLang.
-        model_dir: Hugging Face folder. With ``empty`` only its config.json is read, and must be
-            that of the unquantized model.
-        scheme: "none", "int8" or "fp8"; what the updates will bring.
-        tensor: tensor-parallel ranks of the engine.
-        threads: OpenMP threads of each rank.
-        host: address to listen on.
         port_file: gets the port once the engine is healthy.
-        empty: start with meaningless weights, since the first update brings all of them; else load
-            those in ``model_dir``, whose config.json says how they are quantized.
-        text: it reads and writes text beside token ids, by the tokenizer in ``model_dir``.
         extra: further options of SGLang.
     """
     options = {
-        "--model-path": model_dir,
-        "--dtype": dtype,
-        "--tp-size": tensor,
-        "--host": host,
+        "--model-path": start.model_dir,
+        "--dtype": start.dtype,
+        "--tp-size": start.config.engine_tensor,
+        "--host": start.config.engine_host,
         "--port-file": port_file,
     }
     # -P: the working folder may have another copy of this package, or of anything.
     command = [str(python), "-P", "-m", "qurl_megatron.engines.sglang.server"]
     command += [str(part) for pair in options.items() for part in pair]
-    command += ["--exit-with-stdin"]
-    if (
-        not text
-    ):  # trainer and engine speak token ids; with the tokenizer goes the need for its files
-        command += ["--skip-tokenizer-init"]
-    if empty:
+    # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
+    command += ["--exit-with-stdin", "--skip-tokenizer-init"]
+    if start.empty:
         command += ["--load-format", "dummy"]
-        if scheme != "none":
+        if start.scheme != "none":
             # It brings torch, for which those who only look a key up should not wait.
             from qurl_megatron.quant.export import quantization_config
 
-            changes = {"quantization_config": quantization_config(scheme, "sglang", UNQUANTIZED)}
+            config = quantization_config(start.scheme, "sglang", UNQUANTIZED)
+            changes = {"quantization_config": config}
             command += ["--json-model-override-args", json.dumps(changes)]
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    env = dict.fromkeys(names, str(threads))
-    if api_key is not None:
-        env[API_KEY] = api_key
-    return Launch((*command, *extra), env)
+    return Launch((*command, *extra), start.environment)
 
 
 def server_arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]:

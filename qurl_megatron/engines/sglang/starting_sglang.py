@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,23 +34,10 @@ def launches(start: Start) -> list[Launch]:
     python = sglang_python(config.sglang_python)
     if gpus and (wrong := misplaced(config, gpus, start.trainer_ranks)):
         raise ConfigError(wrong)
-    # One without weights needs to know the model's shape alone.
-    model_dir = description_of(start.model_dir) if start.empty else start.model_dir
+    if start.empty:  # it needs to know the model's shape alone
+        start = replace(start, model_dir=description_of(start.model_dir))
     return [
-        engine_launch(
-            python,
-            model_dir,
-            scheme=start.scheme,
-            dtype=start.dtype,
-            tensor=config.engine_tensor,
-            threads=start.threads,
-            host=config.engine_host,
-            port_file=port,
-            api_key=start.api_key,
-            empty=start.empty,
-            text=start.text,
-            extra=[*_devices(config, index), *config.engine_args],
-        )
+        engine_launch(start, python, port, [*_devices(config, index), *config.engine_args])
         for index, port in enumerate(start.port_files)
     ]
 

@@ -69,11 +69,11 @@ def on_import() -> None:
 def _install() -> None:
     import torch
 
-    from emulated_cuda import distributed, graphs, memory, runtime, sharing, streams
+    from emulated_cuda import distributed, memory, runtime, sharing, streams
 
     lib = native()
     assert lib.hooks_are_ours(), "torch looked its CUDA hooks up before they were there"
-    for part in (runtime, streams, memory, sharing, graphs):
+    for part in (runtime, streams, memory, sharing):
         part.install(lib)
     if torch.distributed.is_available():
         distributed.install(lib)

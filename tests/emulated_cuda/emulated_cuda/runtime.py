@@ -51,6 +51,8 @@ def install(lib) -> None:
     c._cuda_getCompiledVersion = lambda: 12080
     c._cuda_getArchFlags = lambda: "sm_80 sm_90"
     c._cuda_sleep = lambda cycles: None
+    c._cuda_isCurrentStreamCapturing = lambda: False
+    c._host_emptyCache = lambda: None
     c._cuda_ipc_collect = lambda: None
     c._cuda_getCurrentBlasHandle = lambda: 0
     c._cuda_clearCublasWorkspaces = lambda: None

@@ -1,8 +1,9 @@
 """docs/performance.md, made from the records in docs/results.
 
-``python -m qurl_megatron.bench.performance`` rewrites it; a test holds it equal to ``rendered``.
+``python -m benchmarks.performance`` rewrites it; a test holds it equal to ``rendered``.
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,17 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.bench.against import most_figures
-from qurl_megatron.bench.environment import beside
 from qurl_megatron.bench.options import BENCHMARKS
-from qurl_megatron.bench.record import BenchRecord, Case, Figure, percent, records_in
+from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, Figure, percent, read
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import how_many, number
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS / "results"
 NO_MODULE = "_decode."
 """A decode step that begins so is torch's because of the file named, not of processor or scheme."""
+
+FORMER = {
+    "decode": "tokens/s of the embedded engine by scheme and batch",
+    "convert": "the checkpoint converters, beside a plain copy and peers",
+    "scale": "what the leading rank's Python does for one step of a 32B model",
+    "versions": "whether the engines of a run served what its checkpoints hold",
+}
+"""Benchmarks that qurl bench has no more, and what their records are of."""
+
+TITLES = {name: row.help for name, row in BENCHMARKS.items()} | FORMER
 
 REPEATS = range(5, 11)
 _NEEDED = (
@@ -33,30 +43,27 @@ HEAD = f"""\
 # Measured
 
 Every table is one record of `qurl bench`, in [results](results), and this page is made of them
-(`python -m qurl_megatron.bench.performance`). To measure your own machine, and to hold it against
+(`python -m benchmarks.performance`). To measure your own machine, and to hold it against
 an older measurement:
 
 ```sh
-qurl bench decode --out runs/bench                  # a table, runs/bench/decode.json, index.html
-qurl bench decode --against runs/bench/decode.json  # exit code 0 not slower, 1 slower, 3 no verdict
-qurl bench all                                      # a short form of each, in runs/bench/short
+qurl bench rollout --out runs/bench                   # a table, and runs/bench/rollout.json
+qurl bench rollout --against runs/bench/rollout.json  # exit code 0 not slower, 1 slower, 3 unknown
 ```
 
 `--against` compares only what was measured alike: the same hardware, and cases with the same model,
 tokens, steps and threads. No time is judged where the machine read its memory at rates more than
 15 % apart, as other guests of a host make it: then measure both again, one after the other.
-`qurl bench all` names what cannot be run on this machine, continues with the rest, and ends with
-exit code 0 where at least one benchmark ran, otherwise with 2, as after any mistake in the input.
 
 The comparison is unpaired, for two records share no rounds: each repeat is divided by the yardstick
-beside it, and every new one is set against every old one. Among more figures, of all cases
-together, more repeats are needed to show that one is worse:
+beside it, and all new ones are set against all old ones, by the rank test of Mann and Whitney.
+Among more figures, of all cases together, more repeats are needed to show that one is worse:
 
 {_NEEDED}
 
 A baseline needs as many as the record that is held against it. Where either has fewer, what is not
-equal gets no verdict, which says how many are enough. All but `versions` repeat often enough by
-default; records below that were made with fewer than {REPEATS[0]} repeats cannot be baselines.
+equal gets no verdict, which says how many are enough. The defaults are enough; records below that
+were made with fewer than {REPEATS[0]} repeats cannot be baselines.
 
 Of 20,000 pairs of records of equal speed, with ten repeats of three figures, 25 were false alarms
 where each repeat had a tenth of jitter that no yardstick saw, and none where bursts slowed a few
@@ -66,26 +73,40 @@ A cell is the median, half of the interquartile range after ±, the share that i
 limit in brackets, and after → what was predicted, by the formulas as of the record: today's
 `qurl plan` may say something else. What the limits are stands under each table.
 Cases marked * cannot be compared with others; why stands below, too.
+Some records are of what `qurl bench` measures no more: peers, joules, and the benchmarks `decode`,
+`convert`, `scale` and `versions`. They stay as they were measured.
 [performance-notes.md](performance-notes.md) sets these figures beside what was aimed at.
 """
 
 
 def rendered(folder: Path = RESULTS) -> str:
-    """The page: benchmarks in the order of ``BENCHMARKS``, records of one by file name.
+    """Return the page: benchmarks in the order of ``TITLES``, records of one by file name.
 
     Raises:
         ConfigError: a record cannot be read.
     """
-    order = list(BENCHMARKS)
-    records = dict(
-        sorted(records_in(folder).items(), key=lambda item: order.index(item[1].benchmark))
+    order = list(TITLES)
+    files = [path for path in sorted(folder.glob("*.json")) if _is_record(path)]
+    records = sorted(
+        ((path, read(path)) for path in files), key=lambda item: order.index(item[1].benchmark)
     )
-    count = Counter(record.benchmark for record in records.values())
+    count = Counter(record.benchmark for _, record in records)
     sections = [
-        _section(path, record, alone=count[record.benchmark] == 1)
-        for path, record in records.items()
+        _section(path, record, alone=count[record.benchmark] == 1) for path, record in records
     ]
     return "\n".join([HEAD, *sections])
+
+
+def _is_record(path: Path) -> bool:
+    return json.loads(path.read_text(encoding="utf-8")).get("schema") == SCHEMA
+
+
+def _beside(environment: Mapping[str, Any]) -> list[str]:
+    """Return what else a record's machine did, in a few words; nothing where it is not known."""
+    if "others" in environment:
+        return [f"others used {environment['others']:.0%} of the cores"]
+    loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
+    return [f"load {' to '.join(f'{load:.2g}' for load in loads)}"] if loads else []
 
 
 def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
@@ -94,13 +115,13 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
         alone: no other section is of this benchmark.
     """
     environment = record.environment
-    title = BENCHMARKS[record.benchmark].help + ("" if alone else f": {path.stem}")
+    title = TITLES[record.benchmark] + ("" if alone else f": {path.stem}")
     facts = [
         f"`{record.command}`",
         *(gpu["name"] for gpu in environment.get("gpus", [])),
         f"{environment['cpu']}, {environment['cores']} cores",
         *([", ".join(found)] if (found := environment.get("instructions")) else []),
-        *beside(environment),
+        *_beside(environment),
         record.started[:10],
         f"[{path.name}](results/{path.name})",
     ]
@@ -110,7 +131,7 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
         if setting:
             lines += [f"{setting}:", ""]
         lines += [*_table(cases), ""]
-    lines += [f"- {line}" for line in _remarks(record.cases)]
+    lines += [f"- {line}" for line in remarks(record.cases)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -163,7 +184,8 @@ def _cell(figure: Figure) -> str:
     return text
 
 
-def _remarks(cases: list[Case]) -> list[str]:
+def remarks(cases: list[Case]) -> list[str]:
+    """Return what stands under a table: limits, engines, and why cases cannot be compared."""
     limits: dict[str, list[str]] = {}
     for case in cases:
         for figure in case.figures:

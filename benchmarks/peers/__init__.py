@@ -1,1 +1,0 @@
-"""How others do what we do, for `qurl bench` to measure beside it."""
