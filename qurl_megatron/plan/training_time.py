@@ -16,10 +16,9 @@ from functools import cache
 from itertools import cycle
 
 from qurl_megatron.data.passes import plan_passes
-from qurl_megatron.data.trees import Family, Tree, count_off, families, fill, spread, tree_of
-from qurl_megatron.planning.constants import Constants, Gpu
-from qurl_megatron.planning.rollout_time import linear_parameters
-from qurl_megatron.planning.workload import Workload, in_turn
+from qurl_megatron.plan.constants import Constants, Gpu
+from qurl_megatron.plan.rollout_time import linear_parameters
+from qurl_megatron.plan.workload import Workload, in_turn
 from qurl_megatron.tensors.arch import Arch
 
 PRODUCTS, ATTENTION, LAUNCH = "compute", "attention", "launches"
@@ -65,47 +64,6 @@ def deal_out(work: Workload, data: int, budget: int, micro_batch: int, packed: b
     laid_out = sum(sum(p) if packed else len(p) * max(p) for p in passes)
     squares = sum(x * x for p in passes for x in (p if packed else [max(p)] * len(p)))
     return Hand(len(passes), laid_out, squares, sum(map(sum, hands)) / data)
-
-
-@cache
-def deal_out_shared(
-    work: Workload, data: int, budget: int, micro_batch: int, *, grouped: bool
-) -> Hand:
-    """The same where responses lie behind one copy of their prompt (``train.share_prefix``).
-
-    Args:
-        grouped: an update has all responses to its prompts (``algo.deal = "groups"``).
-    """
-    prompt, count = round(work.prompt), work.responses // work.minibatches
-    lengths = in_turn(work.lengths(count))
-    chosen = range(count) if grouped else in_turn(tuple(range(work.responses)))[:count]
-    prompts = [response // work.samples for response in chosen]
-
-    def tree(family: Family) -> Tree:
-        return tree_of(prompt, [lengths[i] for i in family])
-
-    def positions(family: Family) -> int:
-        return tree(family).stop
-
-    def passes(hand: list[Family]) -> list[list[Family]]:
-        return fill(hand, budget, positions) if budget else count_off(hand, micro_batch)
-
-    dealt = [passes(hand) for hand in spread(families(range(count), prompts), data, positions)]
-    trees = [[tree(part) for one in hand for part in one] for hand in dealt]
-    loads = [sum(one.stop for one in hand) for hand in trees]
-    fullest = loads.index(max(loads))
-    return Hand(
-        len(dealt[fullest]),
-        loads[fullest],
-        sum(map(_squares, trees[fullest])),
-        sum(loads) / data,
-    )
-
-
-def _squares(tree: Tree) -> int:
-    """A prefix attends to itself, a branch to itself and to all of the prefix: twice what a causal
-    mask leaves, as of a sequence's L x L products it leaves half."""
-    return tree.prefix**2 + sum(b * (b + 2 * tree.prefix) for b in tree.branches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +125,17 @@ def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Par
         stride = t * c * trainer.data * trainer.pipeline
         sends = 2 * local * arch.hidden * trainer.itemsize / split
         sends /= trainer.link(gpu, constants, stride)
-    launch = hand.passes * layers * constants.layer_launch * gpu.turns
-    return _launched(
-        {PRODUCTS: products, ATTENTION: attention, TENSOR: sums, CONTEXT: exchange, SENDS: sends},
-        launch,
-        constants.launch_overlap,
-    )
+    kernels = products + attention + sums + exchange + sends
+    launches = hand.passes * layers * constants.layer_launch
+    return {
+        PRODUCTS: products,
+        ATTENTION: attention,
+        TENSOR: sums,
+        CONTEXT: exchange,
+        SENDS: sends,
+        # A GPU waits for its host where the kernels are shorter than their launches.
+        LAUNCH: max(0.0, launches - kernels),
+    }
 
 
 def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Parts:
@@ -246,13 +209,6 @@ def training_time(
         parts=parts,
         limit=max(parts, key=lambda name: parts[name]),
     )
-
-
-def _launched(parts: Parts, launch: float, overlap: float) -> Parts:
-    """With what launches add: a GPU waits for its host where the kernels are shorter than their
-    launches, and a CPU does one after the other."""
-    beyond = max(0.0, launch - sum(parts.values()))
-    return {**parts, LAUNCH: max(beyond, launch * (1 - overlap))}
 
 
 def _in_pipeline(parts: Parts, stages: int, hand: Hand, updates: int = 1) -> Parts:
