@@ -141,7 +141,7 @@ def rescore(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Predict memory and step time of every layout of N GPUs, and where more stop helping."""
-    from qurl_megatron.planning.command import plan as run
+    from qurl_megatron.plan.command import plan as run
 
     return run(arguments)
 
@@ -350,7 +350,7 @@ def _rescore_options(command: argparse.ArgumentParser) -> None:
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:
-    from qurl_megatron.planning.options import add_options
+    from qurl_megatron.plan.options import add_options
 
     _recipe_options(command)
     add_options(command)

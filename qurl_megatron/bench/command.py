@@ -10,10 +10,10 @@ from importlib import import_module
 
 from qurl_megatron.bench import environment
 from qurl_megatron.bench.against import compare
+from qurl_megatron.bench.machine_limits import limits
 from qurl_megatron.bench.options import REMOVED
 from qurl_megatron.bench.record import BenchRecord, Case, read
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.machine_limits import limits
 
 
 def bench(options: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ its turn.
 
 from collections.abc import Sequence
 
-from qurl_megatron.planning.constants import GPUS, Constants, Gpu
-from qurl_megatron.planning.rollout_time import DecodeRank, decode_step, schedule
+from qurl_megatron.plan.constants import GPUS, Constants, Gpu
+from qurl_megatron.plan.rollout_time import DecodeRank, decode_step, schedule
 
 
 def least_seconds(
@@ -38,12 +38,11 @@ def predicted_seconds(
     gpu: Gpu,
     constants: Constants,
 ) -> float:
-    """Seconds that ``qurl plan`` gives to the same responses on one engine of such GPUs, or on a
-    CPU."""
+    """Return the seconds that ``qurl plan`` gives the same responses on one engine of such GPUs."""
     seconds = prompts * prompt * rank.quantized / (gpu.flops[rank.scheme] * constants.prefill)
     for steps, running, tokens in schedule(lengths, slots):
         seconds += steps * sum(decode_step(rank, gpu, constants, running, prompt + tokens).values())
-    return constants.rollout_over * (seconds + len(lengths) * constants.request)
+    return constants.rollout_over * seconds
 
 
 def gpu_named(name: str, scheme: str) -> Gpu | None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.algo import objective, token_log_probs
+from qurl_megatron.bench.machine_limits import limits
 from qurl_megatron.bench.options import chosen
 from qurl_megatron.bench.quantize import switched
 from qurl_megatron.bench.random_model import config_of
@@ -35,7 +36,6 @@ from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.machine_limits import limits
 from qurl_megatron.runtime.launch import launch
 from qurl_megatron.runtime.megatron import megatron_runtime
 

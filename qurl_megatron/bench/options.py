@@ -259,10 +259,6 @@ def _step(parser: argparse.ArgumentParser) -> None:
         help="of each training rank and engine on a CPU; default: the cores over the number of "
         "ranks, so more ranks get no more hardware; 1 for scaling",
     )
-    parser.add_argument(
-        "--mean-tokens", type=float, metavar="N", help="of a response, for the prediction"
-    )
-    parser.add_argument("--mean-prompt-tokens", type=float, metavar="N", help="and of a prompt")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where run folders lie meanwhile")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from qurl_megatron.bench.machine_limits import fastest
 from qurl_megatron.bench.options import chosen, quant_scheme
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
@@ -35,7 +36,6 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.engines.sglang.starting_sglang import sglang_python
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.machine_limits import fastest
 from qurl_megatron.runtime.launch import launch
 
 TRANSPORTS = ("memory", "files", "group")

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from qurl_megatron.bench import limits, load_figures
+from qurl_megatron.bench import limits, load_figures, machine_limits
 from qurl_megatron.bench.drive import DrivenLoad, Publishing
 from qurl_megatron.bench.options import quant_scheme
 from qurl_megatron.bench.random_model import config_of
@@ -47,9 +47,8 @@ from qurl_megatron.bench.rollout_load import (
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.planning import machine, machine_limits
-from qurl_megatron.planning.constants import Gpu, constants_of
-from qurl_megatron.planning.rollout_time import decode_rank, engine_rank
+from qurl_megatron.plan.constants import Constants
+from qurl_megatron.plan.rollout_time import decode_rank
 from qurl_megatron.tensors.arch import Arch, read_arch
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -128,14 +127,9 @@ class Subject:
     @property
     def dtype(self) -> str:
         """Of what is not quantized; an embedded engine on a CPU is fastest with FP32 there."""
-        on_cpu = self.planned_on == "cpu" and not torch.cuda.is_available()
+        on_cpu = self.engine == "embedded" and not torch.cuda.is_available()
         beside_codes = on_cpu and quant_scheme(self.scheme) != "none"
         return "float32" if self.scheme == "fp32" or beside_codes else "bfloat16"
-
-    @property
-    def planned_on(self) -> str:
-        """Where its speed is predicted; "" for an engine at a URL."""
-        return ENGINE_KINDS[self.engine].planned_on if self.engine in ENGINE_KINDS else ""
 
     @property
     def elsewhere(self) -> bool:
@@ -165,14 +159,12 @@ def run(options: argparse.Namespace) -> list[Case]:
     elif not options.out:  # an error on the way here names one of them
         shutil.rmtree(logs)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    # Measured where it is asked for: no engine uses it any more.
-    cpu = cache(partial(machine.here, threads=options.threads))
     cases, devices = [], set()
     for subject in subjects:
         name = subject.name
         device = device_of(before[name])
         devices.add(device)
-        bounds = bounds_of(plan, subject, arch, device, gpu, cpu)
+        bounds = bounds_of(plan, subject, arch, device, gpu)
         cases.append(case_of(plan, subject, measured[name], bounds, changed[name], before[name]))
     # The record has the limits of what the engines ran on.
     options.device = "cuda" if gpu and "cuda" in devices else "cpu"
@@ -337,14 +329,12 @@ def bounds_of(
     arch: Arch,
     device: str,
     gpu: str | None,
-    cpu: Callable[[str], Gpu],
 ) -> Bounds:
     """Return the limit and the prediction of one engine.
 
     Args:
         device: that the engine says it uses, "cuda" or "cpu"; "" where it does not say.
         gpu: what its driver calls the GPU that this side sees; None: it sees none.
-        cpu: measures this machine, where what is not quantized is of a ``model.dtype``.
     """
     on_gpu = device == "cuda"
     if subject.elsewhere or not device or (on_gpu and not gpu):
@@ -356,18 +346,16 @@ def bounds_of(
     share = 1 if on_gpu else subject.tensor
     load = {"prompt": plan.prompt, "slots": plan.slots}
     least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
-    if not on_gpu and subject.planned_on != "cpu":  # of CPUs the planner knows this engine alone
-        return Bounds(least)
-    known = limits.gpu_named(gpu or "", scheme) if on_gpu else cpu(subject.dtype).of_rank(1)
+    known = limits.gpu_named(gpu or "", scheme) if on_gpu else None
     if known is None:
         return Bounds(least)
     predicted = limits.predicted_seconds(
-        engine_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype], known),
+        rank,
         plan.lengths,
         **load,
         prompts=plan.prompts,
         gpu=known,
-        constants=constants_of(known, scheme),
+        constants=Constants(),
     )
     return Bounds(least, predicted)
 

@@ -1,4 +1,4 @@
-"""Seconds of a whole RL step: phases, overlap, scaling, beside what a plan predicted.
+"""Seconds of a whole RL step: phases, overlap, scaling.
 
 A repeat is one run of a recipe for a few steps, and what stands for it is the median of its steps
 but the first two. At every ``rollout.max_staleness`` that is asked for the recipe runs in its own
@@ -9,9 +9,8 @@ such a step is the longer of what engines and trainer do: all of the other one b
 work for more ranks. **Weak**: as much work for each; prompts grow with data ranks or engines, so
 layouts with neither have no such case. The limit is linear scaling from the smallest layout, so the
 share of it is the efficiency: score and train by training ranks, rollout by engines. Reward is not
-split, and grows with the prompts; publish, and what no phase counts, stay as they are. On a CPU it
-is not the ranks that count but what the cores under them multiply: beyond the cores linear is
-level.
+split, and grows with the prompts; publish, and what no phase counts, stay as they are. On a CPU
+more ranks than cores gain nothing: there linear is level.
 """
 
 import argparse
@@ -29,7 +28,6 @@ from functools import partial
 from pathlib import Path
 
 from qurl_megatron.bench import environment
-from qurl_megatron.bench.limits import gpu_named
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.config import load
@@ -38,9 +36,6 @@ from qurl_megatron.observe.history import History
 from qurl_megatron.observe.hours import accepted
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
 from qurl_megatron.observe.timeline import overlap, read_timeline
-from qurl_megatron.planning import machine
-from qurl_megatron.planning.constants import Gpu, unknown
-from qurl_megatron.planning.own import Own
 
 PHASES = ("rollout", "reward", "score", "train", "publish")
 FIRST = 2  # steps that do not count: they wait for engines and caches
@@ -89,7 +84,12 @@ class StepSetting:
 
     name: str
     keys: dict[str, str | int]
-    own: Own
+    recipe: Path
+    overrides: tuple[str, ...]
+    model: Path
+    busy: float  # GPUs, or cores of a CPU, that the layout keeps for itself
+    cores: int | None  # that all ranks and engines share; None: each has a GPU
+    threads: int = 0  # of each rank on a CPU; 0: its share of the cores
     sizes: Sizes | None = None  # None: the recipe's own layout
     work: float = 1.0  # times that of the smallest layout
 
@@ -113,31 +113,29 @@ def run(options: argparse.Namespace) -> list[Case]:
     if options.steps <= FIRST:
         raise ConfigError(f"--steps {options.steps}: the first {FIRST} do not count; give more")
     layouts = list(dict.fromkeys(map(parse, options.layouts)))
-    here = _machine(options)
     own = [
         _setting(
             options,
-            here,
             f"staleness {staleness}",
             {"staleness": staleness},
             [f"rollout.max_staleness={staleness}"],
         )
         for staleness in dict.fromkeys(options.staleness)
     ]
-    scaled = _scaled(options, here, layouts)
+    scaled = _scaled(options, layouts)
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-step-") as folder:
         run_dirs = (Path(folder) / f"run-{number}" for number in itertools.count(1))
 
         def once(setting: StepSetting) -> Usual:
             run_dir = next(run_dirs)
-            train(setting.own, options.steps, run_dir, threads=options.threads)
+            train(setting, options.steps, run_dir)
             return read_run(run_dir)
 
         settings = [*own, *scaled]
-        if not Path(settings[0].own.config.model.path).exists():
-            progress(f"making {settings[0].own.config.model.path}")
-            train(settings[0].own, 1, next(run_dirs), threads=options.threads)
-        predicted = {setting.name: predict(setting.own) for setting in settings}
+        model = settings[0].model
+        if not model.exists():
+            progress(f"making {model}")
+            train(settings[0], 1, next(run_dirs))
         measured = interleaved(
             {setting.name: partial(once, setting) for setting in settings},
             repeats=options.repeats,
@@ -148,21 +146,12 @@ def run(options: argparse.Namespace) -> list[Case]:
     for setting in own:
         repeats = measured[setting.name]
         limits = {"step": statistics.median(map(_longer_side, repeats.results))}
-        cases.append(case_of(setting, repeats, predicted[setting.name], limits, "the longer side"))
-    return cases + _scaling_cases(scaled, measured, predicted)
-
-
-def _machine(options: argparse.Namespace) -> Gpu:
-    """What the ranks run on: the data sheet of its GPUs, or this CPU where it has none."""
-    config = load(options.recipe, options.overrides)
-    gpus = environment.gpus()
-    if not gpus:
-        return machine.here(config.model.dtype, options.threads)
-    return gpu_named(gpus[0]["name"], config.quant.scheme) or unknown(gpus[0]["name"])
+        cases.append(case_of(setting, repeats, limits, "the longer side"))
+    return cases + _scaling_cases(scaled, measured)
 
 
 def _setting(
-    options: argparse.Namespace, here: Gpu, name: str, keys: dict, overrides: Sequence[str], **more
+    options: argparse.Namespace, name: str, keys: dict, overrides: Sequence[str], **more
 ) -> StepSetting:
     """
     Raises:
@@ -170,25 +159,37 @@ def _setting(
     """
     recipe = Path(options.recipe)
     threads = [f"rollout.engine_threads={options.threads}"] if options.threads else []
-    own = Own(
-        recipe,
-        (*options.overrides, *threads, *overrides),
-        here,
-        node=max(1, len(environment.gpus())),
-        prompt=options.mean_prompt_tokens,
-        mean=options.mean_tokens,
-    )
-    own.config  # noqa: B018  a mistake is reported now, not after minutes of measuring
     given = {
         "recipe": recipe.stem,
         "steps": options.steps,
         "overrides": " ".join(options.overrides),
         "threads": options.threads,
     }
-    return StepSetting(name=f"{recipe.stem}, {name}", keys={**given, **keys}, own=own, **more)
+    settings = (*options.overrides, *threads, *overrides)
+    config = load(recipe, settings)
+    rollout = config.rollout
+    ranks = (config.parallel.world_size, rollout.engines * rollout.engine_tensor)
+    cores = None if environment.gpus() else len(os.sched_getaffinity(0))
+    if cores is None:
+        busy = max(ranks) if rollout.colocate else sum(ranks)
+    else:
+        sides = [used_cores(side, cores, options.threads) for side in ranks]
+        # In turn one side waits for the other.
+        busy = min(cores, sum(sides)) if rollout.max_staleness else max(sides)
+    return StepSetting(
+        name=f"{recipe.stem}, {name}",
+        keys={**given, **keys},
+        recipe=recipe,
+        overrides=settings,
+        model=Path(config.model.path),
+        busy=busy,
+        cores=cores,
+        threads=options.threads,
+        **more,
+    )
 
 
-def _scaled(options: argparse.Namespace, here: Gpu, layouts: Sequence[Sizes]) -> list[StepSetting]:
+def _scaled(options: argparse.Namespace, layouts: Sequence[Sizes]) -> list[StepSetting]:
     """Strong scaling of each layout, weak scaling of those that can have it.
 
     Raises:
@@ -213,7 +214,6 @@ def _scaled(options: argparse.Namespace, here: Gpu, layouts: Sequence[Sizes]) ->
         settings.append(
             _setting(
                 options,
-                here,
                 f"{sizes.name}, {kind}",
                 {"staleness": 0, "layout": sizes.name, "scaling": kind},
                 [*sizes.overrides(int(prompts * work)), "rollout.max_staleness=0"],
@@ -246,35 +246,25 @@ def smallest(layouts: Sequence[Sizes]) -> Sizes:
     return min(layouts, key=lambda sizes: sizes.trainer + sizes.engines)
 
 
-def predict(own: Own) -> tuple[dict[str, float], str]:
-    """Return seconds by phase that ``qurl plan`` gives, and otherwise why it gives none."""
-    try:
-        logged = own.predict().logged
-    except ConfigError as error:  # of another kind of engine, or of a model without a shape
-        return {}, str(error)
-    return {name.removeprefix("time/"): value for name, value in logged.items()}, ""
-
-
-def train(own: Own, steps: int, run_dir: Path, *, threads: int) -> None:
+def train(setting: StepSetting, steps: int, run_dir: Path) -> None:
     """Run the recipe in a process of its own.
-
-    Args:
-        threads: of each rank; 0: its share of the cores.
 
     Raises:
         ConfigError: it failed; with what it said last.
     """
-    command = [sys.executable, "-m", "qurl_megatron.cli", "train", str(own.recipe)]
-    command += ["train.eval_prompts=0", "checkpoint.every=0", *own.overrides]
+    command = [sys.executable, "-m", "qurl_megatron.cli", "train", str(setting.recipe)]
+    command += ["train.eval_prompts=0", "checkpoint.every=0", *setting.overrides]
     command += [f"train.steps={steps}", f"train.run_dir={run_dir}"]
-    env = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    env = dict(os.environ)
+    if setting.threads:
+        env["OMP_NUM_THREADS"] = str(setting.threads)
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     )
     if done.returncode:
         lines = done.stdout.strip().splitlines()
         why = lines[-1] if lines else f"exit code {done.returncode}"
-        raise ConfigError(f"bench step: {own.recipe} failed: {why}")
+        raise ConfigError(f"bench step: {setting.recipe} failed: {why}")
 
 
 def read_run(run_dir: Path) -> Usual:
@@ -315,18 +305,15 @@ def _longer_side(usual: Usual) -> float:
 def case_of(
     setting: StepSetting,
     repeats: Repeats[Usual],
-    predicted: tuple[dict[str, float], str],
     limits: Mapping[str, float],
     limit_of: str,
 ) -> Case:
     """The phases of all repeats, and what an accepted sample costs.
 
     Args:
-        predicted: of ``predict``.
         limits: seconds by phase and "step".
     """
     runs = repeats.results
-    seconds, why_not = predicted
     figures = [
         Figure(
             name=name,
@@ -335,7 +322,6 @@ def case_of(
             repeats=[run.seconds[name] for run in runs],
             limit=limits.get(name),
             limit_of=limit_of if name in limits else "",
-            predicted=seconds.get(name),
         )
         for name in ("step", *PHASES)
         if name in runs[0].seconds
@@ -344,14 +330,12 @@ def case_of(
     shares = [100 * run.overlap for run in runs]
     figures.append(Figure(name="overlap", unit="%", better=None, repeats=shares))
     if all(run.accepted > 0 for run in runs):
-        unit = "core s" if setting.own.gpu.cores else "GPU s"
-        spent = [setting.own.busy * run.seconds["step"] / run.accepted for run in runs]
+        unit = "core s" if setting.cores else "GPU s"
+        spent = [setting.busy * run.seconds["step"] / run.accepted for run in runs]
         figures.append(Figure(name="per accepted sample", unit=unit, better=None, repeats=spent))
     notes: dict[str, object] = {
         "accepted": round(statistics.fmean(run.accepted for run in runs), 1)
     }
-    if why_not:
-        notes["no prediction"] = why_not
     return Case(
         name=setting.name,
         keys=setting.keys,
@@ -365,7 +349,6 @@ def case_of(
 def _scaling_cases(
     settings: Sequence[StepSetting],
     measured: Mapping[str, Repeats[Usual]],
-    predicted: Mapping[str, tuple[dict[str, float], str]],
 ) -> list[Case]:
     """The layouts beside linear scaling from the smallest one."""
     if not settings:
@@ -379,50 +362,50 @@ def _scaling_cases(
     cases = []
     for setting in settings:
         assert setting.sizes is not None, "layouts have theirs"
-        here = setting.own.gpu
-        limits = {} if setting is first else linear(took, setting.sizes, base, setting.work, here)
-        cores = f", as far as {here.cores} cores multiply" if here.cores else ""
-        case = case_of(
-            setting,
-            measured[setting.name],
-            predicted[setting.name],
-            limits,
-            f"linear from {base.name}{cores}",
-        )
-        if here.cores:
-            threads = here.threads or "a share of the cores each"
+        limits = {}
+        if setting is not first:
+            limits = linear(took, setting.sizes, base, setting.work, setting.cores, setting.threads)
+        cores = f", up to {setting.cores} cores" if setting.cores else ""
+        case = case_of(setting, measured[setting.name], limits, f"linear from {base.name}{cores}")
+        if setting.cores:
+            threads = setting.threads or "a share of the cores each"
             case.notes["cores"] = (
                 f"{setting.sizes.trainer} training ranks and {setting.sizes.engines} engines on "
-                f"{here.cores} cores, threads: {threads}"
+                f"{setting.cores} cores, threads: {threads}"
             )
         cases.append(case)
     return cases
 
 
 def linear(
-    phases: Mapping[str, float], sizes: Sizes, base: Sizes, work: float, machine: Gpu
+    phases: Mapping[str, float],
+    sizes: Sizes,
+    base: Sizes,
+    work: float,
+    cores: int | None,
+    threads: int = 0,
 ) -> dict[str, float]:
     """Seconds of each phase and of the step at linear scaling.
 
     Args:
         phases: seconds of the smallest layout, by phase and "step".
         work: times that of the smallest layout.
+        cores: that all ranks share; None: each has a GPU.
+        threads: of each rank on a CPU; 0: its share of the cores.
     """
     scaled = {}
     for phase, seconds in phases.items():
         if side := SPLIT.get(phase):
-            gain = _gain(getattr(sizes, side), getattr(base, side), machine)
-            scaled[phase] = seconds * work / gain
+            now, before = getattr(sizes, side), getattr(base, side)
+            if cores is not None:
+                now, before = (used_cores(ranks, cores, threads) for ranks in (now, before))
+            scaled[phase] = seconds * work * before / now
         elif phase == UNSPLIT:
             scaled[phase] = seconds * work
     rest = phases["step"] - sum(phases[phase] for phase in scaled)
     return {**scaled, "step": sum(scaled.values()) + rest}
 
 
-def _gain(now: int, before: int, machine: Gpu) -> float:
-    """How much faster ``now`` ranks can be than ``before``; on a CPU, how much faster the cores
-    that they keep busy multiply."""
-    if machine.cores is None:
-        return now / before
-    rates = [machine.together(ranks).flops["none"] for ranks in (now, before)]
-    return rates[0] / rates[1]
+def used_cores(ranks: int, cores: int, threads: int) -> int:
+    """Return how many of the cores so many ranks keep busy together."""
+    return min(cores, ranks * threads) if threads else cores

@@ -48,9 +48,6 @@ class EngineKind:
     wide_output: bool
     """Can compute logits in FP32 where the model is BF16."""
 
-    planned_on: str
-    """Where ``qurl plan`` predicts its speed: "cpu" or "gpu"."""
-
     tempers_prompts: bool
     """Its log-probs of prompt tokens are at the sampling temperature, as those of sampled ones."""
 
@@ -83,7 +80,6 @@ ENGINE_KINDS = {
             arithmetic="exact",
             few_bits=True,
             wide_output=False,
-            planned_on="cpu",
             tempers_prompts=True,
             quantizes=True,
             exact_pause="",
@@ -102,7 +98,6 @@ ENGINE_KINDS = {
             arithmetic="sglang",
             few_bits=False,
             wide_output=True,
-            planned_on="gpu",
             tempers_prompts=False,
             quantizes=False,
             exact_pause="--disable-overlap-schedule",

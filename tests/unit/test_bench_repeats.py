@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qurl_megatron.bench import environment, repeats
+from qurl_megatron.bench import environment, machine_limits, repeats
 from qurl_megatron.bench.repeats import interleaved
-from qurl_megatron.planning import machine_limits
 
 
 def test_rounds_alternate_forwards_and_backwards_and_warm_up_does_not_count():

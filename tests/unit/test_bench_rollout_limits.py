@@ -1,12 +1,10 @@
 """The least a load can take, by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from qurl_megatron.bench.limits import gpu_named, least_seconds, predicted_seconds
-from qurl_megatron.planning.constants import GPUS, Constants
-from qurl_megatron.planning.rollout_time import DecodeRank, decode_rank
+from qurl_megatron.plan.constants import GPUS, Constants
+from qurl_megatron.plan.rollout_time import DecodeRank, decode_rank
 from qurl_megatron.tensors.arch import read_arch
 
 RANK = DecodeRank(
@@ -57,14 +55,6 @@ def test_a_prediction_is_slower_than_the_limit():
         rank, lengths, prompt=10, prompts=1, slots=3, gpu=gpu, constants=Constants()
     )
     assert told > least
-
-
-def test_each_request_costs_something_besides():
-    usual = Constants(rollout_over=2.0)
-    load = {"prompt": 5, "prompts": 1, "slots": 2, "gpu": GPUS["h100"]}
-    free = predicted_seconds(RANK, [2, 4], **load, constants=usual)
-    asking = predicted_seconds(RANK, [2, 4], **load, constants=replace(usual, request=0.5))
-    assert asking == pytest.approx(free + 2 * 2 * 0.5)
 
 
 def test_gpus_are_known_by_what_their_driver_calls_them():

@@ -1,4 +1,4 @@
-"""A step's phases, scaling and predictions, on runs whose seconds are written by hand."""
+"""A step's phases and scaling, on runs whose seconds are written by hand."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from qurl_megatron.bench import step as bench_step
 from qurl_megatron.bench.options import BENCHMARKS, add_shared
@@ -23,14 +22,8 @@ from qurl_megatron.bench.step import (
     smallest,
 )
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.constants import GPUS
-from qurl_megatron.planning.machine import cpu
-from qurl_megatron.planning.own import Own
-from tests.unit.test_planning_cpu import MODEL as SHAPE
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
-ALONE = {"read_gb_s": 20.0, "int8_gop_s": 80.0, "bf16_gflop_s": 90.0, "fp32_gflop_s": 40.0}
-BOTH = {name: 2 * rate for name, rate in ALONE.items()}
 SETTINGS = """
 [rollout]
 samples_per_prompt = 4
@@ -114,11 +107,10 @@ TOOK = {"step": 10.0, "rollout": 4.0, "reward": 0.25, "score": 1.0, "train": 3.0
 
 def test_linear_scaling_by_hand():
     """On GPUs of their own, twice the data ranks halve score and train, and leave the rest."""
-    gpu = GPUS["h100"]
-    found = linear(TOOK, parse("dp2"), parse("tp1"), 1.0, gpu)
+    found = linear(TOOK, parse("dp2"), parse("tp1"), 1.0, cores=None)
     assert found == {"rollout": 4.0, "reward": 0.25, "score": 0.5, "train": 1.5, "step": 8.0}
     # Twice the work: the trainer as long as before, the one engine and the rewards twice as long.
-    found = linear(TOOK, parse("dp2"), parse("tp1"), 2.0, gpu)
+    found = linear(TOOK, parse("dp2"), parse("tp1"), 2.0, cores=None)
     assert found == {"rollout": 8.0, "reward": 0.5, "score": 1.0, "train": 3.0, "step": 14.25}
 
 
@@ -132,16 +124,8 @@ def test_linear_scaling_by_hand():
     ],
 )
 def test_on_a_cpu_the_cores_are_the_limit_and_not_the_ranks(layout, threads, train, rollout):
-    here = cpu(ALONE, BOTH, "float32", cores=2, threads=threads)
-    found = linear(TOOK, parse(layout), parse("tp1"), 1.0, here)
+    found = linear(TOOK, parse(layout), parse("tp1"), 1.0, cores=2, threads=threads)
     assert (found["train"], found["rollout"]) == (train, rollout)
-
-
-def test_threads_of_one_core_put_the_limit_where_they_multiply_no_faster():
-    both = {**BOTH, "fp32_gflop_s": 44.0}  # a tenth more than one alone
-    here = cpu(ALONE, both, "float32", cores=2, threads=1)
-    found = linear(TOOK, parse("tp2"), parse("tp1"), 1.0, here)
-    assert found["train"] == pytest.approx(3.0 / 1.1)
 
 
 # -- the benchmark -----------------------------------------------------------------------------
@@ -151,20 +135,14 @@ def test_threads_of_one_core_put_the_limit_where_they_multiply_no_faster():
 def bench(monkeypatch, tmp_path):
     """Runs the benchmark with a recipe whose runs take what the test says."""
 
-    def limits(_: str) -> dict[str, float]:
-        return ALONE if torch.get_num_threads() == 1 else BOTH
-
-    monkeypatch.setattr("qurl_megatron.planning.machine.measured_limits", limits)
-    monkeypatch.setattr("qurl_megatron.planning.machine.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(bench_step.os, "sched_getaffinity", lambda _: {0, 1})
     started = []
 
     def call(*words: str, took=lambda given: {"rollout": 2.0, "train": 3.0}) -> list[Case]:
         def trains(command: list[str], **_) -> SimpleNamespace:  # and leaves what a run leaves
             given = dict(word.split("=", 1) for word in command if "=" in word)
             started.append(given)
-            model = Path(given["model.path"])
-            model.mkdir(exist_ok=True)
-            (model / "config.json").write_text(json.dumps(SHAPE))
+            Path(given["model.path"]).mkdir(exist_ok=True)
             write_run(Path(given["train.run_dir"]), took(given), steps=int(given["train.steps"]))
             return SimpleNamespace(returncode=0, stdout="")
 
@@ -198,8 +176,10 @@ def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_
 
 def test_what_follows_from_other_figures_is_shown_and_not_compared_with_an_older_record():
     runs = [Usual(seconds=TOOK, engines=4.0, overlap=share, accepted=5.0) for share in (0.5, 0.625)]
-    setting = StepSetting(name="q", keys={}, own=Own(QUICKSTART, (), GPUS["h100"], node=8))
-    case = case_of(setting, Repeats(results=runs, yardsticks=[1.0] * 2), ({}, ""), {}, "")
+    setting = StepSetting(
+        name="q", keys={}, recipe=QUICKSTART, overrides=(), model=Path(), busy=2.0, cores=None
+    )
+    case = case_of(setting, Repeats(results=runs, yardsticks=[1.0] * 2), {}, "")
     overlap = case.figure("overlap")
     assert (overlap.repeats, overlap.unit) == ([50.0, 62.5], "%")
     assert {figure.name for figure in case.figures if figure.better} == {*TOOK}
@@ -210,21 +190,10 @@ def test_a_model_that_is_missing_is_made_before_anything_is_measured(bench):
     assert [given["train.steps"] for given in bench.started] == ["1", "4"]
 
 
-def test_the_prediction_is_made_before_the_run(bench):
-    slow, fast = (
-        bench("--staleness", "0", took=lambda _, s=s: {"rollout": s, "train": s})[0]
-        for s in (9.0, 0.9)
-    )
-    for name in ("step", "rollout", "train"):
-        assert 0 < slow.figure(name).predicted == fast.figure(name).predicted
-
-
-def test_on_gpus_without_a_data_sheet_a_step_is_measured_and_not_predicted(bench, monkeypatch):
+def test_on_gpus_a_sample_costs_their_seconds(bench, monkeypatch):
     gpus = [{"name": "NVIDIA L4", "memory_gib": 24}]
     monkeypatch.setattr("qurl_megatron.bench.environment.gpus", lambda: gpus)
     (case,) = bench("--staleness", "0")
-    assert case.figure("step").predicted is None
-    assert case.notes["no prediction"] == "qurl plan has no data sheet of NVIDIA L4"
     # Two tensor ranks and two engines.
     cost = case.figure("per accepted sample")
     assert cost.unit == "GPU s" and cost.median == pytest.approx(4 * 5 / 32)

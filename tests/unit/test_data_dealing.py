@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qurl_megatron.data.dealing import deal, over_ranks, plan_passes, shuffled
-from qurl_megatron.planning.training_time import deal_out
-from qurl_megatron.planning.workload import Workload
+from qurl_megatron.plan.training_time import deal_out
+from qurl_megatron.plan.workload import Workload
 
 LENGTHS = [7, 12, 5, 9, 14, 6, 11, 8, 13, 5, 10, 16, 4, 9, 15, 7]
 

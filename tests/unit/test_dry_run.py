@@ -483,13 +483,6 @@ def test_the_room_for_log_probs_is_what_they_are_worked_out_in():
     assert SCRATCH_BYTES["cuda"] == memory.SCRATCH
 
 
-def test_a_plan_is_confirmed_by_the_dry_run(capsys):
-    recipe = str(ROOT / "launch" / "recipes" / "gsm8k_ppo_qwen2.5_0.5b.toml")
-    options = ["--gpus", "4", "--up-to", "0", "--top", "2", "--confirm"]
-    assert main(["plan", recipe, *options]) == 0
-    assert "The dry run finds the same memory for these rows" in capsys.readouterr().out
-
-
 def test_buckets_are_padded_as_megatron_pads_them():
     """Backwards: 100 numbers from 0, then 50 from 128 (a multiple of 64), which closes a bucket of
     170 at a multiple of lcm(3, 128)."""

@@ -105,7 +105,7 @@ def test_submit_knows_the_memory_of_a_critic_and_what_no_engine_serves_without_t
 
 
 def test_the_planner_imports_neither_torch_nor_megatron():
-    looks = "import sys, qurl_megatron.planning.command"
+    looks = "import sys, qurl_megatron.plan.command"
     heavy = "sorted({'torch', 'megatron'} & set(sys.modules))"
     command = [sys.executable, "-c", f"{looks}; print({heavy})"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"

@@ -7,20 +7,17 @@ adds up over the engine's ranks twice a layer:
     step = max(weights / HBM, 2 x parameters x running / FLOPs)
            + cache / HBM + all-reduces + launches
 
-Where reading and multiplying take turns, as in torch on a CPU, the shorter one counts as well
-(``decode_overlap``); there each response of a step, and each request, costs something besides.
-
 Responses that end make room for those that wait, or the batch shrinks: so a rollout lasts as many
 steps as its longest chain of responses, and the steps of its tail cost nearly as much as full ones.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
-from qurl_megatron.planning.constants import Constants, Gpu
-from qurl_megatron.planning.workload import Workload, in_turn
+from qurl_megatron.plan.constants import Constants, Gpu
+from qurl_megatron.plan.workload import Workload, in_turn
 from qurl_megatron.sizes import memory
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.table import is_quantized
@@ -30,7 +27,6 @@ LONGEST = "the longest response"
 ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"
 WEIGHTS, COMPUTE, CACHE = "weights' bytes", "compute", "keys' and values' bytes"
 REDUCE, LAUNCH, PREFILL = "all-reduces", "launches and sampling", "prefill"
-ASKING = "asking and answering"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +64,6 @@ def decode_rank(arch: Arch, scheme: str, tensor: int, itemsize: int = 2) -> Deco
     )
 
 
-def engine_rank(arch: Arch, scheme: str, tensor: int, itemsize: int, gpu: Gpu) -> DecodeRank:
-    """A rank of an engine on such GPUs. A CPU has no units for FP8: an embedded engine keeps such
-    weights in FP32 there, and nothing else."""
-    rank = decode_rank(arch, scheme, tensor, itemsize)
-    if gpu.cores is None or scheme != "fp8":
-        return rank
-    codes, fp32 = (memory.engine_weights(arch, kind, tensor, 4) for kind in ("fp8", "none"))
-    return replace(rank, weights=rank.weights + fp32 - codes)
-
-
 @cache
 def linear_parameters(arch: Arch) -> int:
     """Numbers in the layers' linear weights that a token meets: of experts, the chosen ones."""
@@ -104,9 +90,6 @@ def decode_step(
         rank.quantized / (gpu.flops[rank.scheme] * constants.decode_gemm)
         + rank.plain / (gpu.flops["none"] * constants.decode_gemm)
     )
-    launches = rank.layers * constants.decode_layer + constants.decode_step
-    launches += running * constants.decode_row
-    shown = 1 - constants.decode_overlap  # of the shorter of the two
     tokens = running * context
     cache = max(
         tokens * rank.token / hbm,
@@ -118,11 +101,12 @@ def decode_step(
         one = constants.decode_latency + sent / (gpu.nvlink * constants.collective)
         reduce = 2 * rank.layers * one
     return {
-        WEIGHTS: read * (1.0 if read >= multiply else shown),
-        COMPUTE: multiply * (1.0 if multiply > read else shown),
+        # The weights are read while they are multiplied: the longer of the two counts.
+        WEIGHTS: read if read >= multiply else 0.0,
+        COMPUTE: multiply if multiply > read else 0.0,
         CACHE: cache,
         REDUCE: reduce,
-        LAUNCH: gpu.turns * launches,
+        LAUNCH: rank.layers * constants.decode_layer + constants.decode_step,
     }
 
 
@@ -180,7 +164,6 @@ def rollout_time(
     lengths = in_turn(work.lengths(share))
     parts = _decode(rank, gpu, constants, work.prompt, lengths, slots)
     parts[PREFILL] = _prefill(rank, gpu, constants, work, engines, share)
-    parts[ASKING] = share * constants.request * gpu.turns
     parts = {name: constants.rollout_over * seconds for name, seconds in parts.items()}
     seconds = sum(parts.values())
     even = [max(1, round(work.mean))] * share

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from qurl_megatron.data.dealing import into_microbatches, over_ranks
-from qurl_megatron.planning.constants import Constants, Gpu
-from qurl_megatron.planning.rollout_time import linear_parameters
-from qurl_megatron.planning.workload import Workload, in_turn
+from qurl_megatron.plan.constants import Constants, Gpu
+from qurl_megatron.plan.rollout_time import linear_parameters
+from qurl_megatron.plan.workload import Workload, in_turn
 from qurl_megatron.tensors.arch import Arch
 
 PRODUCTS, ATTENTION, LAUNCH = "compute", "attention", "launches"
@@ -114,12 +114,17 @@ def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Par
         stride = t * c * trainer.data * trainer.pipeline
         sends = 2 * local * arch.hidden * trainer.itemsize / split
         sends /= trainer.link(gpu, constants, stride)
-    launch = hand.passes * layers * constants.layer_launch * gpu.turns
-    return _launched(
-        {PRODUCTS: products, ATTENTION: attention, TENSOR: sums, CONTEXT: exchange, SENDS: sends},
-        launch,
-        constants.launch_overlap,
-    )
+    kernels = products + attention + sums + exchange + sends
+    launches = hand.passes * layers * constants.layer_launch
+    return {
+        PRODUCTS: products,
+        ATTENTION: attention,
+        TENSOR: sums,
+        CONTEXT: exchange,
+        SENDS: sends,
+        # A GPU waits for its host where the kernels are shorter than their launches.
+        LAUNCH: max(0.0, launches - kernels),
+    }
 
 
 def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Parts:
@@ -193,13 +198,6 @@ def training_time(
         parts=parts,
         limit=max(parts, key=lambda name: parts[name]),
     )
-
-
-def _launched(parts: Parts, launch: float, overlap: float) -> Parts:
-    """With what launches add: a GPU waits for its host where the kernels are shorter than their
-    launches, and a CPU does one after the other."""
-    beyond = max(0.0, launch - sum(parts.values()))
-    return {**parts, LAUNCH: max(beyond, launch * (1 - overlap))}
 
 
 def _in_pipeline(parts: Parts, stages: int, hand: Hand, updates: int = 1) -> Parts:

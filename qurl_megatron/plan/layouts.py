@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qurl_megatron.config import RolloutConfig, RunConfig
-from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.machine import CPU
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.footprint import engine_divides
 
@@ -204,20 +202,14 @@ def _toml(value: object) -> str:
     return str(value)
 
 
-def check_backend(rollout: RolloutConfig, kind: str) -> None:
-    """Refuse engines whose speed nobody predicts on such a machine.
-
-    Args:
-        kind: ``--gpu``.
+def check_backend(rollout: RolloutConfig) -> None:
+    """Refuse engines whose speed nobody predicts.
 
     Raises:
-        ConfigError: they are not SGLang's on GPUs, or not embedded ones on CPUs.
+        ConfigError: they are not SGLang's.
     """
-    place = "cpu" if kind == CPU else "gpu"
-    if rollout.kind.planned_on != place:
-        wanted = next(name for name, one in ENGINE_KINDS.items() if one.planned_on == place)
+    if rollout.backend != "sglang":
         raise ConfigError(
-            f"qurl plan predicts SGLang engines on GPUs and embedded ones with --gpu {CPU}, and "
-            f"rollout.backend={rollout.backend}: set rollout.backend={wanted}, or give another "
-            "--gpu"
+            "qurl plan predicts SGLang engines on GPUs, and "
+            f"rollout.backend={rollout.backend}: set rollout.backend=sglang"
         )

@@ -1,8 +1,7 @@
 """A layout's memory and step time, and all layouts of N GPUs by step time.
 
 In turn (colocated, or ``rollout.max_staleness=0``) a step is the sum of its phases; one step off it
-is the longer of rollout and training, and the publication that both wait for. On a CPU, whose cores
-all share, it is at least the work of both over these cores.
+is the longer of rollout and training, and the publication that both wait for.
 """
 
 from collections.abc import Iterable
@@ -11,21 +10,12 @@ from functools import cached_property
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.errors import ConfigError
-from qurl_megatron.planning.constants import GB, Constants, Gpu
-from qurl_megatron.planning.layouts import Choice, applied, choices, own_choice, scaled
-from qurl_megatron.planning.publish_model import PublishSetting, Rates
-from qurl_megatron.planning.publish_model import predict as predict_publication
-from qurl_megatron.planning.rollout_time import RolloutTime, engine_rank, rollout_time, slots_of
-from qurl_megatron.planning.training_time import (
-    Hand,
-    Trainer,
-    TrainingTime,
-    deal_out,
-    training_time,
-)
-from qurl_megatron.planning.workload import Workload
-from qurl_megatron.publish.routes import Layout
-from qurl_megatron.sizes import memory
+from qurl_megatron.plan.constants import Constants, Gpu
+from qurl_megatron.plan.layouts import Choice, applied, choices, own_choice, scaled
+from qurl_megatron.plan.publish_time import publish_time
+from qurl_megatron.plan.rollout_time import RolloutTime, decode_rank, rollout_time, slots_of
+from qurl_megatron.plan.training_time import Trainer, TrainingTime, deal_out, training_time
+from qurl_megatron.plan.workload import Workload
 from qurl_megatron.training.footprint import GIB, STATIC, Footprint, Models, footprint
 
 
@@ -43,8 +33,6 @@ class Prediction:
     publish: float
     reload: float
     tokens: float  # that train in a step
-    rollout_cores: float = 0.0  # share of a CPU's cores that engines keep busy
-    training_cores: float = 0.0  # and training ranks
 
     @property
     def ahead(self) -> bool:
@@ -53,11 +41,8 @@ class Prediction:
 
     @cached_property
     def step(self) -> float:
-        rollout, training = self.rollout.seconds, self.training.seconds
-        both = rollout + training
-        if self.ahead:
-            work = rollout * self.rollout_cores + training * self.training_cores
-            both = max(rollout, training, work)
+        phases = (self.rollout.seconds, self.training.seconds)
+        both = max(phases) if self.ahead else sum(phases)
         return both + self.publish + self.reload
 
     @property
@@ -117,11 +102,21 @@ class Planner:
     def plan(self, gpus: int) -> list[Prediction]:
         """Every layout of ``gpus`` GPUs that fits, fastest first."""
         own = scaled(own_choice(self.config), gpus)
-        found = (
-            self.predict(choice, own=choice == own)
-            for choice in choices(self.models.policy, gpus, self.node, self._shares)
-        )
-        return sorted((f for f in found if f), key=lambda f: (f.step, f.bytes))
+        predictions = []
+        for choice in choices(self.models.policy, gpus, self.node, self._shares):
+            prediction = self.predict(choice, own=choice == own)
+            if prediction is not None:
+                predictions.append(prediction)
+        return sorted(predictions, key=lambda layout: (layout.step, layout.training.seconds))
+
+    def scaling(self, up_to: int) -> list[Prediction]:
+        """Return the fastest layout of one machine's GPUs, twice as many, and so on."""
+        best = []
+        gpus = self.node
+        while gpus <= up_to:
+            best += self.plan(gpus)[:1]
+            gpus *= 2
+        return best
 
     def predict(self, choice: Choice, *, own: bool = False) -> Prediction | None:
         """None where the batch does not divide or the layout does not fit."""
@@ -141,8 +136,6 @@ class Planner:
             publish=self._publish(config),
             reload=self.constants.reload if choice.colocated else 0.0,
             tokens=self.work.tokens,
-            rollout_cores=self.gpu.busy(choice.engines * choice.engine_tensor),
-            training_cores=self.gpu.busy(choice.trainer),
         )
 
     def _fitting(self, choice: Choice, *, own: bool) -> tuple[RunConfig, Footprint] | None:
@@ -154,17 +147,19 @@ class Planner:
             except ConfigError:  # it does not divide
                 return None
             _, phase, size = held.fullest
-            if size <= self._usable(choice.gpus, own=own):
-                return (config, held) if self._room(config, held) >= self._longest else None
+            if size <= self._usable(own=own):
+                assert held.engine is not None, "SGLang engines have a footprint"
+                room = held.engine.tokens(config.quant.scheme)
+                return (config, held) if room >= self._longest else None
             if self.nearest is None or size < self.nearest[0]:
                 self.nearest = (size, choice, phase)
             if not choice.colocated or phase in ("resume", "train"):
                 return None  # no engine's memory is in these
         return None
 
-    def _usable(self, ranks: int, *, own: bool = False) -> float:
-        """Bytes of a GPU that a layout may fill; the recipe's own may try all of them."""
-        return self.gpu.of_rank(ranks).gib * GIB * (1 if own else 1 - self.constants.spare)
+    def _usable(self, *, own: bool = False) -> float:
+        """Return the bytes of a GPU that a layout may fill; the recipe's own may try them all."""
+        return self.gpu.gib * GIB * (1 if own else 1 - self.constants.spare)
 
     def _fractions(self, choice: Choice, *, own: bool) -> Iterable[float | None]:
         """SGLang's shares of the free memory to try; None is the recipe's."""
@@ -185,31 +180,16 @@ class Planner:
     def _longest(self) -> int:
         return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
 
-    def _room(self, config: RunConfig, held: Footprint) -> int:
-        if held.engine is None:  # embedded
-            token = memory.cached_token(held.arch, 1, config.model.itemsize)
-            return int(config.rollout.engine_memory_gb * GIB) // token
-        return held.engine.tokens(config.quant.scheme)
-
     def _rollout(self, config: RunConfig, held: Footprint) -> RolloutTime:
-        rollout, work = config.rollout, self.work
+        assert held.engine is not None, "SGLang engines have a footprint"
+        rollout, work, scheme = config.rollout, self.work, config.quant.scheme
+        room, requests = held.engine.tokens(scheme), rollout.requests_per_engine
         share = -(-work.responses // rollout.engines)
-        # Embedded engines get all of their work at once.
-        room, requests = (
-            self._room(config, held),
-            rollout.requests_per_engine if held.engine else share,
-        )
         key = (rollout.engines, rollout.engine_tensor, slots_of(work, share, room, requests))
         if key not in self._rollouts:
             self._rollouts[key] = rollout_time(
-                engine_rank(
-                    held.arch,
-                    config.quant.scheme,
-                    rollout.engine_tensor,
-                    config.model.itemsize,
-                    self.gpu,
-                ),
-                self.gpu.of_rank(rollout.engines * rollout.engine_tensor),
+                decode_rank(held.arch, scheme, rollout.engine_tensor, config.model.itemsize),
+                self.gpu,
                 self.constants,
                 work,
                 engines=rollout.engines,
@@ -221,7 +201,14 @@ class Planner:
     def _training(self, config: RunConfig, held: Footprint) -> TrainingTime:
         key = (config.parallel, config.model.recompute)
         if key not in self._trainings:
-            hand = self._hand(config)
+            train = config.train
+            hand = deal_out(
+                self.work,
+                config.parallel.data,
+                train.max_tokens,
+                train.micro_batch,
+                train.packed,
+            )
             policy = self._trainer(config, held)
             critic = None
             if self.models.critic:
@@ -234,19 +221,13 @@ class Planner:
             self._trainings[key] = training_time(
                 policy,
                 critic,
-                self.gpu.of_rank(config.parallel.world_size),
+                self.gpu,
                 self.constants,
                 self.work,
                 hand,
                 reference=config.algo.kl_coef > 0,
             )
         return self._trainings[key]
-
-    def _hand(self, config: RunConfig) -> Hand:
-        train = config.train
-        return deal_out(
-            self.work, config.parallel.data, train.max_tokens, train.micro_batch, train.packed
-        )
 
     def _trainer(self, config: RunConfig, held: Footprint) -> Trainer:
         parallel = config.parallel
@@ -266,27 +247,13 @@ class Planner:
         )
 
     def _publish(self, config: RunConfig) -> float:
-        parallel, rollout, transport = config.parallel, config.rollout, config.sync.on_one_machine
-        layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, data=parallel.data)
-        key = (layout, rollout.engines, rollout.engine_tensor, transport)
+        rollout = config.rollout
+        transport = config.sync.on_one_machine
+        key = (config.parallel, rollout.engines, rollout.engine_tensor, transport)
         if key not in self._publications:
-            constants, gpu = self.constants, self.gpu.of_rank(config.parallel.world_size)
-            link = gpu.nvlink if transport == "memory" else gpu.network
-            rates = Rates.of_gpus(
-                hbm=gpu.hbm * constants.decode_hbm / GB,
-                link=link * constants.collective / GB,
-                disk=constants.disk / GB,
+            self._publications[key] = publish_time(
+                config, self.models.policy, self.gpu, self.constants
             )
-            setting = PublishSetting(
-                arch=self.models.policy,
-                scheme=config.quant.scheme,
-                trainer=layout,
-                engines=rollout.engines,
-                engine_tp=rollout.engine_tensor,
-                bucket_mb=config.sync.bucket_mb,
-            )
-            floor = predict_publication(setting, transport, rates).seconds
-            self._publications[key] = constants.publish_over * floor
         return self._publications[key]
 
     def nothing_fits(self, gpus: int, kind: str) -> ConfigError:
@@ -299,7 +266,7 @@ class Planner:
                 "--gpus"
             )
         size, choice, phase = self.nearest
-        usable = self._usable(choice.gpus)
+        usable = self._usable()
         return ConfigError(
             f"no layout fits on {gpus} {kind}: the nearest, {choice.label()}, needs "
             f"{size / GIB:.0f} GiB in phase {phase}, of {usable / GIB:.0f} that may be "

@@ -7,9 +7,7 @@ from pathlib import Path
 def add_options(parser: argparse.ArgumentParser) -> None:
     """To a parser that has the recipe and its overrides."""
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
-    parser.add_argument(
-        "--gpu", default="h100", help="kind: a100-80, h100, h200, b200, or cpu: this machine"
-    )
+    parser.add_argument("--gpu", default="h100", help="kind: a100-80, h100, h200 or b200")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
     parser.add_argument(
         "--network-gbps", type=float, metavar="GB", help="GB/s of the network per GPU, one way"
@@ -35,8 +33,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--measured", type=Path, metavar="RUN_DIR", help="correct the prediction by a run of yours"
-    )
-    parser.add_argument(
-        "--confirm", action="store_true", help="hold the rows' memory against the dry run"
     )
     parser.add_argument("--json", action="store_true", help="everything, constants included")

@@ -1,0 +1,283 @@
+"""``qurl plan``: the layouts of N GPUs by predicted step time, and where more GPUs stop helping."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from qurl_megatron.config import RunConfig, load
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.plan.constants import GB, Constants, Gpu, gpu_of, table
+from qurl_megatron.plan.layouts import check_backend, overrides, own_choice, scaled
+from qurl_megatron.plan.planner import Planner, Prediction
+from qurl_megatron.plan.workload import workload
+from qurl_megatron.training.footprint import GIB, find_models
+
+HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU", "limited by")
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Predict every layout, and print the table.
+
+    Raises:
+        ConfigError: unknown GPU, a recipe that is not for GPUs, or nothing fits.
+    """
+    config = load(arguments.recipe, arguments.overrides)
+    planner = make_planner(config, arguments)
+    layouts = planner.plan(arguments.gpus)
+    if not layouts:
+        raise planner.nothing_fits(arguments.gpus, arguments.gpu)
+    curve = planner.scaling(arguments.up_to)
+    if arguments.json:
+        print(json.dumps(as_json(planner, arguments, layouts, curve), indent=1))
+    else:
+        print(render(planner, arguments, layouts, curve), end="")
+    return 0
+
+
+def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
+    """Return a planner with the constants that the options ask for."""
+    check_backend(config.rollout)
+    node = arguments.gpus_per_node
+    for name, value in (("--gpus", arguments.gpus), ("--gpus-per-node", node)):
+        if value < 1:
+            raise ConfigError(f"{name} must be 1 or more, got {value}")
+    if arguments.gpus > node and arguments.gpus % node:
+        raise ConfigError(
+            f"--gpus {arguments.gpus} is no multiple of --gpus-per-node {node}: "
+            "whole machines are planned"
+        )
+    gpu = gpu_of(arguments.gpu, config.quant.scheme)
+    if arguments.network_gbps:
+        gpu = replace(gpu, network=arguments.network_gbps * GB)
+    models = find_models(config, arguments.config)
+    models.policy.refuse_without_engine(f"model.path={config.model.path}: ")
+    constants, mean = Constants(), arguments.mean_tokens
+    if arguments.measured:
+        constants, measured_mean = corrected_by_run(arguments, gpu)
+        mean = mean or measured_mean
+    work = workload(config, constants, mean, arguments.mean_prompt_tokens)
+    return Planner(config, models, gpu, constants, work, node=node)
+
+
+# A run that was measured
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the steps of a run: seconds, and the mean length of its responses in tokens."""
+
+    rollout: float
+    training: float
+    publish: float
+    length: float
+
+
+def read_run(run_dir: Path, responses: int) -> Measured:
+    """Read a run's usual step, of ``responses``.
+
+    Raises:
+        ConfigError: the run has no metrics, or none of a step that trained.
+    """
+    speed, length = "throughput/rollout_tokens_per_s", "response/length"
+    needed = ("time/score", "time/train", "time/publish", speed, length)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    steps = [r.metrics for r in records if set(needed) <= set(r.metrics)]
+    if not steps:
+        raise ConfigError(
+            f"--measured {run_dir}: metrics.jsonl has no step with {', '.join(needed)}; name the "
+            "folder of a run that has trained"
+        )
+    steps = steps[1:] or steps  # the first one compiles and allocates
+    return Measured(
+        # Ahead of training, time/rollout is the wait alone; the speed counts the whole rollout.
+        rollout=median(responses * step[length] / step[speed] for step in steps),
+        training=median(step["time/score"] for step in steps)
+        + median(step["time/train"] for step in steps),
+        publish=median(step["time/publish"] for step in steps),
+        length=median(step[length] for step in steps),
+    )
+
+
+def corrected_by_run(arguments: argparse.Namespace, gpu: Gpu) -> tuple[Constants, float]:
+    """Return constants with which a run's layout takes what it took, and its mean length.
+
+    A run tells by how much a phase is off, not which of its parts is: so each phase gets a factor.
+
+    Raises:
+        ConfigError: the folder is not a run's, or the run was on other GPUs.
+    """
+    folder: Path = arguments.measured
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"--measured {folder} has no config.toml; name a run's folder")
+    config = load(folder / "config.toml")
+    check_backend(config.rollout)
+    run = read_run(folder, config.responses_per_step)
+    constants = Constants()
+    work = workload(config, constants, run.length, arguments.mean_prompt_tokens)
+    models = find_models(config, arguments.config)
+    planner = Planner(config, models, gpu, constants, work, node=arguments.gpus_per_node)
+    choice = own_choice(config)
+    predicted = planner.predict(choice, own=True)
+    if predicted is None:
+        raise ConfigError(
+            f"--measured {folder}: {choice.label()} does not fit on {arguments.gpu}, so the run "
+            "was on other GPUs; name them with --gpu"
+        )
+    factors = replace(
+        constants,
+        rollout_over=constants.rollout_over * run.rollout / predicted.rollout.seconds,
+        training_over=constants.training_over * run.training / predicted.training.seconds,
+        publish_over=constants.publish_over * run.publish / predicted.publish,
+    )
+    return factors, run.length
+
+
+# Output
+
+
+def best_trainers(layouts: Sequence[Prediction]) -> list[Prediction]:
+    """Return the fastest layout for each set of engines, plus the recipe's own."""
+    seen, best = set(), []
+    for layout in layouts:
+        choice = layout.choice
+        engines = (choice.colocated, choice.engines, choice.engine_tensor)
+        if engines not in seen or layout.own:
+            best.append(layout)
+        seen.add(engines)
+    return best
+
+
+def render(
+    planner: Planner,
+    arguments: argparse.Namespace,
+    layouts: Sequence[Prediction],
+    curve: Sequence[Prediction],
+) -> str:
+    """Return the tables and the sentences below them."""
+    work, top = planner.work, arguments.top
+    shown = layouts if arguments.all else best_trainers(layouts)
+    rows = [*shown[:top], *(layout for layout in shown[top:] if layout.own)]
+    hidden = ""
+    if len(shown) < len(layouts):
+        hidden = f"; the best trainer beside each of {len(shown)} sets of engines is shown "
+        hidden += "(--all: all)"
+    text = [
+        f"{arguments.gpus} x {arguments.gpu}, {work.responses} responses a step of {work.mean:.0f} "
+        f"tokens (at most {work.longest}) after {work.prompt:.0f}, "
+        f"{planner.config.quant.scheme} rollouts, "
+        f"max_staleness {planner.config.rollout.max_staleness}",
+        "",
+        *_table(HEAD, [_cells(row) for row in rows]),
+        "",
+        f"{len(layouts)} layouts fit{hidden}; * is the recipe's own.",
+    ]
+    if not any(layout.own for layout in layouts):
+        text.append(_own_missing(planner, arguments.gpus))
+    settings = overrides(planner.config, layouts[0].config)
+    text.append(f"Fastest, as overrides: {' '.join(settings) or 'the recipe as it is'}")
+    if curve:
+        head = ("GPUs", "best layout", "step s", "tokens/s/GPU", "limited by")
+        scaling = []
+        for best in curve:
+            speed = (f"{best.step:.1f}", f"{best.speed:.0f}", best.limit)
+            scaling.append([str(best.choice.gpus), best.choice.label(), *speed])
+        text += ["", *_table(head, scaling), stop_sentence(curve, planner.constants.worth)]
+    return "\n".join(text) + "\n"
+
+
+def stop_sentence(curve: Sequence[Prediction], worth: float) -> str:
+    """Say at which doubling less than ``worth`` of the step is saved, and what limits it."""
+    for best, doubled in zip(curve, curve[1:], strict=False):
+        saved = 1 - doubled.step / best.step
+        if doubled.choice.gpus == 2 * best.choice.gpus and saved < worth:
+            phase, _, why = doubled.limit.partition(": ")
+            return (
+                f"It stops scaling at {best.choice.gpus} GPUs: twice as many take "
+                f"{100 * saved:.1f} % off the step, limited by {phase}"
+                + (f" ({why})." if why else ".")
+            )
+    return f"It scales up to {curve[-1].choice.gpus} GPUs, the most that were simulated."
+
+
+def _own_missing(planner: Planner, gpus: int) -> str:
+    own = scaled(own_choice(planner.config), gpus)
+    if own is None:
+        return f"The recipe's own layout does not come out whole on {gpus} GPUs."
+    return f"The recipe's own layout, {own.label()}, does not fit or does not divide the batch."
+
+
+def _cells(row: Prediction) -> list[str]:
+    return [
+        ("* " if row.own else "  ") + row.choice.label(),
+        f"{row.bytes / GIB:.1f}",
+        f"{row.rollout.seconds:.1f}",
+        f"{row.training.seconds:.1f}",
+        f"{row.publish:.1f}",
+        f"{row.step:.1f}",
+        f"{row.speed:.0f}",
+        row.limit,
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align words to the left, numbers to the right."""
+    lines = [head, *rows]
+    text = [""] * len(lines)
+    for column, name in enumerate(head):
+        width = max(len(line[column]) for line in lines)
+        left = name in ("layout", "best layout", "limited by")
+        for i, line in enumerate(lines):
+            cell = line[column]
+            text[i] += (cell.ljust(width) if left else cell.rjust(width)) + "  "
+    return [line.rstrip() for line in text]
+
+
+def as_json(
+    planner: Planner,
+    arguments: argparse.Namespace,
+    layouts: Sequence[Prediction],
+    curve: Sequence[Prediction],
+) -> dict[str, Any]:
+    """Return everything, for programs; ``qurl report`` shows ``own`` beside a run."""
+    own = next((layout for layout in layouts if layout.own), None)
+    return {
+        "gpu": arguments.gpu,
+        "gpus": arguments.gpus,
+        "gpus_per_node": arguments.gpus_per_node,
+        "work": asdict(planner.work),
+        "constants": table(arguments.gpu, planner.gpu, planner.constants),
+        "own": own and _row(planner, own),
+        "layouts": [_row(planner, layout) for layout in layouts],
+        "scaling": [_row(planner, best) for best in curve],
+    }
+
+
+def _row(planner: Planner, row: Prediction) -> dict[str, Any]:
+    return {
+        "layout": row.choice.label(),
+        "own": row.own,
+        **asdict(row.choice),
+        "gpus": row.choice.gpus,
+        "bytes": row.bytes,
+        "phase": row.phase,
+        "seconds": {
+            "rollout": row.rollout.seconds,
+            "score": row.training.score,
+            "train": row.training.train,
+            "publish": row.publish,
+            "reload": row.reload,
+            "step": row.step,
+        },
+        "metrics": row.logged,
+        "rollout_parts": row.rollout.parts,
+        "training_parts": row.training.parts,
+        "slots": row.rollout.slots,
+        "tokens_per_s_and_gpu": row.speed,
+        "limited_by": row.limit,
+        "overrides": overrides(planner.config, row.config),
+    }
