@@ -25,6 +25,7 @@ from qurl_megatron.algo.objective import (
     objective,
     objective_terms,
 )
+from qurl_megatron.algo.own_loss import LossInputs
 from qurl_megatron.algo.ratios import (
     LEVELS,
     MAX_LOG_RATIO,
@@ -58,6 +59,7 @@ __all__ = [
     "AggregationKind",
     "EstimatorKind",
     "Limits",
+    "LossInputs",
     "ObjectiveKind",
     "ObjectiveTerms",
     "RatioKind",

@@ -89,6 +89,11 @@ class RunConfig:
             not self.train.packed or self.train.max_tokens > 0,
             "train.packed needs train.max_tokens, the tokens of one forward/backward pass",
         )
+        require(
+            not (self.algo.function and self.correction.normalise),
+            "correction.normalise scales the importance weights of algo.objective, and "
+            "algo.function has its own; leave one of them out",
+        )
         read_by = [key for key, reads in self._reads_proximal().items() if reads]
         require(
             not (self.algo.bypass and read_by),
@@ -193,6 +198,7 @@ class RunConfig:
         """Which settings need the log-probs of the full-precision policy before an update."""
         algo, correction, guard = self.algo, self.correction, self.guard
         return {
+            "algo.function": bool(algo.function),
             f"algo.objective={algo.objective}": algo.objective != "naive",
             "algo.kl_in=reward": algo.kl_coef > 0 and algo.kl_in == "reward",
             "correction.reject_low": correction.reject_low > 0,
@@ -264,6 +270,7 @@ def load(
     config = build(RunConfig, tables, kind="section")
     config = dataclasses.replace(
         config,
+        algo=config.algo.beside(path.parent),
         reward=config.reward.beside(path.parent),
         rollout=config.rollout.beside(path.parent),
     )
@@ -279,6 +286,8 @@ def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
     config = load(path, overrides)
     reward, rollout = config.reward, config.rollout
     found = list(overrides)
+    if config.algo.file:
+        found.append(f"algo.function={_toml_value(config.algo.function)}")
     if rollout.environment_file:
         found.append(f"rollout.environment={_toml_value(rollout.environment)}")
     if reward.file:

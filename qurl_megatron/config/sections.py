@@ -145,6 +145,16 @@ class QuantConfig(Section, name="quant", on_resume="fork"):
     parameter, and 4 for each row's scale)."""
 
 
+def code_named(what: str) -> Allowed:
+    """Something in Python: "package.module:name" or "file.py:name"; empty for none."""
+
+    def has(given: str) -> bool:
+        target, _, last = given.rpartition(":")
+        return not given or bool(target) and last.isidentifier()
+
+    return Allowed(has, f"look like package.module:{what} or file.py:{what}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig(Section, name="algo", on_resume="fork"):
     """The objective: which ratio is clipped where, and what is averaged over what.
@@ -158,6 +168,10 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     objective: Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"] = "acr"
     """What corrects for the quantized behaviour policy. Paper Eq. 3, Eq. 1 on quantized rollouts,
     Eq. 4, Eq. 5, Eq. 9; icepop gives weight rho within the correction band and 0 outside."""
+
+    function: str = key("", code_named("name"))
+    """A loss of your own in place of ``objective``: "package.module:name", or "file.py:name" with
+    the file relative to the recipe's folder. docs/algorithms.md says how it is called."""
 
     surrogate: Literal["clip", "cispo"] = "clip"
     """clip: PPO's clipped surrogate; cispo: the clipped ratio as a constant weight of log pi."""
@@ -248,6 +262,15 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
 
     epochs: int = key(1, at_least(1))
     """Passes over each rollout batch."""
+
+    def beside(self, folder: Path) -> Self:
+        """Return the same, with the file of ``function`` no longer relative to ``folder``."""
+        return replace(self, function=_named_beside(folder, self.function))
+
+    @property
+    def file(self) -> str:
+        """The Python file that holds ``function``; empty where it is in a module."""
+        return _file_of(self.function)
 
     def check(self) -> None:
         require(
@@ -347,16 +370,6 @@ class GuardConfig(Section, name="guard", on_resume="free"):
 
     action: Literal["warn", "halt", "bf16"] = "warn"
     """warn: say so; halt: save a checkpoint and stop; bf16: unquantized rollouts from there on."""
-
-
-def code_named(what: str) -> Allowed:
-    """Something in Python: "package.module:name" or "file.py:name"; empty for none."""
-
-    def has(given: str) -> bool:
-        target, _, last = given.rpartition(":")
-        return not given or bool(target) and last.isidentifier()
-
-    return Allowed(has, f"look like package.module:{what} or file.py:{what}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ def what_acted(history: History, algo: Mapping[str, Any]) -> str:
         return ""
     ratio = history.series("rollout/rho_max")[1].max()
     largest = f"largest {number(ratio)}"
+    if algo.get("function"):
+        return f"the loss is algo.function={algo['function']} (probability ratio: {largest})"
     if objective == "acr":
         if active := _mean(history, "acr/active_fraction"):
             rescued = percent(_mean(history, "acr/rescued_fraction"))

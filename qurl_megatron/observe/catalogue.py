@@ -108,6 +108,7 @@ GROUPS: dict[str, MetricGroup] = {
             "kl_from_proximal": Known("KL from the policy before the update, k3"),
         },
     ),
+    "loss": MetricGroup("Your own loss", {"...": Known("mean over tokens of this value of yours")}),
     "acr": MetricGroup(
         "Adaptive clip range",
         {
@@ -277,7 +278,8 @@ def known(name: str) -> Known | None:
     """What is known of a metric; None of one that no run of ours logs."""
     prefix, _, rest = name.partition("/")
     metrics = GROUPS[prefix].metrics if prefix in GROUPS else {}
-    return metrics.get(rest) or metrics.get(rest.partition("/")[0] + "/...")
+    family = rest.partition("/")[0] + "/..."
+    return metrics.get(rest) or metrics.get(family) or metrics.get("...")
 
 
 def unit(name: str) -> Unit:

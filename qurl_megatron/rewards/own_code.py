@@ -1,5 +1,4 @@
-"""The code of the user's own that a run or an evaluation calls, its rewards' and its environment's,
-by checksum.
+"""The user's own code that a run or an evaluation calls (rewards, environment, loss), by checksum.
 
 Unlike data it may change under a run: who is told to fix a reward goes on from the checkpoint. But
 what it scores then is not compared with what it scored before. Files alone are watched: not what
@@ -16,10 +15,14 @@ from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import checksum_of
 
 
-def named_code(reward: RewardConfig, rollout: RolloutConfig) -> dict[str, str]:
-    """What names it, "file.py:name" or "package.module:name", by its key."""
+def named_code(reward: RewardConfig, rollout: RolloutConfig, loss: str = "") -> dict[str, str]:
+    """Return what names the code, "file.py:name" or "package.module:name", by its key.
+
+    Args:
+        loss: ``algo.function``; evaluations have none.
+    """
     functions = {f"{key}.function": part.function for key, part in reward.parts.items()}
-    given = {**functions, "rollout.environment": rollout.environment}
+    given = {**functions, "rollout.environment": rollout.environment, "algo.function": loss}
     return {key: name for key, name in given.items() if name}
 
 

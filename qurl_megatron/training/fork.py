@@ -89,7 +89,8 @@ def fork(source: Path, config: RunConfig) -> None:
         )
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
         begins = forked(state, found)
-        code = edited(named_code(config.reward, config.rollout), begins.own_code)
+        named = named_code(config.reward, config.rollout, config.algo.function)
+        code = edited(named, begins.own_code)
         changed = [f"other data in {file}" for file in files.values()]
         changed += [f"edited code of {named}" for named in code.values()]
         begun = Fork(str(source.resolve()), state.step, (*map(str, found), *changed))

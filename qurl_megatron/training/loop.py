@@ -171,13 +171,13 @@ def _taken_up(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[Tra
     changed since it was saved, a sentence each."""
     changed = claimed.changes
     told = [f"settings changed: {', '.join(map(str, changed))}"] if changed else []
-    named = named_code(config.reward, config.rollout)
+    named = named_code(config.reward, config.rollout, config.algo.function)
     code = edited(named, state.own_code)
-    told += [
-        f"the code of {one} has changed since step {state.step}: what is measured with it from "
-        "here on is not compared with what was measured before"
-        for one in code.values()
-    ]
+    for key, setting in code.items():
+        consequence = "what is measured with it from here on is not compared with earlier figures"
+        if key == "algo.function":
+            consequence = "the policy learns by the new one from here on"
+        told.append(f"the code of {setting} has changed since step {state.step}: {consequence}")
     state = after([*(one.key for one in changed), *code], state)
     return replace(state, own_code=checksums(named)), told
 

@@ -8,12 +8,14 @@ left out before any ratio is formed.
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import Limits, k3, kl_penalty, objective_terms, token_log_probs
+from qurl_megatron.algo import Limits, LossInputs, k3, kl_penalty, objective_terms, token_log_probs
+from qurl_megatron.algo.own_loss import own_objective
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.model.context import ContextPart
 from qurl_megatron.model.policy import Policy
 from qurl_megatron.observe.metrics import Mean, Metric
+from qurl_megatron.training.own_loss import find_loss
 from qurl_megatron.training.sums import fetched_sums
 
 
@@ -67,8 +69,36 @@ class PolicyLoss:
         self.weight_scale = weight_scale
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
-        algo, correction = self.algo, self.correction
+        algo = self.algo
         current, entropy = self.score(logits, batch)
+        value, means = self._own(current, batch) if algo.function else self._value(current, batch)
+        means |= {"policy/entropy": entropy}
+        if algo.entropy_coef:
+            value = value + algo.entropy_coef * entropy
+        if algo.kl_coef and algo.kl_in == "loss":
+            divergence = kl_penalty(
+                current,
+                batch.reference,
+                algo.kl_estimator,
+                highest=algo.kl_max,
+                sampler=batch.behaviour if algo.kl_weighted else None,
+            )
+            value = value - algo.kl_coef * divergence
+            means["reference/kl"] = divergence
+        if batch.kept is not None:  # penalty and bonus leave a rejected response alone, too
+            value = torch.where(batch.kept, value, 0.0)
+        loss = -(batch.weights * value).sum()
+        if not algo.bypass:  # else nothing is known of the policy before the update
+            means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
+        # Fetched together: each fetch by itself would wait for the GPU, which then waits for work.
+        total, *sums = fetched_sums(loss, *means.values())
+        count = float(len(current))
+        metrics = {name: Mean(s, count) for name, s in zip(means, sums, strict=True)}
+        return loss, {"policy/loss": Mean(total, 0.0), **metrics}
+
+    def _value(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the objective of each token, and what is logged of it per token."""
+        algo, correction = self.algo, self.correction
         terms = objective_terms(
             current,
             batch.proximal,
@@ -84,39 +114,37 @@ class PolicyLoss:
             owners=batch.owners,
             responses=len(batch.lengths),
         )
-        value = terms.value
-        if algo.entropy_coef:
-            value = value + algo.entropy_coef * entropy
-        means: dict[str, Tensor] = {}
-        if algo.kl_coef and algo.kl_in == "loss":
-            divergence = kl_penalty(
-                current,
-                batch.reference,
-                algo.kl_estimator,
-                highest=algo.kl_max,
-                sampler=batch.behaviour if algo.kl_weighted else None,
-            )
-            value = value - algo.kl_coef * divergence
-            means["reference/kl"] = divergence
-        if batch.kept is not None:  # penalty and bonus leave a rejected response alone, too
-            value = torch.where(batch.kept, value, 0.0)
-        loss = -(batch.weights * value).sum()
-        means |= {
+        means = {
             "policy/clip_fraction": terms.clipped,
             "policy/ratio_mean": terms.ratio,
-            "policy/entropy": entropy,
             "acr/active_fraction": terms.acr_active,
             "acr/rescued_fraction": terms.acr_rescued,
             "correction/weight_mean": terms.weight,
         }
-        if not algo.bypass:  # else nothing is known of the policy before the update
-            means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
         if algo.dual_clip:
             means["policy/dual_clip_fraction"] = terms.dual_clipped
         if algo.objective == "icepop":
             means["correction/banded_fraction"] = terms.banded
-        # Fetched together: each fetch by itself would wait for the GPU, which then waits for work.
-        total, *sums = fetched_sums(loss, *means.values())
-        count = float(len(current))
-        metrics = {name: Mean(s, count) for name, s in zip(means, sums, strict=True)}
-        return loss, {"policy/loss": Mean(total, 0.0), **metrics}
+        return terms.value, means
+
+    def _own(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the same of the user's own function."""
+        algo = self.algo
+        mask = torch.ones_like(current, dtype=torch.bool) if batch.kept is None else batch.kept
+        inputs = LossInputs(
+            current=current,
+            proximal=batch.proximal,
+            behaviour=batch.behaviour,
+            advantages=batch.advantages,
+            mask=mask,
+            owners=batch.owners,
+            responses=len(batch.lengths),
+            limits=Limits.of(algo, self.correction),
+        )
+        function = find_loss(algo.function)
+        value, logged = own_objective(function, inputs, f"algo.function={algo.function}")
+        ratio = (current.detach() - batch.proximal).exp()
+        return value, {
+            "policy/ratio_mean": ratio,
+            **{f"loss/{name}": values for name, values in logged.items()},
+        }

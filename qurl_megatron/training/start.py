@@ -130,6 +130,10 @@ def _check_own(config: RunConfig) -> None:
     """What the recipe names beside data and model is there, and can be called."""
     check_rewards(config.reward)
     check_environment(config.rollout)
+    if config.algo.function:
+        from qurl_megatron.training.own_loss import check_loss  # torch takes a second to import
+
+        check_loss(config.algo, config.correction)
     refuse_not_installed(config.rollout)
     if config.observe.wandb_project:
         wandb_package()

@@ -2,7 +2,6 @@
 
 import ast
 import sys
-from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 
@@ -100,26 +99,9 @@ def test_what_travels_into_an_engine_imports_next_to_nothing():
             assert known or module == "qurl_megatron.errors", f"{name}: {module}"
 
 
-def repeated(names: list[str]) -> set[str]:
-    return {name for name, count in Counter(names).items() if count > 1}
-
-
-def test_the_name_of_a_file_or_a_class_occurs_once():
-    # Of a room, of its subcommand, of a benchmark.
-    by_convention = {"__init__.py", "command.py", "options.py", "step.py"}
-    assert not repeated([file.name for file in FILES]) - by_convention
-    classes = [
-        node.name
-        for file in FILES
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    assert not repeated(classes)
-
-
 def test_only_commands_and_the_training_see_a_whole_recipe():
     for file in FILES:
-        may = ("cli.py", "config", "planning", "slurm", "training")
+        may = ("cli.py", "config", "plan", "run.py", "slurm", "training")
         if file.relative_to(ROOT).parts[0] in may:
             continue
         assert "RunConfig" not in file.read_text(encoding="utf-8"), file

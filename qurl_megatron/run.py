@@ -1,0 +1,132 @@
+"""Runs from Python: start one, and read what it has left in its folder."""
+
+import ctypes
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qurl_megatron.config import RunConfig, load, to_toml
+from qurl_megatron.errors import ConfigError
+from qurl_megatron.observe.history import History
+from qurl_megatron.observe.samples import Example, read_samples
+from qurl_megatron.observe.sinks import read_metrics
+from qurl_megatron.runtime.place import PR_SET_PDEATHSIG
+from qurl_megatron.training.state import RECIPE, checkpoints
+
+
+class Run:
+    """A run's folder. Everything is read anew when asked for, also while the run goes on."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """
+        Args:
+            folder: ``train.run_dir``.
+
+        Raises:
+            ConfigError: it is not a run's folder.
+        """
+        self.folder = Path(folder)
+        if not (self.folder / RECIPE).is_file():
+            raise ConfigError(f"{self.folder} holds no {RECIPE}; name the folder of a run")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def config(self) -> RunConfig:
+        """The recipe, resolved."""
+        return load(self.folder / RECIPE)
+
+    @property
+    def metrics(self) -> Any:
+        """Every metric of every step.
+
+        Returns:
+            Where pandas is installed a DataFrame with a row per step and a column per metric;
+            else a dict of numpy arrays, equally long, "step" among them. NaN where a metric was
+            not measured.
+
+        Raises:
+            ConfigError: no step has ended yet.
+        """
+        history = History(read_metrics(self.folder))
+        steps = sorted({int(step) for name in history for step in history.series(name)[0]})
+        rows = {step: row for row, step in enumerate(steps)}
+        columns: dict[str, np.ndarray] = {}
+        for name in sorted(history):
+            column = np.full(len(steps), np.nan)
+            measured_at, values = history.series(name)
+            column[[rows[int(step)] for step in measured_at]] = values
+            columns[name] = column
+        try:
+            import pandas
+        except ImportError:
+            return {"step": np.array(steps), **columns}
+        return pandas.DataFrame(columns, index=pandas.Index(steps, name="step"))
+
+    @property
+    def samples(self) -> list[Example]:
+        """The responses that the run has kept, with rewards and advantages."""
+        return read_samples(self.folder)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Its checkpoints, oldest first; ``qurl export`` makes Hugging Face folders of them."""
+        return checkpoints(self.folder)
+
+
+def train(config: RunConfig) -> Run:
+    """Train as ``qurl train`` does, in processes of its own, and print what it prints.
+
+    Called again with the same config it resumes. It saves before it ends after Ctrl-C, or because
+    this process has died.
+
+    Raises:
+        ConfigError: a mistake in the input, or the run ended before its last step; with what it
+            said last.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / RECIPE
+        recipe.write_text(to_toml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "qurl_megatron.cli", "train", str(recipe)]
+        said, code = _echoed(command)
+    if code:
+        raise ConfigError(said or f"qurl train ended with exit code {code}")
+    return Run(config.train.run_dir)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send this process SIGTERM, upon which it saves, when its parent dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _echoed(command: list[str]) -> tuple[str, int]:
+    """Run a command and print its output line by line, so that notebooks show it.
+
+    Returns:
+        The last line that ``qurl`` itself wrote, without its name, and the exit code.
+    """
+    said = ""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=_end_with_parent,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("qurl: "):
+                said = line.removeprefix("qurl: ").rstrip()
+    except KeyboardInterrupt:
+        process.wait()  # the terminal sent it the signal, too: it saves, and ends
+        raise
+    return said, process.wait()
