@@ -439,7 +439,7 @@ class _Body:
             if told.partition(";")[0].strip().lower() != meant:
                 raise EngineError(
                     f"{self._where} answered with {header} {shortened(told)!r}: "
-                    f"{shortened(content[:200].decode(errors='replace'))}",
+                    f"{shortened(content)}",
                     faulty=True,
                 )
         return content
@@ -555,6 +555,6 @@ def _message(content: bytes) -> str:
     except BadAnswer:
         body = None
     if not isinstance(body, dict):
-        return content[:500].decode(errors="replace")
+        return shortened(content)
     error = body.get("error")
     return str(error.get("message") if isinstance(error, dict) else body.get("message", body))
