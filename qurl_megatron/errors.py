@@ -46,7 +46,7 @@ def keep_secret(value: str | None) -> None:
 
 
 def _spelled(character: str) -> str:
-    """Return a pattern of a character as it is, in a URL, in JSON, in HTML or as Python shows it."""
+    """Return a pattern of a character by itself, in a URL, in JSON, in HTML or in Python."""
     code, plain = ord(character), re.escape(character)
     escaped = [rf"\\*{plain}"] if character in "\"'/\\" else [plain]
     if not character.isalnum():
@@ -78,6 +78,12 @@ def printable(text: str) -> str:
     for secret in _SECRETS.values():
         text = secret.sub("***", text)
     return _CONTROLS.sub("?", text)
+
+
+def unprintable(text: str) -> str:
+    """Return the first character that ``printable`` would replace; "" where there is none."""
+    match = _CONTROLS.search(text)
+    return match[0] if match else ""
 
 
 class Foreseen(Exception):

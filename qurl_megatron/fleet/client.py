@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
+from qurl_megatron.config.keys import names_a_user
+from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.errors import Foreseen, keep_secret
 from qurl_megatron.fleet.answer import (
     BadAnswer,
@@ -87,6 +89,11 @@ class EngineClient:
     """Blocking and thread-safe. Every failure is an EngineError that names the engine."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+        if names_a_user(url):
+            raise EngineError(
+                "an engine's URL has a user name or a password, which logs would show; give its "
+                f"key in {API_KEY}"
+            )
         self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
         keep_secret(api_key)  # an engine, or a proxy before it, may quote what it was sent
         # What is packed may unpack to any size.

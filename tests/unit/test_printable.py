@@ -34,7 +34,7 @@ def test_a_key_that_somebody_quotes_is_left_out():
     assert printable("bad token 'Bearer s3cr3t-key', abc") == "bad token 'Bearer ***', abc"
 
 
-KEY = "sk-Ab/9+xY==zQ\"w\\e%7"
+KEY = 'sk-Ab/9+xY==zQ"w\\e%7'
 
 
 @pytest.fixture
