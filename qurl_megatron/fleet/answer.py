@@ -214,7 +214,7 @@ def _resamples(info: dict) -> str:
     """
     preferred = info.get("preferred_sampling_params")
     if isinstance(preferred, str):  # older servers say what they were given
-        preferred = parsed(preferred.encode())
+        preferred = parsed(preferred.encode(errors="replace"))
     thresholds = {
         name: info[name]
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")

@@ -189,8 +189,13 @@ class EngineClient:
             "logprob_start_len": 0,
         }
         content = self._request("POST", "/generate", body, limit=answer_limit([len(input_ids)]))
-        scored = self._parsed("/generate", content)["meta_info"]["input_token_logprobs"]
-        return [log_prob for log_prob, *_ in scored[start:]]
+        answer = self._parsed("/generate", content)
+        try:
+            scored = answer["meta_info"]["input_token_logprobs"]
+            return [float(log_prob) for log_prob, *_ in scored[start:]]
+        except (KeyError, TypeError, ValueError):
+            said = f"no log-probs of the prompt in {shortened(answer)}"
+            raise EngineError(f"{self.url}/generate: {said}", faulty=True) from None
 
     def longest_scored(self) -> int | None:
         """Tokens that ``score`` takes, one less than fit: the engine generates one after them.
@@ -294,7 +299,8 @@ class EngineClient:
     def _succeed(self, endpoint: str, body: dict) -> None:
         answer = self._object("POST", endpoint, body)
         if not answer.get("success"):
-            raise EngineError(f"{self.url}{endpoint} failed: {answer.get('message')}")
+            said = shortened(answer.get("message"))
+            raise EngineError(f"{self.url}{endpoint} failed: {said}")
 
     def _object(
         self, method: str, endpoint: str, body: dict | None, timeout_s: float | None = None

@@ -48,6 +48,30 @@ def test_an_engine_that_quotes_our_key_shows_it_to_nobody(engine):
     assert "s3cret" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "scored", ["\ud800", {}, {"meta_info": {"input_token_logprobs": [[None, 1], ["x", 2]]}}]
+)
+def test_scores_that_are_none_are_that_engines_fault(engine, scored):
+    engine.generate = lambda body: (200, scored)
+    with pytest.raises(EngineError, match="/generate: no log-probs of the prompt in ") as error:
+        EngineClient(engine.url).score([1, 2], start=1)
+    assert error.value.faulty
+
+
+def test_half_a_character_in_a_servers_settings_is_that_engines_fault(engine):
+    engine.server_info = lambda: {"preferred_sampling_params": "\ud800"}
+    with pytest.raises(EngineError, match="the answer is not JSON") as error:
+        EngineClient(engine.url).info()
+    assert error.value.faulty
+
+
+def test_a_reason_of_any_length_is_said_in_a_few_words(engine):
+    engine.end_weight_update = lambda body: (200, {"message": ["x" * 900] * 900})
+    with pytest.raises(EngineError, match="/end_weight_update failed: ") as error:
+        EngineClient(engine.url).end_weight_update()
+    assert len(str(error.value)) < 400
+
+
 def test_the_version_is_asked_where_sglang_tells_the_present_one(engine):
     engine.version = "5"
     client = EngineClient(engine.url)

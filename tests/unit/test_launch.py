@@ -349,15 +349,16 @@ def fail_alike(rank: str) -> int:
 
 
 def test_a_signal_that_is_repeated_behind_the_ranks_does_not_end_their_launcher():
-    before = {number: signal.getsignal(number) for number in launch.stopping()}
+    before, ending = {number: signal.getsignal(number) for number in launch.stopping()}, []
+    signal.signal(signal.SIGTERM, lambda number, _frame: ending.append(number))
     try:
         with launch._forwarded([]) as passed:
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert passed == {signal.SIGTERM}
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    assert passed == {signal.SIGTERM} and not ending
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
