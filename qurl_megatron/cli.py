@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qurl_megatron import __version__
 from qurl_megatron.config.arguments import Parser, parse
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, printable
 from qurl_megatron.runtime.terminal import terminal
 from qurl_megatron.schemes import ROLLOUT
 
@@ -118,7 +118,7 @@ def report(arguments: argparse.Namespace) -> int:
     """Write RUN_DIR/report.html, one self-contained page with the pictures of a run."""
     from qurl_megatron.observe.report import write_report
 
-    print(write_report(arguments.run_dir))
+    print(printable(str(write_report(arguments.run_dir))))
     return 0
 
 

@@ -15,7 +15,7 @@ from qurl_megatron import errors
 @pytest.fixture(autouse=True)
 def keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """``errors.printable`` leaves keys out for as long as the process lives; here, for a test."""
-    monkeypatch.setattr(errors, "_SECRETS", set())
+    monkeypatch.setattr(errors, "_SECRETS", {})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

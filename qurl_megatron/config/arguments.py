@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
+from qurl_megatron.errors import printable
+
 TAKERS = ("overrides", "words")  # arguments that take settings of the recipe
 
 
@@ -42,7 +44,7 @@ class Parser(argparse.ArgumentParser):
             message = f"missing: {missing[1]}; `{self.prog} --help` says what it takes"
             if unknown := next((word for word in self._given if self._is_unknown(word)), None):
                 message = self._unknown(unknown)  # what is missing may be there, misspelt
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, printable(f"{self.prog}: {message}\n"))
 
     def _with_dashes(self, word: str) -> str:
         name, *value = re.split("(=)", word, maxsplit=1)

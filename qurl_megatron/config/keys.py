@@ -4,6 +4,7 @@ A section is a frozen dataclass below ``Section``. Rules of one key stand beside
 ``key``; rules that need several keys are plain code in the section's ``check``.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -28,6 +29,11 @@ def require(condition: bool, message: str) -> None:
     """Raise ``ConfigError(message)`` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def names_a_user(url: str) -> bool:
+    """Return whether a URL, be it well-formed or not, has a user's name or password before @."""
+    return re.match(r"(?:[^/?#]*//)?[^/?#]*@", url) is not None
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:

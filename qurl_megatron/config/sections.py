@@ -23,6 +23,7 @@ from qurl_megatron.config.keys import (
     check_keys,
     in_interval,
     key,
+    names_a_user,
     one_of,
     positive,
     require,
@@ -673,6 +674,12 @@ def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
         like: an example.
         key_in: where the server's own key goes.
     """
+    holds = "a user name or a password" if names_a_user(url) else ""
+    holds = holds or ("a query" if url.partition("#")[0].partition("?")[2] else "")
+    require(
+        not holds,
+        f"{key} has {holds}, which recipes and logs would show; put the key into {key_in}",
+    )
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises where it is no port
@@ -680,11 +687,6 @@ def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
     except ValueError:
         usable = False
     require(usable, f"{key} must be like {like}, got {url!r}")
-    holds = "a user name or a password" if "@" in parts.netloc else "a query" if parts.query else ""
-    require(
-        not holds,
-        f"{key} has {holds}, which recipes and logs would show; put the key into {key_in}",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

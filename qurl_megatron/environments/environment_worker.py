@@ -76,9 +76,9 @@ def call(environment: Any, asked: dict[str, Any], runner: asyncio.Runner) -> Rep
         found = environment.step(**asked)
         if inspect.isawaitable(found):
             found = runner.run(_awaited(found))
+        return as_reply(found)  # which may run code of its own
     except BaseException as error:  # sys.exit() is no reason to end, either
         return unscored("exceptions", last_line(error))
-    return as_reply(found)
 
 
 async def _awaited(found: Any) -> Any:

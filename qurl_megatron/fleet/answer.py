@@ -137,8 +137,7 @@ def parsed(content: bytes) -> Any:
     try:
         return json.loads(content)  # knows NaN, which says more of an engine than "not JSON"
     except (ValueError, RecursionError):
-        text = shortened(content[:200].decode(errors="replace"))
-        raise BadAnswer(f"the answer is not JSON: {text}") from None
+        raise BadAnswer(f"the answer is not JSON: {shortened(content)}") from None
 
 
 def answer_limit(budgets: Sequence[int]) -> int:
@@ -215,7 +214,7 @@ def _resamples(info: dict) -> str:
     """
     preferred = info.get("preferred_sampling_params")
     if isinstance(preferred, str):  # older servers say what they were given
-        preferred = parsed(preferred.encode())
+        preferred = parsed(preferred.encode(errors="replace"))
     thresholds = {
         name: info[name]
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
+from qurl_megatron.config.keys import names_a_user
+from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.errors import Foreseen, keep_secret
 from qurl_megatron.fleet.answer import (
     BadAnswer,
@@ -87,6 +89,11 @@ class EngineClient:
     """Blocking and thread-safe. Every failure is an EngineError that names the engine."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+        if names_a_user(url):
+            raise EngineError(
+                "an engine's URL has a user name or a password, which logs would show; give its "
+                f"key in {API_KEY}"
+            )
         self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
         keep_secret(api_key)  # an engine, or a proxy before it, may quote what it was sent
         # What is packed may unpack to any size.
@@ -182,8 +189,13 @@ class EngineClient:
             "logprob_start_len": 0,
         }
         content = self._request("POST", "/generate", body, limit=answer_limit([len(input_ids)]))
-        scored = self._parsed("/generate", content)["meta_info"]["input_token_logprobs"]
-        return [log_prob for log_prob, *_ in scored[start:]]
+        answer = self._parsed("/generate", content)
+        try:
+            scored = answer["meta_info"]["input_token_logprobs"]
+            return [float(log_prob) for log_prob, *_ in scored[start:]]
+        except (KeyError, TypeError, ValueError):
+            said = f"no log-probs of the prompt in {shortened(answer)}"
+            raise EngineError(f"{self.url}/generate: {said}", faulty=True) from None
 
     def longest_scored(self) -> int | None:
         """Tokens that ``score`` takes, one less than fit: the engine generates one after them.
@@ -287,7 +299,8 @@ class EngineClient:
     def _succeed(self, endpoint: str, body: dict) -> None:
         answer = self._object("POST", endpoint, body)
         if not answer.get("success"):
-            raise EngineError(f"{self.url}{endpoint} failed: {answer.get('message')}")
+            said = shortened(answer.get("message"))
+            raise EngineError(f"{self.url}{endpoint} failed: {said}")
 
     def _object(
         self, method: str, endpoint: str, body: dict | None, timeout_s: float | None = None
@@ -439,7 +452,7 @@ class _Body:
             if told.partition(";")[0].strip().lower() != meant:
                 raise EngineError(
                     f"{self._where} answered with {header} {shortened(told)!r}: "
-                    f"{shortened(content[:200].decode(errors='replace'))}",
+                    f"{shortened(content)}",
                     faulty=True,
                 )
         return content
@@ -555,6 +568,6 @@ def _message(content: bytes) -> str:
     except BadAnswer:
         body = None
     if not isinstance(body, dict):
-        return content[:500].decode(errors="replace")
+        return shortened(content)
     error = body.get("error")
     return str(error.get("message") if isinstance(error, dict) else body.get("message", body))

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import given_key
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import Load
@@ -121,7 +122,7 @@ def _with_speed(row: Row, earlier: Row) -> Row:
 
 
 def _client(url: str, api_key: str | None) -> EngineClient:
-    if not url.startswith(("http://", "https://")):
+    if not (names_a_user(url) or url.startswith(("http://", "https://"))):
         raise ConfigError(f"{url!r} is not an engine URL; give e.g. http://127.0.0.1:30000")
     try:
         return EngineClient(url, timeout_s=PATIENCE_S, api_key=api_key)

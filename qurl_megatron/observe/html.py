@@ -5,6 +5,8 @@ from typing import Any
 
 import jinja2
 
+from qurl_megatron.errors import printable
+
 HERE = Path(__file__).parent
 
 
@@ -22,4 +24,4 @@ def page(template: Path, **values: Any) -> str:
         lstrip_blocks=True,
     )
     css = (HERE / "report.css").read_text(encoding="utf-8")
-    return environment.get_template(template.name).render(css=css, **values)
+    return printable(environment.get_template(template.name).render(css=css, **values))

@@ -125,7 +125,7 @@ def _module(named: str, target: str) -> ModuleType:
         raise ConfigError(
             f"{named} cannot be imported: {error.filename}, line {error.lineno}: {error.msg}"
         ) from None
-    except (Exception, SystemExit) as error:  # importing runs it: whatever it does
+    except BaseException as error:  # importing runs it: whatever it does
         raise ConfigError(
             f"{named} cannot be imported: {last_line(error)}; fix it, or have PYTHONPATH lead to "
             "what it needs"
@@ -154,12 +154,13 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
             values = list(itertools.islice(function(**given), len(items) + 1))
         else:
             values = [function(**{name: getattr(item, name) for name in FIELDS}) for item in items]
+        scores = [_as_score(value) for value in values]  # which may run code of the value's own
     except BaseException as error:  # sys.exit() is no reason to end, either
         found = unscored("exceptions", last_line(error))
     else:
-        if len(values) == len(items):
-            return [_as_score(value) for value in values]
-        count = "more" if len(values) > len(items) else len(values)
+        if len(scores) == len(items):
+            return scores
+        count = "more" if len(scores) > len(items) else len(scores)
         found = unscored("invalid", f"{count} scores for {len(items)} responses")
     if len(items) == 1:
         return [found]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.config.sections import LARGEST_SCORE
-from qurl_megatron.errors import Unscored
+from qurl_megatron.errors import Unscored, unscored
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def as_score(value: Any) -> Score:
         score = None
     if score is None:
         said = "null" if value is None else f"a value of type {type(value).__name__}"
-        return Unscored("invalid", said)
+        return unscored("invalid", said)
     if not abs(score) <= LARGEST_SCORE:  # NaN is not, either
         return Unscored("invalid", f"{score:g}")
     return score

@@ -288,6 +288,8 @@ class _forwarded:
         return self.passed
 
     def __exit__(self, *_) -> None:
+        if self.passed:
+            return  # batch systems repeat themselves, and the exit code is still to be said
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

@@ -88,6 +88,7 @@ class LineWorker:
         # Its group: it may have started processes of its own.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # where its code has moved it into another group
         self.process.wait()
         spare(self.process.pid)
         self._questions.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.disk import lock, write_whole
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, printable
 from qurl_megatron.runtime.launch import stopping
 from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints, evaluation
 from qurl_megatron.study.plan import Cell, Study
@@ -305,4 +305,4 @@ def _last_line(job: CellJob) -> str:
     with job.log.open("rb") as file:
         file.seek(job.log_start)
         lines = file.read().decode("utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return printable(next((line.strip() for line in reversed(lines) if line.strip()), ""))

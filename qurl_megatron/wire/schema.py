@@ -14,10 +14,16 @@ from qurl_megatron.errors import printable
 
 Range = Callable[[Any], bool]
 LONGEST = 200  # characters of what came from outside, in a sentence
+LONGEST_BYTES = 1 << 16  # that are looked at for these
 LARGEST = 1 << 48  # of counts and sizes: the product of some of them is still an ordinary number
 
 
-_REPR = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(printable(x), level)  # while a key in it is whole
+
+
+_REPR = _Repr()
 _REPR.maxother = _REPR.maxstring = LONGEST
 
 
@@ -26,8 +32,11 @@ class Malformed(ValueError):
 
 
 def shortened(value: object) -> str:
-    """A few printable words of it: texts as they are, anything else as Python writes it."""
-    words = printable(" ".join((value if isinstance(value, str) else _REPR.repr(value)).split()))
+    """A few printable words of it: texts as they are, bytes as text, anything else as Python
+    writes it."""
+    if isinstance(value, bytes):
+        value = value[:LONGEST_BYTES].decode(errors="replace")
+    words = " ".join(printable(value if isinstance(value, str) else _REPR.repr(value)).split())
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 3]}..."
 
 

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from qurl_megatron import errors
 from qurl_megatron.fleet.answer import parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
 from qurl_megatron.testing.fake_engine import FakeEngine
@@ -42,12 +41,35 @@ def test_an_update_that_fails_with_status_200_is_an_error(engine):
         EngineClient(engine.url).end_weight_update()
 
 
-def test_an_engine_that_quotes_our_key_shows_it_to_nobody(engine, monkeypatch):
-    monkeypatch.setattr(errors, "_SECRETS", set())
+def test_an_engine_that_quotes_our_key_shows_it_to_nobody(engine):
     engine.end_weight_update = lambda body: (500, {"message": "got Bearer s3cret-key"})
     with pytest.raises(EngineError, match=r"Bearer \*\*\*") as error:
         EngineClient(engine.url, api_key="s3cret-key").end_weight_update()
     assert "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "scored", ["\ud800", {}, {"meta_info": {"input_token_logprobs": [[None, 1], ["x", 2]]}}]
+)
+def test_scores_that_are_none_are_that_engines_fault(engine, scored):
+    engine.generate = lambda body: (200, scored)
+    with pytest.raises(EngineError, match="/generate: no log-probs of the prompt in ") as error:
+        EngineClient(engine.url).score([1, 2], start=1)
+    assert error.value.faulty
+
+
+def test_half_a_character_in_a_servers_settings_is_that_engines_fault(engine):
+    engine.server_info = lambda: {"preferred_sampling_params": "\ud800"}
+    with pytest.raises(EngineError, match="the answer is not JSON") as error:
+        EngineClient(engine.url).info()
+    assert error.value.faulty
+
+
+def test_a_reason_of_any_length_is_said_in_a_few_words(engine):
+    engine.end_weight_update = lambda body: (200, {"message": ["x" * 900] * 900})
+    with pytest.raises(EngineError, match="/end_weight_update failed: ") as error:
+        EngineClient(engine.url).end_weight_update()
+    assert len(str(error.value)) < 400
 
 
 def test_the_version_is_asked_where_sglang_tells_the_present_one(engine):

@@ -1,14 +1,16 @@
 """Environments of the user's own: found or refused in one sentence, asked, and never believed."""
 
+import asyncio
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
 from qurl_megatron.environments import EnvironmentPool, check_environment
-from qurl_megatron.environments.environment_worker import make_environment
+from qurl_megatron.environments.environment_worker import call, make_environment
 from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.pool import items_of
@@ -68,6 +70,16 @@ def test_what_goes_wrong_is_one_sentence_and_costs_no_other_its_answer(pool, res
     assert isinstance(found, Unscored) and found.cause == cause
     assert re.match(why, found.why) and "\n" not in found.why
     assert good.result(PATIENCE_S)["content"] == "fine 7 {} 0"
+
+
+class Leaving(dict):
+    def get(self, name, default=None):
+        raise SystemExit
+
+
+def test_a_message_whose_own_code_fails_is_an_exception():
+    said = call(SimpleNamespace(step=lambda: Leaving()), {}, asyncio.Runner())
+    assert isinstance(said, Unscored) and said.cause == "exceptions"
 
 
 def test_a_child_that_it_forks_never_answers_in_its_place(pool):

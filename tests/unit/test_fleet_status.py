@@ -67,12 +67,15 @@ def test_a_path_that_looks_like_markup_is_shown_as_it_is():
         ("localhost:30000", "'localhost:30000' is not an engine URL"),
         ("http://127.0.0.1:9", "http://127.0.0.1:9/server_info did not answer"),
         ("http://[::zz]:1", "is not an engine URL"),
+        ("http://me:pw@127.0.0.1:9", "an engine's URL has a user name or a password, which logs"),
+        ("me:pw@127.0.0.1:9", "an engine's URL has a user name or a password, which logs"),
     ],
 )
 def test_a_bad_address_is_one_sentence_and_exit_code_2(url, message, capsys):
     assert cli.main(["fleet", "status", url]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+    assert "pw" not in error
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, capsys):

@@ -368,6 +368,19 @@ def fail_alike(rank: str) -> int:
     return 1
 
 
+def test_a_signal_that_is_repeated_behind_the_ranks_does_not_end_their_launcher():
+    before, ending = {number: signal.getsignal(number) for number in launch.stopping()}, []
+    signal.signal(signal.SIGTERM, lambda number, _frame: ending.append(number))
+    try:
+        with launch._forwarded([]) as passed:
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert passed == {signal.SIGTERM} and not ending
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_rank_is_named_with_its_signal_in_one_sentence(number, light, capfd):
     code = launch.launch(die_in_a_collective, (number,), 2, lost=lambda death: f"{death} today")

@@ -72,6 +72,25 @@ def _number(said: object) -> int:
     return said
 
 
+LEAVES_ITS_GROUP = """
+import os, time
+from qurl_megatron.runtime.line_worker import serve
+
+def answer(asked):
+    os.setpgid(0, os.getpgid(os.getppid()))
+    time.sleep(1000)
+
+serve(lambda: (None, answer), memory_gb=1.0)
+"""
+
+
+def test_a_worker_that_leaves_its_group_ends_all_the_same(pool_of, tmp_path):
+    (tmp_path / "own_echo.py").write_text(LEAVES_ITS_GROUP)
+    with pool_of(1) as pool:
+        pool.await_start()
+        assert pool.put("7", 1.0, int).result(PATIENCE_S) == Unscored("timeouts", "limit_s=1")
+
+
 def test_a_worker_that_cannot_start_fails_the_pool_only_where_no_other_can(pool_of, tmp_path):
     def killed(number: int) -> bool:
         seat = pool.seats[number]

@@ -47,6 +47,15 @@ def test_the_report_shows_every_picture_of_a_full_run(page):
             assert picture.title in page and picture.caption in page
 
 
+def test_the_page_has_no_character_that_steers_what_shows_it(tmp_path):
+    run_dir = write_fake_run(tmp_path / "run", 3)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        names = {"evil/\x1b[2J\u202e\u2028\ud800</script><img src=x>": 1.0}
+        file.write(json.dumps({"step": 3, "time": 1.0, "metrics": names}) + "\n")
+    page = write_report(run_dir).read_text()
+    assert "evil/?[2J???&lt;/script&gt;&lt;img src=x&gt;" in page
+
+
 def test_pictures_whose_metrics_are_absent_are_left_out(tmp_path):
     run_dir = write_fake_run(tmp_path, 3)
     _without(run_dir, "acr/", "reference/", "quant/", "time/", "policy/entropy")

@@ -73,6 +73,7 @@ def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypat
         ("none.py:score", r"none.py does not exist; a relative path begins at the recipe's folder"),
         ("broken.py:score", r"cannot be imported: ZeroDivisionError: .* \(broken.py, line 2\); fi"),
         ("leaves.py:score", r"cannot be imported: SystemExit: 3 \(leaves.py, line 1\); fi"),
+        ("stops.py:score", r"cannot be imported: KeyboardInterrupt \(stops.py, line 1\); fi"),
         (
             "opens.py:score",
             r"cannot be imported: FileNotFoundError: .*'weights.bin' \(opens.py, li",
@@ -93,6 +94,7 @@ def test_a_name_that_leads_to_no_reward_is_one_sentence(name, said, own):
     folder = own.parent
     (folder / "broken.py").write_text("one = 1\none / 0\n")
     (folder / "leaves.py").write_text("raise SystemExit(3)\n")
+    (folder / "stops.py").write_text("raise KeyboardInterrupt\n")
     (folder / "opens.py").write_text("open('weights.bin')\n")
     (folder / "imports.py").write_text(
         "from json import loads\nclass Scorer: ...\ndef score(): ...\n"
@@ -114,6 +116,21 @@ def test_the_start_of_a_run_refuses_what_a_worker_cannot_import(own):
     with pytest.raises(ConfigError, match="^reward.mix.style.function=nowhere:score cannot be imp"):
         check_rewards(RewardConfig(mix=mix))
     check_rewards(RewardConfig(function=f"{own}:score"))
+
+
+class Leaving(dict):
+    def __contains__(self, name):
+        raise SystemExit
+
+
+def test_a_score_whose_own_code_fails_is_an_exception_and_its_type_is_printable():
+    def own(response, **others):
+        return Leaving() if response == "leaves" else type("\x1b[2J", (), {})()
+
+    (leaves,) = call(own, items("leaves"), batched=False)
+    assert isinstance(leaves, Unscored) and leaves.why.startswith("SystemExit (test_rewards_own")
+    odd = Unscored("invalid", "a value of type ?[2J")
+    assert call(own, items("odd"), batched=False) == [odd]
 
 
 class Odd:
