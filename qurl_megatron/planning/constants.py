@@ -253,7 +253,7 @@ CPU_SAYS: dict[str, tuple[float, str]] = {
     "attention": (0.2, "estimate: 3 to 5 % of a training rank's time"),
     "layer_launch": (
         1.1e-3,
-        f"{_STEPS}: scores and updates; 50 to 70 operators, more for each prompt shared",
+        f"{_STEPS}: scores and updates; 50 to 70 operators",
     ),
     "launch_overlap": (0.0, "operators run one after the other"),
     "training_latency": (
