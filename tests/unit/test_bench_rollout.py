@@ -9,7 +9,7 @@ import torch
 
 from qurl_megatron.bench import rollout
 from qurl_megatron.bench.drive import PROTOCOLS
-from qurl_megatron.bench.options import BENCHMARKS, add_shared, quant_scheme
+from qurl_megatron.bench.options import BENCHMARKS, add_options, quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.rollout_engines import (
@@ -33,8 +33,7 @@ HERE = {"read_gb_s": 10.0, "int8_gop_s": 200.0, "bf16_gflop_s": 100.0, "fp32_gfl
 
 def options(*words):
     parser = argparse.ArgumentParser()
-    add_shared(parser, BENCHMARKS["rollout"])
-    BENCHMARKS["rollout"].add_options(parser)
+    add_options(parser, BENCHMARKS["rollout"])
     return parser.parse_args(["--model", "tiny", *words])
 
 
