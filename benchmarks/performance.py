@@ -120,7 +120,7 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
         f"`{record.command}`",
         *(gpu["name"] for gpu in environment.get("gpus", [])),
         f"{environment['cpu']}, {environment['cores']} cores",
-        *([", ".join(found)] if (found := environment.get("instructions")) else []),
+        *([", ".join(names)] if (names := environment.get("instructions")) else []),
         *_beside(environment),
         record.started[:10],
         f"[{path.name}](results/{path.name})",
@@ -137,12 +137,12 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
 
 def _by_setting(cases: Iterable[Case]) -> dict[str, list[Case]]:
     """In one table stand cases of one model under one load."""
-    found: dict[str, list[Case]] = {}
+    settings: dict[str, list[Case]] = {}
     for case in cases:
         model = case.keys.get("model")
-        told = [f"Shape {model}"] if model else []
-        found.setdefault(", ".join([*told, *_load(case.keys)]), []).append(case)
-    return found
+        shape = [f"Shape {model}"] if model else []
+        settings.setdefault(", ".join([*shape, *_load(case.keys)]), []).append(case)
+    return settings
 
 
 def _load(keys: Mapping[str, Any]) -> list[str]:
@@ -150,14 +150,14 @@ def _load(keys: Mapping[str, Any]) -> list[str]:
     if "clients" not in keys:
         return []
     responses = how_many(keys["prompts"] * keys["samples"], "response")
-    found = [
+    asked = [
         f"{responses} to {how_many(keys['prompts'], 'prompt')}",
         "all at once" if keys["clients"] == "closed" else keys["clients"],
     ]
     if keys["publish"]:
         at = "at half" if keys["publish"] == "half" else f"every {keys['publish']}"
-        found.append(f"new weights {at}")
-    return found
+        asked.append(f"new weights {at}")
+    return asked
 
 
 def _table(cases: list[Case]) -> list[str]:
@@ -191,9 +191,9 @@ def remarks(cases: list[Case]) -> list[str]:
         for figure in case.figures:
             if figure.limit is not None and figure.limit_of not in limits.get(figure.name, []):
                 limits.setdefault(figure.name, []).append(figure.limit_of)
-    found = [f"Limit of {name}: {', or '.join(what)}." for name, what in limits.items()]
-    if engines := [f"{told} ({case.name})" for case in cases if (told := _engine(case))]:
-        found.append(f"Engines: {'; '.join(engines)}.")
+    lines = [f"Limit of {name}: {', or '.join(what)}." for name, what in limits.items()]
+    if engines := [f"{name} ({case.name})" for case in cases if (name := _engine(case))]:
+        lines.append(f"Engines: {'; '.join(engines)}.")
     reasons: dict[str, list[str]] = {}
     for case in cases:
         for reason in case.reasons:
@@ -203,8 +203,8 @@ def remarks(cases: list[Case]) -> list[str]:
             reasons.setdefault(f"decoded by torch: {step}", []).append(case.name)
     for why, names in reasons.items():
         every = set(names) == {case.name for case in cases if case.figures}
-        found.append(f"{why} ({'every case' if every else '; '.join(names)}).")
-    return [line[0].upper() + line[1:] for line in found]
+        lines.append(f"{why} ({'every case' if every else '; '.join(names)}).")
+    return [line[0].upper() + line[1:] for line in lines]
 
 
 def _engine(case: Case) -> str:
