@@ -19,9 +19,6 @@ from qurl_megatron.observe.text import how_many, number
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS / "results"
-NO_MODULE = "_decode."
-"""A decode step that begins so is torch's because of the file named, not of processor or scheme."""
-
 FORMER = {
     "decode": "tokens/s of the embedded engine by scheme and batch",
     "convert": "the checkpoint converters, beside a plain copy and peers",
@@ -131,7 +128,7 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
         if setting:
             lines += [f"{setting}:", ""]
         lines += [*_table(cases), ""]
-    lines += [f"- {line}" for line in remarks(record.cases)]
+    lines += [f"- {line}" for line in _remarks(record.cases)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -184,7 +181,7 @@ def _cell(figure: Figure) -> str:
     return text
 
 
-def remarks(cases: list[Case]) -> list[str]:
+def _remarks(cases: list[Case]) -> list[str]:
     """Return what stands under a table: limits, engines, and why cases cannot be compared."""
     limits: dict[str, list[str]] = {}
     for case in cases:
@@ -198,9 +195,6 @@ def remarks(cases: list[Case]) -> list[str]:
     for case in cases:
         for reason in case.reasons:
             reasons.setdefault(case.why(reason), []).append(case.name)
-        step = case.notes.get("decode step", "")
-        if step.startswith(NO_MODULE):
-            reasons.setdefault(f"decoded by torch: {step}", []).append(case.name)
     for why, names in reasons.items():
         every = set(names) == {case.name for case in cases if case.figures}
         lines.append(f"{why} ({'every case' if every else '; '.join(names)}).")
