@@ -7,7 +7,7 @@ or fields: endpoints, options.
 import inspect
 from dataclasses import dataclass
 
-from qurl_megatron.testing.transformer_engine import MODULES
+from tests.support.transformer_engine import MODULES
 
 
 @dataclass(frozen=True)

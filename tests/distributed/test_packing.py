@@ -6,9 +6,9 @@ import pytest
 
 from qurl_megatron.config import TrainConfig
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.testing.models import random_samples
 from tests.cases import all_but
 from tests.distributed.test_policy import ALGO, assert_same_training, recipe, run
+from tests.support.models import random_samples
 
 # Small enough for several passes of several shapes; the layouts are crossed with the families.
 DYNAMIC, PACKED = dict(max_tokens=30), dict(max_tokens=48, packed=True)

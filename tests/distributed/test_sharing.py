@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from qurl_megatron.config import TrainConfig
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.types import Prompt, Sample
 from tests.cases import all_but
 from tests.distributed.test_policy import (
@@ -19,6 +17,8 @@ from tests.distributed.test_policy import (
     relative,
     train_twice,
 )
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 def grouped_samples(*, empty: bool = False) -> list[Sample]:
