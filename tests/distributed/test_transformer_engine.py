@@ -1,7 +1,7 @@
 """With Transformer Engine's layers, models compute, store and publish what the local ones do.
 
 The library itself needs CUDA; a stand-in with its names, parameters and collectives takes its place
-(``testing/transformer_engine``). ``alone`` is the local spec on one rank.
+(``tests/support/transformer_engine``). ``alone`` is the local spec on one rank.
 """
 
 from collections.abc import Callable
