@@ -1,1 +1,1 @@
-"""Beside `qurl bench`, in a checkout alone: no part of the wheel."""
+"""What makes pages of docs from records: in a checkout alone, no part of the wheel."""

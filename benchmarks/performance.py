@@ -19,9 +19,6 @@ from qurl_megatron.observe.text import how_many, number
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS / "results"
-NO_MODULE = "_decode."
-"""A decode step that begins so is torch's because of the file named, not of processor or scheme."""
-
 FORMER = {
     "decode": "tokens/s of the embedded engine by scheme and batch",
     "convert": "the checkpoint converters, beside a plain copy and peers",
@@ -120,7 +117,7 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
         f"`{record.command}`",
         *(gpu["name"] for gpu in environment.get("gpus", [])),
         f"{environment['cpu']}, {environment['cores']} cores",
-        *([", ".join(found)] if (found := environment.get("instructions")) else []),
+        *([", ".join(names)] if (names := environment.get("instructions")) else []),
         *_beside(environment),
         record.started[:10],
         f"[{path.name}](results/{path.name})",
@@ -131,18 +128,18 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
         if setting:
             lines += [f"{setting}:", ""]
         lines += [*_table(cases), ""]
-    lines += [f"- {line}" for line in remarks(record.cases)]
+    lines += [f"- {line}" for line in _remarks(record.cases)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _by_setting(cases: Iterable[Case]) -> dict[str, list[Case]]:
     """In one table stand cases of one model under one load."""
-    found: dict[str, list[Case]] = {}
+    settings: dict[str, list[Case]] = {}
     for case in cases:
         model = case.keys.get("model")
-        told = [f"Shape {model}"] if model else []
-        found.setdefault(", ".join([*told, *_load(case.keys)]), []).append(case)
-    return found
+        shape = [f"Shape {model}"] if model else []
+        settings.setdefault(", ".join([*shape, *_load(case.keys)]), []).append(case)
+    return settings
 
 
 def _load(keys: Mapping[str, Any]) -> list[str]:
@@ -150,14 +147,14 @@ def _load(keys: Mapping[str, Any]) -> list[str]:
     if "clients" not in keys:
         return []
     responses = how_many(keys["prompts"] * keys["samples"], "response")
-    found = [
+    asked = [
         f"{responses} to {how_many(keys['prompts'], 'prompt')}",
         "all at once" if keys["clients"] == "closed" else keys["clients"],
     ]
     if keys["publish"]:
         at = "at half" if keys["publish"] == "half" else f"every {keys['publish']}"
-        found.append(f"new weights {at}")
-    return found
+        asked.append(f"new weights {at}")
+    return asked
 
 
 def _table(cases: list[Case]) -> list[str]:
@@ -184,27 +181,24 @@ def _cell(figure: Figure) -> str:
     return text
 
 
-def remarks(cases: list[Case]) -> list[str]:
+def _remarks(cases: list[Case]) -> list[str]:
     """Return what stands under a table: limits, engines, and why cases cannot be compared."""
     limits: dict[str, list[str]] = {}
     for case in cases:
         for figure in case.figures:
             if figure.limit is not None and figure.limit_of not in limits.get(figure.name, []):
                 limits.setdefault(figure.name, []).append(figure.limit_of)
-    found = [f"Limit of {name}: {', or '.join(what)}." for name, what in limits.items()]
-    if engines := [f"{told} ({case.name})" for case in cases if (told := _engine(case))]:
-        found.append(f"Engines: {'; '.join(engines)}.")
+    lines = [f"Limit of {name}: {', or '.join(what)}." for name, what in limits.items()]
+    if engines := [f"{name} ({case.name})" for case in cases if (name := _engine(case))]:
+        lines.append(f"Engines: {'; '.join(engines)}.")
     reasons: dict[str, list[str]] = {}
     for case in cases:
         for reason in case.reasons:
             reasons.setdefault(case.why(reason), []).append(case.name)
-        step = case.notes.get("decode step", "")
-        if step.startswith(NO_MODULE):
-            reasons.setdefault(f"decoded by torch: {step}", []).append(case.name)
     for why, names in reasons.items():
         every = set(names) == {case.name for case in cases if case.figures}
-        found.append(f"{why} ({'every case' if every else '; '.join(names)}).")
-    return [line[0].upper() + line[1:] for line in found]
+        lines.append(f"{why} ({'every case' if every else '; '.join(names)}).")
+    return [line[0].upper() + line[1:] for line in lines]
 
 
 def _engine(case: Case) -> str:

@@ -46,7 +46,7 @@ def environment(repository: Path | None = None) -> dict[str, Any]:
         "instructions": instructions(cpuinfo.get("flags") or cpuinfo.get("Features") or ""),
         "gpus": gpus(),
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := version(name))},
+        "versions": {name: number for name in PACKAGES if (number := version(name))},
         "commit": commit(repository or Path(__file__).parent),
         "load_before": load(),
     }
@@ -82,8 +82,8 @@ def commit(folder: Path) -> str | None:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     try:
-        found = git("rev-parse", "--short=12", "HEAD")
-        return found + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or installed by pip
         return None
 
@@ -98,15 +98,15 @@ def gpus() -> list[dict[str, Any]]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver
         return []
-    found = []
+    devices = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-        found.append(
+        devices.append(
             {"name": pynvml.nvmlDeviceGetName(handle), "memory_gib": round(memory / 2**30, 1)}
         )
     pynvml.nvmlShutdown()
-    return found
+    return devices
 
 
 def _cpuinfo() -> dict[str, str]:

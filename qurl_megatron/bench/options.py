@@ -6,7 +6,7 @@ imported when it is asked for, and raises ConfigError with the reason where it c
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,16 @@ from typing import Any
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.schemes import SCHEMES
 
+Option = tuple[str, dict[str, Any]]
+"""A name and the arguments of ``add_argument``."""
+
 
 @dataclass(frozen=True)
 class BenchRow:
     """What a benchmark measures, and its options."""
 
     help: str
-    add_options: Callable[[argparse.ArgumentParser], None]
+    options: Sequence[Option]
     repeats: int = 10  # ten show a slowdown of a tenth through noise of a few percent
     model: str = ""  # default of --model; "" has no such option
     schemes: tuple[str, ...] = ()  # those it can take; all by default
@@ -30,50 +33,38 @@ def add_benchmarks(command: argparse.ArgumentParser) -> None:
     """Give ``qurl bench`` a subcommand for each row, and for each name of ``REMOVED``."""
     names = command.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, row in BENCHMARKS.items():
-        parser = names.add_parser(name, help=row.help, description=f"Measure {row.help}.")
-        add_shared(parser, row)
-        row.add_options(parser)
+        add_options(names.add_parser(name, help=row.help, description=f"Measure {row.help}."), row)
     for name in REMOVED:  # no help lists them; their options, behind dashes, are words
         removed = names.add_parser(name, add_help=False, prefix_chars="+")
         removed.add_argument("words", nargs="*")
 
 
-def add_shared(parser: argparse.ArgumentParser, row: BenchRow) -> None:
+def add_options(parser: argparse.ArgumentParser, row: BenchRow) -> None:
+    """Add what all benchmarks have, and then the row's own."""
+    options: list[Option] = []
     if row.model:
-        parser.add_argument(
-            "--model",
-            default=row.model,
-            metavar="SHAPE_OR_PATH",
-            help=f"a shape (tiny, h1024, 0.5B, ..., 32B), a folder of launch/models, or any folder "
-            f"with a config.json; default {row.model}",
+        text = (
+            "a shape (tiny, h1024, 0.5B, ..., 32B), a folder of launch/models, or any folder with "
+            "a config.json"
         )
+        options.append(_option("--model", str, row.model, "SHAPE_OR_PATH", text))
     if row.schemes:
-        parser.add_argument(
-            "--schemes",
-            type=_names_of(row.schemes),
-            default=list(row.schemes),
-            metavar="A,B",
-            help=f"default {','.join(row.schemes)}",
-        )
-    parser.add_argument(
-        "--repeats",
-        type=_at_least_one,
-        default=row.repeats,
-        metavar="N",
-        help=f"default {row.repeats}",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for BENCHMARK.json; default: only the table",
-    )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="FILE.json",
-        help="compare with an older record: exit code 0 equal or better, 1 slower, 3 no verdict",
-    )
+        text = f"default {','.join(row.schemes)}"
+        kind = _names_of(row.schemes)
+        options.append(_option("--schemes", kind, list(row.schemes), "A,B", text, shown=""))
+    options += [
+        _option("--repeats", _count, row.repeats, "N", "how often each case is measured"),
+        _option("--out", Path, None, "DIR", "folder for BENCHMARK.json; default: only the table"),
+        _option(
+            "--against",
+            Path,
+            None,
+            "FILE.json",
+            "compare with an older record: exit code 0 equal or better, 1 slower, 3 no verdict",
+        ),
+    ]
+    for name, given in [*options, *row.options]:
+        parser.add_argument(name, **given)
 
 
 def chosen(names: list[str] | None, known: Collection[str], key: str) -> list[str]:
@@ -94,6 +85,25 @@ def quant_scheme(name: str) -> str:
     return name if name in SCHEMES else "none"
 
 
+def _option(
+    name: str, kind: Callable, default: Any, metavar: str, text: str, *, shown: str | None = None
+) -> Option:
+    """
+    Args:
+        shown: what help calls the default; None: by its value, "" or a default of None: not.
+    """
+    if shown is None:
+        shown = "" if default is None else f"{default:g}" if kind is float else f"{default}"
+    text += f"; default {shown}" if shown else ""
+    return name, {"type": kind, "default": default, "metavar": metavar, "help": text}
+
+
+def _several(option: Option) -> Option:
+    """The option with one value or more."""
+    name, given = option
+    return name, {**given, "nargs": "+"}
+
+
 def _names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     def names(text: str) -> list[str]:
         given = [name for name in text.split(",") if name]
@@ -105,7 +115,7 @@ def _names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     return names
 
 
-def _at_least_one(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
     return int(text)
@@ -113,25 +123,6 @@ def _at_least_one(text: str) -> int:
 
 def _engines(text: str) -> list[str]:
     return text.split(",")
-
-
-def _rollout(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, default, metavar, text) in ROLLOUT.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
-    parser.add_argument(
-        "--tensor",
-        type=_at_least_one,
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="over how many ranks an SGLang engine is split; default 1",
-    )
-    parser.add_argument(
-        "--protocol",
-        choices=["sglang", "openai"],
-        default="sglang",
-        help="what the engine at a URL speaks; vLLM: openai",
-    )
 
 
 def _clients(text: str) -> int:
@@ -151,144 +142,144 @@ def _publish_every(text: str) -> str:
     return text
 
 
-ROLLOUT: Mapping[str, tuple[Callable, Any, str, str]] = {
-    "engine": (
+DEVICE: Option = ("--device", {"choices": ["cpu", "cuda"], "help": "default: cuda where it is"})
+DTYPES = ["float32", "bfloat16"]
+
+ROLLOUT = [
+    _option(
+        "--engine",
         _engines,
         ["embedded"],
         "A,B",
-        "embedded, sglang, or the URL of an engine that runs; default embedded",
+        "embedded, sglang, or the URL of an engine that runs",
+        shown="embedded",
     ),
-    "threads": (int, 0, "N", "threads of each rank; default: all cores"),
-    "sglang-python": (
+    _several(
+        _option("--tensor", _count, [1], "N", "ranks of an SGLang engine; default 1", shown="")
+    ),
+    (
+        "--protocol",
+        {
+            "choices": ["sglang", "openai"],
+            "default": "sglang",
+            "help": "what the engine at a URL speaks; vLLM: openai",
+        },
+    ),
+    _option("--threads", int, 0, "N", "threads of each rank", shown="all cores"),
+    _option("--cache-gb", float, 2.0, "GIB", "keys and values of an embedded engine"),
+    _option(
+        "--sglang-python",
         str,
         "",
         "PATH",
-        "Python that has SGLang; default: as rollout.sglang_python finds it",
+        "Python that has SGLang",
+        shown=".venv-sglang's",
     ),
-    "cache-gb": (float, 2.0, "GIB", "keys and values of an embedded engine; default 2"),
-    "clients": (_clients, 0, "HOW", "closed (all at once; the default) or concurrency:N"),
-    "prompts": (_at_least_one, 8, "N", "how many; default 8"),
-    "samples": (_at_least_one, 4, "N", "responses to each prompt; default 4"),
-    "prompt": (_at_least_one, 32, "N", "tokens of each prompt; default 32"),
-    "mean": (float, 64, "N", "mean tokens of a response; default 64"),
-    "sigma": (
-        float,
-        1.0,
-        "X",
-        "spread of the lengths: deviation of their logarithm; default 1",
-    ),
-    "max": (int, 256, "N", "tokens of the longest response; default 256"),
-    "lengths": (
+    _option("--clients", _clients, 0, "HOW", "closed (all at once) or concurrency:N", shown="all"),
+    _option("--prompts", _count, 8, "N", "how many"),
+    _option("--samples", _count, 4, "N", "responses to each prompt"),
+    _option("--prompt", _count, 32, "N", "tokens of each prompt"),
+    _option("--mean", float, 64, "N", "mean tokens of a response"),
+    _option("--sigma", float, 1.0, "X", "spread of the lengths: deviation of their logarithm"),
+    _option("--max", int, 256, "N", "tokens of the longest response"),
+    _option(
+        "--lengths",
         Path,
         None,
         "RUN_DIR",
         "take the lengths of a run's last step instead; it needs train.save_rollouts=true",
     ),
-    "publish-every": (
+    _option(
+        "--publish-every",
         _publish_every,
         None,
         "WHEN",
         "half (once, at half of the tokens), 10s or 5000tokens; default: never",
     ),
-    "seed": (int, 0, "N", "of the order of lengths, and of prompts; default 0"),
-    "timeout": (float, 3600.0, "SECONDS", "give a response up after these; default 3600"),
-}
-"""Option -> its type, default, placeholder and help."""
+    _option("--seed", int, 0, "N", "of the order of lengths, and of prompts"),
+    _option("--timeout", float, 3600.0, "SECONDS", "give a response up after these"),
+]
 
-
-def _publish(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine-tp", nargs="+", type=int, default=[1, 2], metavar="N")
-    parser.add_argument("--bucket-mb", type=float, default=64.0, metavar="MIB")
-    parser.add_argument("--candidates", nargs="+", metavar="TRANSPORT", help="these alone")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="a folder on a disk; takes 5 GB")
-
-
-def _loss(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=8192, metavar="N")
-    parser.add_argument("--vocab", type=int, metavar="N", help="default: that of --model")
-    parser.add_argument("--tensor", type=int, nargs="+", default=[1, 2, 4], metavar="N")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
-    parser.add_argument(
+STEP = [
+    _option("--recipe", str, "launch/recipes/quickstart.toml", "FILE.toml", "the recipe to run"),
+    _several(_option("--staleness", int, [0, 1, 2], "N", "rollout.max_staleness", shown="0 1 2")),
+    _option("--steps", int, 8, "N", "steps of one repeat"),
+    _several(
+        _option(
+            "--layouts",
+            str,
+            [],
+            "LAYOUT",
+            "strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
+            "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2. With --against, the "
+            "default --repeats finds a phase twice as slow among up to 40 cases",
+            shown="none",
+        )
+    ),
+    _option(
         "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="threads of each rank; default: its share of the cores",
-    )
-    parser.add_argument("--only", nargs="+", metavar="WAY", help="measure these ways alone")
+        int,
+        0,
+        "N",
+        "of each training rank and engine on a CPU; default: the cores over the number of ranks, "
+        "so more ranks get no more hardware; 1 for scaling",
+        shown="",
+    ),
+    _option("--work", Path, None, "DIR", "where run folders lie meanwhile"),
+    ("overrides", {"nargs": "*", "metavar": "section.key=value"}),
+]
 
+PUBLISH = [
+    _several(_option("--engine-tp", _count, [1, 2], "N", "ranks of the engine", shown="1 2")),
+    _option("--bucket-mb", float, 64.0, "MIB", "sync.bucket_mb"),
+    _several(_option("--candidates", str, None, "TRANSPORT", "these alone")),
+    _option("--work", Path, None, "DIR", "a folder on a disk; takes 5 GB"),
+]
 
-def _quantize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+LOSS = [
+    _option("--tokens", _count, 8192, "N", "of the batch"),
+    _option("--vocab", _count, None, "N", "default: that of --model"),
+    _several(_option("--tensor", _count, [1, 2, 4], "N", "ranks that share it", shown="1 2 4")),
+    ("--dtype", {"choices": DTYPES, "default": "bfloat16", "help": "of the logits"}),
+    DEVICE,
+    _option("--threads", int, 0, "N", "threads of each rank", shown="its share of the cores"),
+    _several(_option("--only", str, None, "WAY", "measure these ways alone")),
+]
+
+QUANTIZE = [
+    (
         "--dtype",
-        nargs="+",
-        choices=["float32", "bfloat16"],
-        default=["float32", "bfloat16"],
-        help="of the weights; default: both",
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
-
-
-def _step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--recipe",
-        default="launch/recipes/quickstart.toml",
-        metavar="FILE.toml",
-        help="the recipe to run",
-    )
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="steps of one repeat; default 8"
-    )
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        default=[],
-        metavar="LAYOUT",
-        help="strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
-        "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2; default: none. With "
-        "--against, the default --repeats finds a phase twice as slow among up to 40 cases; more "
-        "cases need more repeats",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of each training rank and engine on a CPU; default: the cores over the number of "
-        "ranks, so more ranks get no more hardware; 1 for scaling",
-    )
-    parser.add_argument("--work", type=Path, metavar="DIR", help="where run folders lie meanwhile")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-
+        {"choices": DTYPES, "nargs": "+", "default": DTYPES, "help": "weights'; default: both"},
+    ),
+    DEVICE,
+]
 
 BENCHMARKS = {
     "rollout": BenchRow(
         "engines under a load with long-tailed, grouped responses",
-        _rollout,
+        ROLLOUT,
         model="h1024",
         schemes=("bf16", "int8", "fp8", "fp32"),
     ),
     "step": BenchRow(
         "seconds of a whole RL step, with rollouts in turn and ahead, and its scaling",
-        _step,
+        STEP,
         # Of a case a step and five phases are compared: 18 figures by default, some 60 with
         # --layouts. Eight repeats cannot show that one of more than 64 is worse, nine of 243.
         repeats=9,
     ),
     "publish": BenchRow(
         "publishing a version to a real SGLang engine, by transport",
-        _publish,
+        PUBLISH,
         model="0.5B",
         schemes=("int8", "fp8", "bf16"),
     ),
     "loss": BenchRow(
-        "time and memory of log-probs, entropy and the ACR objective", _loss, model="0.5B"
+        "time and memory of log-probs, entropy and the ACR objective", LOSS, model="0.5B"
     ),
     "quantize": BenchRow(
         "quantizing one layer's weights, beside a copy of the bytes",
-        _quantize,
+        QUANTIZE,
         model="0.5B",
         schemes=("int8", "fp8"),
     ),

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Repeats(Generic[T]):
-    """What came of one candidate, a value per round."""
+    """What one candidate took and returned, a value per round."""
 
     seconds: list[float] = field(default_factory=list)
     results: list[T] = field(default_factory=list)  # what the candidate returned
@@ -56,7 +56,7 @@ def interleaved(
     """
     measure = measure or yardstick
     names = list(candidates)
-    found: dict[str, Repeats[T]] = {name: Repeats() for name in names}
+    measured: dict[str, Repeats[T]] = {name: Repeats() for name in names}
     for number in range(-warm_up, repeats):
         for name in names if number % 2 == 0 else reversed(names):
             before = measure()
@@ -65,13 +65,13 @@ def interleaved(
             seconds = time.perf_counter() - start
             if number < 0:
                 continue
-            mine = found[name]
+            mine = measured[name]
             mine.seconds.append(seconds)
             mine.results.append(result)
             mine.yardsticks.append((before + measure()) / 2)
             if seen:
                 seen(name, result)
-    return found
+    return measured
 
 
 def load_reasons(yardsticks: Sequence[float]) -> list[str]:

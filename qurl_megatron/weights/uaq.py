@@ -9,10 +9,10 @@ becomes s(1 + g) - 1. ``config["qurl"]["uaq_scale"]`` records the fold; folding 
 What that changes is a learning rate. The codes of W / s are those of W, and Adam's step does not
 grow with the gradient: as long as its eps is small beside the gradients and nothing else looks at
 sizes, training the folded model *is* training the unfolded one with s times the learning rate for
-what is divided here and 1 / s of it for the norms (``study.folding`` shows it in float64). These
-are about two thirds of the linear weights, so s = 1.5 has a third more codes change in a step, as
-1.33 times the learning rate has. Weight decay, eps, a clipped gradient norm and BF16 rounding make
-the two part; docs/algorithms.md has by how much.
+what is divided here and 1 / s of it for the norms (``benchmarks/folding.py`` shows it in float64).
+These are about two thirds of the linear weights, so s = 1.5 has a third more codes change in a
+step, as 1.33 times the learning rate has. Weight decay, eps, a clipped gradient norm and BF16
+rounding make the two part; docs/algorithms.md has by how much.
 """
 
 import math

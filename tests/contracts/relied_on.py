@@ -7,7 +7,7 @@ or fields: endpoints, options.
 import inspect
 from dataclasses import dataclass
 
-from qurl_megatron.testing.transformer_engine import MODULES
+from tests.support.transformer_engine import MODULES
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ MEGATRON = [
     _mc("tensor_parallel.model_parallel_cuda_manual_seed", "seed", "force_reset_rng"),
     # the CPU shim's places
     _mc("pipeline_parallel.schedules"),
+    _mc("fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy"),
     _mc("optimizer.optimizer.Float16OptimizerWithFloat16Params"),
     _mc("optimizer.clip_grads.clip_grad_by_total_norm_fp32"),
     _mc("dist_checkpointing.exchange_utils"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.testing.ranks import BACKENDS
+from tests.support.ranks import BACKENDS
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
@@ -19,8 +19,8 @@ def backend(request) -> str:
 def alone(tmp_path_factory, backend) -> Callable[..., tuple[Path, dict]]:
     """(family, algo...) -> a checkpoint, and what ``train_twice`` finds without any split;
     computed once for each backend."""
-    from qurl_megatron.testing.models import tiny_checkpoint
     from tests.distributed.test_policy import recipe, run
+    from tests.support.models import tiny_checkpoint
 
     @cache
     def find(family: str, **algo) -> tuple[Path, dict]:

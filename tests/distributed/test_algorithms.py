@@ -10,9 +10,9 @@ import torch.distributed as dist
 from qurl_megatron.config import ALGORITHMS, CorrectionConfig, CriticConfig, RunConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import build, recipe, relative, whole
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 # Arithmetic on few numbers, and much of it.
 pytestmark = pytest.mark.thorough("nccl")

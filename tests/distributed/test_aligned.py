@@ -16,8 +16,6 @@ from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.types import Prompt, Sample
 from tests.cases import all_but
 from tests.distributed import test_checkpoint, test_reference
@@ -31,6 +29,8 @@ from tests.distributed.test_policy import (
     whole,
 )
 from tests.distributed.test_transformer_engine import run_with_stand_in
+from tests.support.models import as_stored, random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 from tests.unit.engine_models import decoding_by, engine_for, finish, sequence
 
 LAYOUTS = {

@@ -16,13 +16,13 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.runtime.filesystem import free
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
 from qurl_megatron.weights.integrity import RECORD, read_record, write_record
 from tests.disks import small_disk
 from tests.distributed import test_critic
 from tests.distributed.test_policy import build, joined, recipe, relative, whole
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 def improve_at(policy, config, step):

@@ -10,9 +10,9 @@ from qurl_megatron.config import TrainConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.model.context import ContextPart, zigzag
 from qurl_megatron.runtime.megatron import Axis, megatron_runtime
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import build, recipe
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 def part_of(rank: int, size: int, *starts: int) -> ContextPart:

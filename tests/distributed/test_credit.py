@@ -19,10 +19,10 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.correction import attach_correction, rejected_responses
 from qurl_megatron.training.credit import attach_advantages
 from qurl_megatron.types import Prompt, Sample
+from tests.support.ranks import run_on_ranks
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]  # two prompts, two responses each
 LENGTHS = [1, 2, 1, 2]

@@ -11,10 +11,10 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.runtime.megatron import Axis, megatron_runtime
-from qurl_megatron.testing.models import as_stored, random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.cases import all_but
 from tests.distributed.test_policy import gradient, joined, recipe, relative
+from tests.support.models import as_stored, random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 LAYOUTS = {
     "TP2": dict(tensor=2),

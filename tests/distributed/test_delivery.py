@@ -21,8 +21,8 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.models import random_samples
-from qurl_megatron.testing.ranks import BACKENDS, run_on_ranks
+from tests.support.models import random_samples
+from tests.support.ranks import BACKENDS, run_on_ranks
 
 LAYOUTS = [
     dict(data=4),

@@ -17,9 +17,9 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.dry_run import dry_run
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 def recipe(folder: Path, *, dtype="bfloat16", optimizer=None, algo=None, **parallel) -> RunConfig:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import build, recipe, whole
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 def everywhere(mine) -> list:

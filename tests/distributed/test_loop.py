@@ -7,8 +7,8 @@ import pytest
 
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import recipe
+from tests.support.ranks import run_on_ranks
 
 
 class Publishing:

@@ -10,10 +10,10 @@ from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import HfReader
 from tests.cases import all_but
+from tests.support.models import FAMILIES, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 

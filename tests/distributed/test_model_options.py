@@ -11,8 +11,6 @@ from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import HfReader
 from tests.distributed.test_model import forward
 from tests.distributed.test_policy import (
@@ -23,6 +21,8 @@ from tests.distributed.test_policy import (
     relative,
     train_twice,
 )
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 PARAMETERS_A_BUCKET = 5_000  # of some 60,000: the tiny model goes in one otherwise
 

@@ -5,9 +5,9 @@ import pytest
 from qurl_megatron.publish.routes import Layout, trainer_part
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.table import hf_tensor
-from qurl_megatron.testing.models import tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_policy import build, hf_shards, recipe
+from tests.support.models import tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 def compare(device, config):

@@ -21,14 +21,14 @@ from qurl_megatron.config import (
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.model.reference import Reference
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.models import (
+from tests.cases import all_but
+from tests.support.models import (
     FAMILIES,
     as_stored,
     random_samples,
     tiny_checkpoint,
 )
-from qurl_megatron.testing.ranks import run_on_ranks
-from tests.cases import all_but
+from tests.support.ranks import run_on_ranks
 
 LAYOUTS = {
     "TP2": dict(tensor=2),

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import quantize, rounding_of
-from qurl_megatron.testing.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

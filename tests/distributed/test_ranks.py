@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.runtime import megatron
-from qurl_megatron.testing.ranks import GROUPS, RankError, run_on_ranks
+from tests.support.ranks import GROUPS, RankError, run_on_ranks
 
 
 def test_every_rank_runs_with_its_own_copy_of_the_arguments(backend, tmp_path):

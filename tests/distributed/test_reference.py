@@ -13,11 +13,11 @@ from qurl_megatron.errors import ConfigError
 from qurl_megatron.model.reference import Reference
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.training.state import TrainState, latest
 from qurl_megatron.weights.integrity import damaged, read_record
 from tests.distributed.test_policy import build, recipe, whole
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 SAMPLES = random_samples(8)
 

@@ -22,7 +22,7 @@ from qurl_megatron.runtime.megatron import (
     on_lead,
     share,
 )
-from qurl_megatron.testing.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.waiting import wait_until
 
 CUDA = torch.device("cuda", 0)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.algo import log_probs, token_log_probs
-from qurl_megatron.testing.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def dense(logits, targets, temperature=1.0):

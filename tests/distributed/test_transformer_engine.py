@@ -1,7 +1,7 @@
 """With Transformer Engine's layers, models compute, store and publish what the local ones do.
 
 The library itself needs CUDA; a stand-in with its names, parameters and collectives takes its place
-(``testing/transformer_engine``). ``alone`` is the local spec on one rank.
+(``tests/support/transformer_engine``). ``alone`` is the local spec on one rank.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,6 @@ import torch
 from qurl_megatron.config import ModelConfig, ParallelConfig, TrainConfig
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.testing.models import random_samples, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.cases import all_but
 from tests.distributed import test_checkpoint, test_critic, test_model, test_packing, test_publish
 from tests.distributed.test_policy import (
@@ -27,10 +25,12 @@ from tests.distributed.test_policy import (
     relative,
     train_twice,
 )
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 def with_stand_in(device, body: Callable[..., None], *args) -> None:
-    from qurl_megatron.testing.transformer_engine import install
+    from tests.support.transformer_engine import install
 
     install()
     body(device, *args)
@@ -53,7 +53,7 @@ ATTENTION = {
 
 def check_names(device, folder, expected) -> None:
     from qurl_megatron.model.build import build_model, transformer_config
-    from qurl_megatron.testing.transformer_engine.layers import LayerNormLinear
+    from tests.support.transformer_engine.layers import LayerNormLinear
 
     parallel = ParallelConfig()
     with megatron_runtime(parallel) as ranks:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.algo import advantages, whitened
-from qurl_megatron.testing.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def check_against_whole(device):

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from qurl_megatron.testing import ranks
+from tests.support import ranks
 
 ROOT = Path(__file__).parents[2]
 EMULATOR = ROOT / "tests" / "emulated_cuda"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.testing import ranks
+from tests.support import ranks
 
 UNIT = Path(__file__).parents[1] / "unit"
 

@@ -17,12 +17,12 @@ from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.sizes import memory
-from qurl_megatron.testing.models import tiny_checkpoint
-from qurl_megatron.testing.ranks import RankError, run_on_ranks
 from qurl_megatron.training.dry_run import dry_run
 from qurl_megatron.training.state import TrainState
 from tests.distributed.test_dry_run import recipe
 from tests.emulated.test_phases import SLACK, Phases, _build, _save_and_load, _train_and_publish
+from tests.support.models import tiny_checkpoint
+from tests.support.ranks import RankError, run_on_ranks
 
 SIZES = dict(hidden_size=128, intermediate_size=512, vocab_size=2051)
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from qurl_megatron.bench import rollout
-from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.options import BENCHMARKS, add_options
 from qurl_megatron.bench.record import read
 from qurl_megatron.bench.rollout_engines import Version, engine_config, model_folder, started
 from qurl_megatron.fleet.client import EngineError
@@ -73,8 +73,7 @@ def url(tmp_path_factory):
 
 def test_an_engine_that_is_there_is_driven_and_its_answers_come_whole(url):
     parser = argparse.ArgumentParser()
-    add_shared(parser, BENCHMARKS["rollout"])
-    BENCHMARKS["rollout"].add_options(parser)
+    add_options(parser, BENCHMARKS["rollout"])
     words = ["--engine", url, "--schemes", "bf16", "--repeats", "1"]
     (case,) = rollout.run(parser.parse_args([*LOAD, *words, "--clients", "concurrency:3"]))
     assert set(case.reasons) <= NOISE

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import load
-from qurl_megatron.testing.proxy import COULD_BE_TRUE, FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.training.warmstart import warmstart
 from tests.runs import QURL, Run, make_recipe
+from tests.support.proxy import COULD_BE_TRUE, FAULTS, LOCKED_OUT, Proxy
 
 SMALL = (
     "data.prompts_per_step=4",

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from qurl_megatron.testing.models import tiny_checkpoint
 from tests.runs import QURL, Run, living, make_recipe
+from tests.support.models import tiny_checkpoint
 from tests.waiting import PATIENCE_S
 
 PROBLEMS, K, NEW = 16, 64, 32  # the samples 32 to 63 are two batches of the embedded engine

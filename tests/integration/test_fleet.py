@@ -13,14 +13,14 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.runtime.megatron import megatron_runtime
-from qurl_megatron.testing.fake_engine import FakeEngine
-from qurl_megatron.testing.models import tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import MANIFEST, Manifest
 from tests.disks import exhaust_names, fill, small_disk
 from tests.distributed.test_policy import build, recipe
 from tests.runs import SAMPLES, Run, make_recipe
+from tests.support.fake_engine import FakeEngine
+from tests.support.models import tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 
 @pytest.fixture(scope="module")

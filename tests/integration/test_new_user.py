@@ -17,10 +17,10 @@ import pytest
 from qurl_megatron.cli import main
 from qurl_megatron.config import load, to_toml
 from qurl_megatron.data.rows import Question
-from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.training.state import END, HEADER, TrainState
 from qurl_megatron.training.warmstart import build_tokenizer
 from tests.integration.test_your_own import FILES, blocks
+from tests.support.models import tiny_checkpoint
 
 
 class Mistake(NamedTuple):

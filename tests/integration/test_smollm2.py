@@ -8,11 +8,11 @@ from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import HfReader
 from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
 from tests.plain_transformers import Answer, answers
+from tests.support.ranks import run_on_ranks
 from tests.unit.engine_models import engine_for, finish, sequence
 from tests.unit.test_convert_mistakes import tool
 

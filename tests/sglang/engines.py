@@ -24,9 +24,9 @@ from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import quantization_config, stored
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import LOADER, Blob, Message, Receipt, payload
+from tests.support.models import tiny_checkpoint
 from tests.waiting import PATIENCE_S
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"

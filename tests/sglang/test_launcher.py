@@ -4,8 +4,8 @@ import time
 
 from qurl_megatron.engines.sglang.command_line import engine_launch
 from qurl_megatron.fleet.process import EngineProcess, port_file, stop
-from qurl_megatron.testing.models import tiny_checkpoint
 from tests.sglang.engines import PYTHON, START_S, Case, start_of
+from tests.support.models import tiny_checkpoint
 from tests.unit.test_children import TORCHRUN
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qurl_megatron.testing.ranks import run_on_ranks
 from tests.distributed.test_quant_shards import check_nan, check_scheme
+from tests.support.ranks import run_on_ranks
 
 
 def check_both_formats(device):

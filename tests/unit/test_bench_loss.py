@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from qurl_megatron.bench import loss
-from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.options import BENCHMARKS, add_options
 from qurl_megatron.errors import ConfigError
 
 
 def options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_shared(parser, BENCHMARKS["loss"])
-    BENCHMARKS["loss"].add_options(parser)
+    add_options(parser, BENCHMARKS["loss"])
     return parser.parse_args(["--device", "cpu", *given])
 
 

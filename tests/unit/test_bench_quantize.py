@@ -6,14 +6,13 @@ import torch
 
 from qurl_megatron import fused, quant
 from qurl_megatron.bench import quantize
-from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.options import BENCHMARKS, add_options
 from qurl_megatron.bench.quantize import run
 
 
 def cases(*given: str) -> dict:
     parser = argparse.ArgumentParser()
-    add_shared(parser, BENCHMARKS["quantize"])
-    BENCHMARKS["quantize"].add_options(parser)
+    add_options(parser, BENCHMARKS["quantize"])
     words = ["--model", "tiny", "--repeats", "2", "--device", "cpu", *given]
     return {case.name: case for case in run(parser.parse_args(words))}
 

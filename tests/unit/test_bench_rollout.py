@@ -9,7 +9,7 @@ import torch
 
 from qurl_megatron.bench import machine_limits, rollout
 from qurl_megatron.bench.drive import PROTOCOLS
-from qurl_megatron.bench.options import BENCHMARKS, add_shared, quant_scheme
+from qurl_megatron.bench.options import BENCHMARKS, add_options, quant_scheme
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.rollout_engines import (
@@ -31,8 +31,7 @@ ARCH = read_arch(config_of("tiny"))
 
 def options(*words):
     parser = argparse.ArgumentParser()
-    add_shared(parser, BENCHMARKS["rollout"])
-    BENCHMARKS["rollout"].add_options(parser)
+    add_options(parser, BENCHMARKS["rollout"])
     return parser.parse_args(["--model", "tiny", *words])
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from qurl_megatron.bench import step as bench_step
-from qurl_megatron.bench.options import BENCHMARKS, add_shared
+from qurl_megatron.bench.options import BENCHMARKS, add_options
 from qurl_megatron.bench.record import Case
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.step import (
@@ -149,8 +149,7 @@ def bench(monkeypatch, tmp_path):
         outside = SimpleNamespace(run=trains, PIPE=None, STDOUT=None)
         monkeypatch.setattr(bench_step, "subprocess", outside)
         parser = argparse.ArgumentParser()
-        add_shared(parser, BENCHMARKS["step"])
-        BENCHMARKS["step"].add_options(parser)
+        add_options(parser, BENCHMARKS["step"])
         overrides = [f"model.path={tmp_path / 'model'}", "train.micro_batch=32"]
         given = [*overrides, "--steps", "4", "--repeats", "1", *words]
         return bench_step.run(parser.parse_args(given))

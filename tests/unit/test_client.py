@@ -7,8 +7,8 @@ import pytest
 
 from qurl_megatron.fleet.answer import parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
-from qurl_megatron.testing.fake_engine import FakeEngine
 from tests.names import unanswered
+from tests.support.fake_engine import FakeEngine
 from tests.waiting import NEVER_S, PATIENCE_S
 
 

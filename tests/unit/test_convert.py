@@ -28,11 +28,11 @@ from qurl_megatron.convert.workers import Workers
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_config
-from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
-from qurl_megatron.testing.ranks import run_on_ranks
 from qurl_megatron.weights import HfReader, fold_uaq, open_checkpoint
 from qurl_megatron.weights.shapes import hf_shapes, parameter_count
 from qurl_megatron.weights.torch_dist import TorchDistReader
+from tests.support.models import FAMILIES, tiny_checkpoint
+from tests.support.ranks import run_on_ranks
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 SMALL = 20_000  # bytes to a file, so that even a tiny model has many

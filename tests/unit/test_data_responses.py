@@ -9,8 +9,8 @@ import torch
 
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.errors import Unscored
-from qurl_megatron.testing.models import random_samples
 from qurl_megatron.types import Prompt, Sample, in_a_row
+from tests.support.models import random_samples
 
 SAMPLES = [*random_samples(12), Sample(Prompt(12, (1, 2), "", ""), (), (), "length", ())]
 WHOLE = Responses.of(SAMPLES)

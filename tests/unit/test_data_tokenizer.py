@@ -16,9 +16,9 @@ from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.samples import example_of
-from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.training.warmstart import build_tokenizer
 from qurl_megatron.types import Prompt, Sample
+from tests.support.models import tiny_checkpoint
 from tests.unit.test_convert_mistakes import tool
 
 EOS = 1

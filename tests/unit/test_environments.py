@@ -14,8 +14,8 @@ from qurl_megatron.environments.environment_worker import call, make_environment
 from qurl_megatron.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.pool import items_of
-from qurl_megatron.testing.models import random_samples
 from tests.environments import write_classes
+from tests.support.models import random_samples
 from tests.waiting import PATIENCE_S, wait_until
 
 

@@ -8,8 +8,8 @@ from qurl_megatron.config import load
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.environments import EnvironmentPool, check_environment
 from qurl_megatron.environments.reply import FIELDS, ROLES
-from qurl_megatron.testing.models import random_samples
 from qurl_megatron.training.rollout_metrics import conversation_metrics
+from tests.support.models import random_samples
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]

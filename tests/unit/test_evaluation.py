@@ -30,7 +30,7 @@ from qurl_megatron.evaluation.evaluate import as_prompts, fingerprint
 from qurl_megatron.evaluation.options import Defaults, add_options
 from qurl_megatron.fleet.collect import NEUTRAL, sample_seed
 from qurl_megatron.quant.export import quantization_config
-from qurl_megatron.testing.fake_engine import FakeEngine, token_at
+from tests.support.fake_engine import FakeEngine, token_at
 
 # Estimates.
 

@@ -13,12 +13,12 @@ from qurl_megatron.fleet.client import KEPT_S, EngineClient, EngineError, deadli
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.tensors.arch import StopIds
-from qurl_megatron.testing.fake_engine import FakeEngine
-from qurl_megatron.testing.proxy import FAULTS, LOCKED_OUT, Proxy
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire.lease import Owner
 from tests.names import unanswered
 from tests.publishing import publish_tensors
+from tests.support.fake_engine import FakeEngine
+from tests.support.proxy import FAULTS, LOCKED_OUT, Proxy
 from tests.unit.engine_models import (
     TINY,
     LiveServer,

@@ -24,9 +24,9 @@ from qurl_megatron.fleet.collect import collect, greedy
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.membership import WrongEntry, read_members
-from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from tests.publishing import publish
+from tests.support.fake_engine import FakeEngine
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
@@ -50,7 +50,7 @@ def impatient(monkeypatch):
 
 def local_fleet(tmp_path, *options, **changes) -> Fleet:
     """Two engines in processes of their own."""
-    command = [sys.executable, "-m", "qurl_megatron.testing.fake_engine", *map(str, options)]
+    command = [sys.executable, "-m", "tests.support.fake_engine", *map(str, options)]
     config = RolloutConfig(**{"engines": 2, **QUICK, **changes})
     return Fleet(
         config, "unused", scheme="none", log_dir=tmp_path, vocabulary=96, serve_command=command
@@ -228,7 +228,7 @@ import runpy, sys, time
 for layer in range(12):
     print("loading", layer, flush=True)
     time.sleep(0.5)
-runpy.run_module("qurl_megatron.testing.fake_engine", run_name="__main__", alter_sys=True)
+runpy.run_module("tests.support.fake_engine", run_name="__main__", alter_sys=True)
 """
 
 

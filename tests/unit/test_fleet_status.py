@@ -10,7 +10,7 @@ from qurl_megatron import cli
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet import fleet_status
 from qurl_megatron.fleet.client import EngineClient
-from qurl_megatron.testing.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S, wait_until
 
 

@@ -16,11 +16,11 @@ from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.tensors.arch import facts_of
-from qurl_megatron.testing.fake_engine import FakeEngine
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease
 from qurl_megatron.wire.lease import OWNER, Lease, Owner
 from tests.publishing import publish
+from tests.support.fake_engine import FakeEngine
 from tests.unit.engine_models import write_model
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 

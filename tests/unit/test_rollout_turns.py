@@ -16,10 +16,10 @@ from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
 from qurl_megatron.fleet.turns import Turns
-from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 from qurl_megatron.types import Prompt
 from tests.environments import write_classes, write_tokenizer
 from tests.publishing import publish
+from tests.support.fake_engine import FakeEngine, token_at
 from tests.unit.test_rollout_collect import fleet_of
 from tests.waiting import PATIENCE_S, wait_until
 

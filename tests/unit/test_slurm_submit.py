@@ -21,9 +21,9 @@ from qurl_megatron.slurm.cluster import (
 )
 from qurl_megatron.slurm.pace import Pace
 from qurl_megatron.slurm.ready import FOLDER, ROOT
-from qurl_megatron.testing.models import tiny_checkpoint
 from qurl_megatron.weights.integrity import write_record
 from tests.programs import Programs
+from tests.support.models import tiny_checkpoint
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 

@@ -1,13 +1,12 @@
 """UAQ beside a layer-wise learning rate, in float64, with the project's own fold."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qurl_megatron.study.folding import (
+from benchmarks.folding import (
     RECORD,
     Setting,
     codes_that_differ,
@@ -93,8 +92,6 @@ def test_in_the_papers_models_two_thirds_of_the_linear_weights_take_part(path):
 
 def test_the_page_has_the_table_of_the_record():
     assert table(json.loads(RECORD.read_text())) in PAGE
-    (tail,) = re.findall(r"`(python -m qurl_megatron\.study\.folding)`", PAGE)
-    assert tail
 
 
 def test_uaq_beside_larger_learning_rates_is_on_the_page_as_its_record_has_it():

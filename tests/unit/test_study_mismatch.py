@@ -7,14 +7,14 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from benchmarks import mismatch_page
+from benchmarks.mismatch_page import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
 from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.errors import ConfigError
 from qurl_megatron.observe.text import plus_minus
-from qurl_megatron.study import mismatch_page
 from qurl_megatron.study.finished import groups, read_results, to_json
-from qurl_megatron.study.mismatch_page import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
 from qurl_megatron.study.plan import read_study
 from qurl_megatron.study.runs import run_dir
 from qurl_megatron.study.tables import TABLE_MISMATCH, table
@@ -88,7 +88,7 @@ def measure(root: Path, cell: str, kl: float, **others: float) -> None:
 
 
 def test_the_tables_of_the_page_are_made_of_the_records():
-    """``python -m qurl_megatron.study.mismatch_page`` writes them again."""
+    """``python -m benchmarks.mismatch_page`` writes them again."""
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(text, rendered(kept()))
 

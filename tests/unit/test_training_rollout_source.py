@@ -13,11 +13,11 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.observe.metrics import Timer, values
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.testing.fake_engine import FakeEngine, token_at
 from qurl_megatron.training.rollout_metrics import from_quantized
 from qurl_megatron.training.rollout_source import RolloutSource
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample
+from tests.support.fake_engine import FakeEngine, token_at
 from tests.unit.test_damaged_files import RECIPE_TEXT
 
 NEW = 3  # tokens of each response

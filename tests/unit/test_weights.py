@@ -8,11 +8,11 @@ from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import HfTensor, is_quantized
-from qurl_megatron.testing.models import FAMILIES, tiny_checkpoint
 from qurl_megatron.weights import HfReader, fold_uaq, load_parameter, stage_ops, unfold_uaq
 from qurl_megatron.weights.megatron_reader import MegatronReader
 from qurl_megatron.weights.ops import FusedQKV, GateUp
 from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
+from tests.support.models import FAMILIES, tiny_checkpoint
 
 
 def named(*names: str) -> list[HfTensor]:

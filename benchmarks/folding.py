@@ -6,7 +6,7 @@ times as far in the norm's gain. So training the folded model is training the un
 learning rates that ``layerwise`` gives, as long as nothing looks at the size of a weight or of a
 gradient: with ``eps``, weight decay, a clipped gradient norm or weights rounded to BF16 they part.
 
-``python -m qurl_megatron.study.folding`` trains a small model both ways, under each of these, and
+``python -m benchmarks.folding`` trains a small model both ways, under each of these, and
 records how far they part in docs/results/folding.json; docs/algorithms.md has the table.
 
 Shapes: B = sequences, T = tokens of each, V = vocabulary.
@@ -29,7 +29,7 @@ from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.weights import fold_uaq
 from qurl_megatron.weights.uaq import folded, takes_part, unfold_uaq
 
-RECORD = Path(__file__).parents[2] / "docs/results/folding.json"
+RECORD = Path(__file__).parents[1] / "docs/results/folding.json"
 
 VOCABULARY, HIDDEN, INTERMEDIATE, HEADS, LAYERS = 64, 32, 64, 4, 2
 SEQUENCES, LENGTH = 8, 16
@@ -260,7 +260,7 @@ def measured() -> dict[str, Any]:
     rows = {setting.label: compare(setting, S) for setting in SETTINGS}
     plain = {label: compare(SETTINGS[0], S, instead=rate) for label, rate in PLAIN.items()}
     return {
-        "command": "python -m qurl_megatron.study.folding",
+        "command": "python -m benchmarks.folding",
         "s": S,
         "layerwise": {label: asdict(found) for label, found in rows.items()},
         "plain": {label: asdict(found) for label, found in plain.items()},

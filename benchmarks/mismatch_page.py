@@ -1,6 +1,6 @@
 """The tables of docs/mismatch.md, made from what its studies have measured.
 
-    python -m qurl_megatron.study.mismatch_page [OUT ...] [--times OUT ...]
+    python -m benchmarks.mismatch_page [OUT ...] [--times OUT ...]
 
 keeps what ``qurl study`` has written to each OUT as docs/results/NAME.json, NAME being that of the
 study's file, and writes the tables again between the two marks of the page; a test holds them
@@ -28,7 +28,7 @@ from qurl_megatron.observe.text import number, percent, plus_minus
 from qurl_megatron.study.plan import MISMATCH
 from qurl_megatron.study.tables import NOTHING
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "mismatch.md"
 RESULTS = DOCS / "results"
 NAMES = "mismatch_*.json"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.testing.transformer_engine.layers import _Gather, _Module
+from tests.support.transformer_engine.layers import _Gather, _Module
 
 
 class DotProductAttention(_Module):

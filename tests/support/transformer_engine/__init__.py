@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from qurl_megatron.testing.transformer_engine import attention, layers, optimizers, plain
+from tests.support.transformer_engine import attention, layers, optimizers, plain
 
 VERSION = "2.11.0"
 

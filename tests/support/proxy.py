@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import httpx
 
-from qurl_megatron.testing.fake_engine import QuietServer
+from tests.support.fake_engine import QuietServer
 
 HUGE = 64 << 20  # bytes
 DRIP_S = 0.1

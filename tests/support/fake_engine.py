@@ -2,7 +2,7 @@
 
 The token at position p of a sequence is ``token_at(p)``, with a log-prob that follows from it: a
 response that was interrupted and continued anywhere equals one that was not. In a test's own
-process it is scripted by its attributes; ``python -m qurl_megatron.testing.fake_engine`` is the
+process it is scripted by its attributes; ``python -m tests.support.fake_engine`` is the
 same as a process, which can be stopped, killed and started again.
 """
 
