@@ -265,6 +265,8 @@ class Engine:
         stopped_B = (token_B[:, None] == batch.stop_ids[rows]).any(dim=1)
         broken_B = ~log_prob_B.isfinite()
         ended_B = stopped_B | broken_B | (batch.length[rows] >= batch.limit[rows])
+        if not ended_B.any():
+            return
         for offset in reversed(ended_B.nonzero()[:, 0].tolist()):
             row = first_row + offset
             if broken_B[offset]:
