@@ -171,4 +171,4 @@ def _curve(series: Series) -> dict[str, list[float]]:
 
 
 def _short(value: np.floating) -> float:
-    return float(f"{value:.6g}")
+    return float(f"{value:.4g}")

@@ -1,106 +1,135 @@
-"""docs/results/study.md: the figures of its tables are those of docs/results/study_cpu.json."""
+"""docs/results/study.md: every figure of its tables is computed from docs/results/study_cpu.json."""
 
 import json
 import re
 from pathlib import Path
+
+import pytest
+from scipy import stats
 
 from qurl_megatron.study.numbers import spread
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 PAGE = (RESULTS / "study.md").read_text(encoding="utf-8")
 RECORD = json.loads((RESULTS / "study_cpu.json").read_text(encoding="utf-8"))
-GROUPS = RECORD["groups"]
+GROUPS, RUNS = RECORD["groups"], RECORD["runs"]
 
-FOUR_BITS = {
-    "unquantized rollouts": "bf16,none",
-    "naive (Eq. 3)": "naive,int4",
-    "uncorrected (Eq. 1)": "proximal,int4",
-    "decoupled (Eq. 4)": "decoupled,int4",
-    "TIS (Eq. 5)": "tis,int4",
-    "ACR (Eq. 9), s = 1": "acr,int4",
-    "ACR, UAQ s = 1.5": "acr_uaq,int4",
+METHODS = {
+    "unquantized rollouts": "bf16",
+    "naive (Eq. 3)": "naive",
+    "uncorrected (Eq. 1)": "proximal",
+    "decoupled (Eq. 4)": "decoupled",
+    "TIS (Eq. 5)": "tis",
+    "ACR (Eq. 9)": "acr",
+    "ACR, UAQ s = 1.5": "acr_uaq",
 }
-EIGHT_BITS = {"naive (Eq. 3)": "naive,int8", "ACR (Eq. 9), s = 1": "acr,int8"}
+SCALES = {
+    "s = 1": "acr",
+    "s = 1.5": "acr_uaq",
+    "s = 2": "acr_s2",
+    "1.5 x learning rate": "acr_lr15",
+    "2 x learning rate": "acr_lr20",
+}
+SCHEMES = {"Four bits": "int4", "Eight bits": "int8"}
 
 
 def cells_below(heading: str) -> list[list[str]]:
     """The cells of the first table below a heading, row by row."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]
+    table = section.split("\n\n|")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (.*) \|$", f"|{table}", re.MULTILINE)[1:]
     return [row.split(" | ") for row in rows]
 
 
+def group_of(method: str, scheme: str) -> str:
+    return f"{method},{'none' if method == 'bf16' else scheme}"
+
+
 def trained_percent(group: str) -> list[float]:
-    runs = RECORD["trained_policies_unquantized_greedy"].items()
-    return [100 * run["accuracy"] for name, run in runs if name.startswith(f"{group},seed=")]
+    method, scheme = group.split(",")
+    names = (f"{method}-{scheme}-seed-{seed}" for seed in (0, 1, 2))
+    return [100 * RUNS[name]["accuracy_trained"] for name in names]
 
 
 def mean_and_spread(percents: list[float]) -> str:
     values = spread(percents)
-    return f"{values.mean:.1f} ± {values.std:.1f}" if len(percents) > 1 else f"{values.mean:.1f}"
+    return f"{values.mean:.1f} ± {values.std:.1f}"
 
 
-def nats(kl: float) -> str:
-    return f"{kl:.3f}" if kl > 1e-3 else f"{kl:.0e}".replace("e-0", "e-")
+def rolled_out(group: str) -> str:
+    return mean_and_spread([100 * value for value in GROUPS[group]["accuracy"]["values"]])
 
 
-def ratio(rho: float) -> str:
-    return f"{rho:.1f}" if rho < 1.1 else f"{rho:.2f}" if rho < 10 else f"{rho:.0f}"
+def small(value: float) -> str:
+    if value >= 1e-3:
+        return f"{value:.2g}"
+    return f"{value:.0e}".replace("e-0", "e-") if value > 1e-9 else "0"
 
 
-def row_of(label: str, group: str, *, whole: bool) -> list[str]:
-    """A row of the page's first two tables; without ``whole`` lacks seeds and clipped tokens."""
-    measured, trained = GROUPS[group], trained_percent(group)
-    seeds = [", ".join(f"{value:.1f}" for value in trained)]
-    clipped = [f"{100 * measured['clip_fraction']['mean']:.1f} %"]
-    return [
-        label,
-        mean_and_spread(trained),
-        *(seeds if whole else []),
-        mean_and_spread([100 * value for value in measured["accuracy"]["values"]]),
-        nats(measured["kl"]["mean"]),
-        ratio(measured["rho_max"]["high"]),
-        *(clipped if whole else []),
-    ]
-
-
-def test_the_table_of_four_bits_is_the_records():
-    expected = [row_of(label, group, whole=True) for label, group in FOUR_BITS.items()]
-    assert cells_below("Four bits") == expected
-
-
-def test_the_table_of_eight_bits_is_the_records():
-    expected = [row_of(label, group, whole=False) for label, group in EIGHT_BITS.items()]
-    assert cells_below("Eight bits") == expected
-
-
-def test_the_table_of_codes_is_the_records():
-    def row(scale: str, rollouts: str, group: str) -> list[str]:
-        flips, update, error = (
-            GROUPS[group][name]["mean"]
-            for name in ("code_flip_rate", "weight_update", "weight_error")
+@pytest.mark.parametrize("heading", SCHEMES)
+def test_the_tables_of_methods_are_the_records(heading):
+    expected = []
+    for label, method in METHODS.items():
+        group = group_of(method, SCHEMES[heading])
+        measured, trained = GROUPS[group], trained_percent(group)
+        expected.append(
+            [
+                label,
+                mean_and_spread(trained),
+                ", ".join(f"{value:.1f}" for value in trained),
+                rolled_out(group),
+                small(measured["kl"]["mean"]),
+                f"{measured['rho_max']['high']:.3g}",
+                f"{100 * measured['clip_fraction']['mean']:.1f} %",
+                f"{100 * measured['acr_active']['mean']:.2f} %" if "acr" in method else "–",
+            ]
         )
-        share = update / error
-        return [
-            scale,
-            rollouts,
-            f"{100 * flips:.3g} %" if flips > 0.01 else f"{100 * flips:.2f} %",
-            f"{update:.2e}".replace("e-0", "e-"),
-            f"{error:.4f}" if error > 1e-3 else f"{error:.2e}".replace("e-0", "e-"),
-            f"{share:.2f}" if share > 0.1 else f"{share:.4f}",
-        ]
+    assert cells_below(heading) == expected
 
-    assert cells_below("Codes, updates and errors") == [
-        row("1", "INT8", "acr,int8"),
-        row("1", "INT4, simulated", "acr,int4"),
-        row("1.5", "INT4, simulated", "acr_uaq,int4"),
+
+def test_the_table_of_differences_is_the_records():
+    unquantized = trained_percent("bf16,none")
+
+    def difference(method: str, scheme: str) -> str:
+        trained = trained_percent(f"{method},{scheme}")
+        gap = (sum(trained) - sum(unquantized)) / 3
+        p = stats.ttest_ind(trained, unquantized, equal_var=False).pvalue
+        return f"{gap:+.1f} (p = {p:.2f})".replace("-", "−").replace("= 0.", "= .")
+
+    assert cells_below("How far three seeds carry") == [
+        [label, difference(method, "int4"), difference(method, "int8")]
+        for label, method in METHODS.items()
+        if method != "bf16"
     ]
 
 
-def test_the_page_says_how_many_runs_it_holds():
-    done = sum(group["done"] for group in GROUPS.values())
-    planned = sum(group["planned"] for group in GROUPS.values())
-    assert f"{done} of the study's {planned} runs" in PAGE
-    assert RECORD["runs_done"] == len(RECORD["trained_policies_unquantized_greedy"]) == done
-    assert {group["done"] for group in GROUPS.values()} == {0, 1, 3}
-    assert all(group.get("collapse_step") is None for group in GROUPS.values())
+def test_the_table_of_scales_is_the_records():
+    expected = []
+    for rollouts, scheme in (("INT8", "int8"), ("INT4, simulated", "int4")):
+        for label, method in SCALES.items():
+            group = f"{method},{scheme}"
+            flips, update, error = (
+                GROUPS[group][name]["mean"]
+                for name in ("code_flip_rate", "weight_update", "weight_error")
+            )
+            expected.append(
+                [
+                    label,
+                    rollouts,
+                    mean_and_spread(trained_percent(group)),
+                    rolled_out(group),
+                    f"{100 * flips:.3g} %" if flips > 0.01 else f"{100 * flips:.2f} %",
+                    f"{update:.1e}".replace("e-0", "e-"),
+                    f"{error:.1e}".replace("e-0", "e-"),
+                    f"{update / error:.2g}" if update > 0.01 * error else f"{update / error:.4f}",
+                ]
+            )
+    assert cells_below("A larger s, or a larger learning rate") == expected
+
+
+def test_the_page_says_how_many_runs_it_holds_and_all_of_them_are_there():
+    assert len(RUNS) == 57 and {run["state"] for run in RUNS.values()} == {"done"}
+    assert f"All {len(RUNS)} runs" in PAGE
+    assert all(run["curves"]["reward/mean"]["steps"][-1] == 80 for run in RUNS.values())
+    collapsed = [name for name, run in RUNS.items() if run["collapse_step"] is not None]
+    assert f"{len(collapsed) or 'No'} run" in PAGE
