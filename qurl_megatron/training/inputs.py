@@ -21,7 +21,6 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.footprint import find_models
-from qurl_megatron.training.own_loss import check_loss
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.too_long import longest_prompt, refuse_endless_responses
 from qurl_megatron.weights.places import description_of
@@ -53,7 +52,7 @@ def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
         partial(refuse_not_installed, config.rollout),
         partial(check_rewards, config.reward),
         partial(check_environment, config.rollout),
-        partial(check_loss, config.algo, config.correction),
+        partial(check_own_loss, config),
         lambda: data.extend(describe_data(config)),
     )
     mistakes = []
@@ -63,6 +62,14 @@ def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
         except ConfigError as error:
             mistakes.append(str(error))
     return LookedOver(list(dict.fromkeys(mistakes)), data)
+
+
+def check_own_loss(config: RunConfig) -> None:
+    """Try the user's loss; raises ``ConfigError`` as ``own_loss.check_loss``."""
+    if config.algo.function:
+        from qurl_megatron.training.own_loss import check_loss  # brings torch
+
+        check_loss(config.algo, config.correction)
 
 
 def refuse_without_tokenizer(config: RunConfig) -> None:

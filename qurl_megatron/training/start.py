@@ -23,7 +23,12 @@ from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
 from qurl_megatron.schemes import simulation
 from qurl_megatron.tensors.arch import arch_of, read_arch
 from qurl_megatron.training.footprint import check_policy_division
-from qurl_megatron.training.inputs import check_files, doubts, refuse_without_tokenizer
+from qurl_megatron.training.inputs import (
+    check_files,
+    check_own_loss,
+    doubts,
+    refuse_without_tokenizer,
+)
 from qurl_megatron.training.state import (
     TrainState,
     latest,
@@ -130,10 +135,7 @@ def _check_own(config: RunConfig) -> None:
     """What the recipe names beside data and model is there, and can be called."""
     check_rewards(config.reward)
     check_environment(config.rollout)
-    if config.algo.function:
-        from qurl_megatron.training.own_loss import check_loss  # torch takes a second to import
-
-        check_loss(config.algo, config.correction)
+    check_own_loss(config)
     refuse_not_installed(config.rollout)
     if config.observe.wandb_project:
         wandb_package()

@@ -64,7 +64,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("algo.objective=ACR", "acr, icepop, got 'ACR'; did you mean 'acr'?"),
         ("algo.name=GRPO", "cispo, got 'GRPO'; did you mean 'grpo'?"),
         ("algo.algorithm=dapo", "unknown key algo.algorithm; did you mean algo.name?"),
-        ("algo.xyz=1", "unknown key algo.xyz; `qurl show RECIPE` prints the 29 keys of algo"),
+        ("algo.xyz=1", "unknown key algo.xyz; `qurl show RECIPE` prints the 30 keys of algo"),
         ("train.share_prefix=false", "train.share_prefix no longer exists: each response is"),
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
