@@ -1,4 +1,4 @@
-"""docs/results/study.md: every figure of its tables is computed from docs/results/study_cpu.json."""
+"""docs/results/study.md: every figure of its tables is computed from study_cpu.json beside it."""
 
 import json
 import re
