@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qurl_megatron.disk import lock, write_whole
+from qurl_megatron.disk import lock, read_json, write_whole
 from qurl_megatron.errors import ConfigError, printable
 from qurl_megatron.runtime.launch import stopping
 from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints, evaluation
@@ -295,10 +295,23 @@ def share(cell: Cell, jobs: int) -> tuple[list[str], dict[str, str]]:
 
 
 def _read(out: Path) -> dict[str, str]:
+    """Read why cells have failed, by name.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     path = out / "cells.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    reasons = read_json(path)
+    for name, reason in reasons.items():
+        if not isinstance(reason, str):
+            raise ConfigError(f"{path}: {name} has no reason in words; delete the file")
     # Older studies wrote ``Cell.old_name``.
-    return {name.replace(",", "-").replace("=", "-"): reason for name, reason in found.items()}
+    return {
+        name.replace(",", "-").replace("=", "-"): printable(reason)
+        for name, reason in reasons.items()
+    }
 
 
 def _last_line(job: CellJob) -> str:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.rows import DataFile
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.errors import ConfigError, printable
 from qurl_megatron.observe import failures
 from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.runtime.launch import tell
@@ -51,7 +51,7 @@ def run_rank(config: RunConfig, prepare: Callable[[], dict[str, DataFile]] | Non
         _leave(next(code for kind, code in codes.items() if isinstance(error, kind)))
     except BaseException as error:
         failures.keep(error)
-        tell(traceback.format_exc())
+        tell(printable(traceback.format_exc()))
         _leave(1)
     return 0 if finished else 128 + (stop.signal or signal.SIGTERM)
 

@@ -278,6 +278,25 @@ def test_a_run_of_an_older_study_goes_on_in_its_folder(root):
     assert not (runs / CELLS[0]).exists() and (root / f"out/logs/{old}.log").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"a": 1}', "a has no reason in words; delete the file"),
+    ],
+)
+def test_a_damaged_note_of_failures_is_one_sentence(tmp_path, text, message):
+    (tmp_path / "cells.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"cells\.json.*{message}"):
+        failures(tmp_path)
+
+
+def test_what_the_note_of_failures_holds_steers_no_terminal(tmp_path):
+    (tmp_path / "cells.json").write_text(json.dumps({"a": "\x1b[2J\ud800"}))
+    assert failures(tmp_path) == {"a": "?[2J?"}
+
+
 def test_a_longer_study_goes_on_with_its_runs_and_a_shorter_one_takes_their_beginning(root):
     assert run_cells(root, only="bf16*0") == 0
     (root / "study.toml").write_text(STUDY.replace("steps=3", "steps=5"))
