@@ -92,7 +92,7 @@ def fork(source: Path, config: RunConfig) -> None:
         named = named_code(config.reward, config.rollout, config.algo.function)
         code = edited(named, begins.own_code)
         changed = [f"other data in {file}" for file in files.values()]
-        changed += [f"edited code of {named}" for named in code.values()]
+        changed += [f"edited code of {setting}" for setting in code.values()]
         begun = Fork(str(source.resolve()), state.step, (*map(str, found), *changed))
         _copy_logs(source, run_dir, begun)
         (run_dir / FORK).write_text(json.dumps(asdict(begun), indent=1) + "\n", encoding="utf-8")

@@ -271,9 +271,8 @@ def tell_done(
             f"{file} has changed since this run read it, and nothing was trained on what it holds "
             "now; restore the file, or train on it in another train.run_dir"
         )
-    for code in edited(
-        named_code(config.reward, config.rollout, config.algo.function), state.own_code
-    ).values():
+    named = named_code(config.reward, config.rollout, config.algo.function)
+    for code in edited(named, state.own_code).values():
         print(
             f"the code of {code} has changed since this run called it, and nothing was done with "
             f"what it is now; set train.steps above {state.step} to go on with it"
